@@ -1,0 +1,277 @@
+"""The whole graph in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torchdata.nodes import BaseNode, PinMemory, Prefetcher
+
+from odb_nodes.graph import length_of
+from odb_nodes.loader import Loader
+from odb_nodes.names import name_of
+from odb_nodes.nodes import GroupCollator, PaddingCollate, WindowBucketer
+from odb_nodes.nodes.group_collator import Collate
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.budget import check_count
+from odb_nodes.processing import ParallelProcessor, WorkerOptions
+from odb_nodes.sample import Observe, Sample, observe_sample
+from odb_nodes.sources import IterableSource, ShardedSampler
+from odb_nodes.sources.rank import resolve_rank
+
+
+class _Process:
+    """From an item of the source to a `Sample`: look it up, process it, observe it."""
+
+    def __init__(
+        self, dataset: Any, process_fn: Callable[[Any], Any] | None, observe: Observe | None
+    ) -> None:
+        self._dataset = dataset  # None: the items are samples already
+        self._process_fn = process_fn
+        self._observe = observe
+        parts = {"process_fn": process_fn, "observe": observe}
+        names = [f"{key}={name_of(part)}" for key, part in parts.items() if part is not None]
+        self.__qualname__ = f"sample({', '.join(names)})"
+
+    def __call__(self, item: Any) -> Sample:
+        data = item if self._dataset is None else self._dataset[item]
+        if self._process_fn is not None:
+            data = self._process_fn(data)
+        return observe_sample(data, self._observe)
+
+
+class ODBDataLoader:
+    """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
+
+    The graph is `ShardedSampler` (or `IterableSource`) -> `ParallelProcessor` -> `WindowBucketer`
+    -> `GroupCollator` -> `Prefetcher` -> `Loader`, with the lengths observed in the workers. The
+    batches depend on data, seed and configuration alone, never on the number of workers.
+
+    Args:
+        dataset: map-style (`__getitem__` and `__len__`), or iterable.
+        token_budget: padded tokens of a batch, or a `TokenBudget`.
+        collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
+            `PaddingCollate` with the budget's `pad_to_multiple_of`.
+        shuffle: a map-style dataset anew in each epoch; an iterable's order is its own.
+        seed: of the shuffling, and of the random numbers of processing.
+        num_workers: worker processes; 0 processes in the trainer's own thread, with no thread
+            beside it.
+        window: samples waiting in the pool to be grouped.
+        process_fn: item of the dataset -> processed sample; runs in the workers. Default: the items
+            are processed samples.
+        observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
+        prefetch: batches made ahead by a thread, where there are workers.
+        state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
+        workers: all the options of the workers, instead of `num_workers`. By default up to `window`
+            samples are in flight, so that a refill of the pool never waits for one sample.
+        sampler: yields indices of a map-style dataset in an order of its own, the same when
+            iterated again, instead of `shuffle`.
+        pin_memory: pin batches, for faster copies to the accelerator.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above, or the dataset is empty.
+        RuntimeError: the job has several ranks, whose steps this version does not align.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        token_budget: int | TokenBudget,
+        collate_fn: Collate | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        window: int = 1024,
+        process_fn: Callable[[Any], Any] | None = None,
+        observe: Observe | None = None,
+        prefetch: int = 4,
+        state: Literal["replay", "payload"] = "replay",
+        workers: WorkerOptions | None = None,
+        sampler: Iterable[int] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        world_size = resolve_rank(None, None)[1]
+        if world_size > 1:
+            raise RuntimeError(
+                f"`ODBDataLoader` serves one rank, but the job has {world_size}: their batches "
+                "differ in number, so collectives would hang. This version does not align them."
+            )
+        if workers is not None and num_workers:
+            raise ValueError(
+                "`num_workers` and `workers` must not both be given, but are "
+                f"{num_workers} and {workers} instead."
+            )
+        check_count("prefetch", prefetch, 0)
+        check_count("window", window)
+        options = workers or WorkerOptions(num_workers=num_workers)
+        if options.in_flight_samples is None:
+            options = replace(options, in_flight_samples=window)
+        budget = TokenBudget.of(token_budget)
+        self.dataset = dataset
+        source, items = _source_of(dataset, shuffle, seed, sampler)
+        process = _Process(items, process_fn, observe)
+        self._processor = ParallelProcessor(source, process, seed=seed, workers=options)
+        self._bucketer = WindowBucketer(self._processor, budget, window, state)
+        collate = collate_fn or PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
+        root: BaseNode[Any] = GroupCollator(self._bucketer, collate)
+        if prefetch and options.num_workers:
+            root = Prefetcher(root, prefetch)
+        if pin_memory and torch.cuda.is_available():
+            root = PinMemory(root)
+        self._loader: Loader[Any] = Loader(root)
+
+    @classmethod
+    def from_dataloader(
+        cls, loader: DataLoader[Any], *, token_budget: int | TokenBudget, **options: Any
+    ) -> ODBDataLoader:
+        """Return a loader over the dataset of a `DataLoader` or `StatefulDataLoader`.
+
+        Its dataset, order, collate function, workers and pinning are taken over; its batch size and
+        `drop_last` are not, since the budget takes their place. torch's own collate function, which
+        cannot pad, is replaced by the default one.
+
+        Args:
+            loader: the loader that a framework has built; it is not iterated.
+            token_budget: padded tokens of a batch, or a `TokenBudget`.
+            options: further arguments of `ODBDataLoader`, which win over what `loader` has.
+
+        Raises:
+            TypeError: `loader` is no `DataLoader`.
+            ValueError: its sampler draws an order that cannot be drawn again.
+        """
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                f"`loader` must be a `DataLoader`, but is `{type(loader).__name__}` instead."
+            )
+        given = dict(options)
+        if loader.collate_fn is not default_collate:
+            given.setdefault("collate_fn", loader.collate_fn)
+        if not isinstance(loader.dataset, IterableDataset) and "sampler" not in given:
+            given = {**_order_of(loader.sampler), **given}
+        if "workers" not in given and "num_workers" not in given:
+            context = loader.multiprocessing_context
+            given["workers"] = WorkerOptions(
+                num_workers=loader.num_workers,
+                start_method=None if context is None else context.get_start_method(),
+                worker_init_fn=loader.worker_init_fn,
+            )
+        given.setdefault("pin_memory", loader.pin_memory)
+        return cls(loader.dataset, token_budget=token_budget, **given)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch, or go on from a loaded state. See `Loader`."""
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        """Raise: the number of batches is known only when an epoch has ended.
+
+        Raises:
+            TypeError: always; see `num_samples` for progress.
+        """
+        raise TypeError(
+            "the number of batches is not known before the epoch has ended. Measure progress in "
+            "samples: `tqdm(total=loader.num_samples)` and `info.local_samples` per batch."
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch on this rank.
+
+        Raises:
+            TypeError: the dataset does not know its length.
+        """
+        return length_of(self._processor)
+
+    @property
+    def replayed_samples(self) -> int:
+        """Samples that the last restore processed again."""
+        return self._bucketer.replayed_samples
+
+    @property
+    def oversize_samples(self) -> int:
+        """Samples pulled in this epoch so far that exceeded the budget on their own."""
+        return self._bucketer.oversize_samples
+
+    @property
+    def dropped_samples(self) -> int:
+        """Samples pulled in this epoch so far that `oversize="drop"` left out."""
+        return self._bucketer.dropped_samples
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the worker processes that run now."""
+        return self._processor.worker_pids
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next one that begins; a loaded state within an epoch wins."""
+        self._loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the most recent iterator stands; plain data, owned by the caller."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Make the next `iter()` go on from a state. See `Loader.load_state_dict`."""
+        self._loader.load_state_dict(state_dict, strict=strict)
+
+    def close(self) -> None:
+        """Stop all threads and workers and keep the position. See `Loader.close`."""
+        self._loader.close()
+
+    def __enter__(self) -> ODBDataLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _source_of(
+    dataset: Any, shuffle: bool, seed: int, sampler: Iterable[int] | None
+) -> tuple[BaseNode[Any], Any]:
+    """Return the source node, and what its items are looked up in: `None` for nothing."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if sampler is not None:
+            raise ValueError("`sampler` must be None for an iterable dataset.")
+        return IterableSource(dataset), None
+    if not isinstance(dataset, Sized):
+        raise TypeError(
+            f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
+            "`IterableDataset`, or pass something with `__len__`."
+        )
+    if sampler is not None:
+        return IterableSource(sampler), dataset
+    return ShardedSampler(dataset, shuffle, seed), dataset
+
+
+def _order_of(sampler: Any) -> dict[str, Any]:
+    """Return the arguments of `ODBDataLoader` that stand for a sampler of torch."""
+    if isinstance(sampler, DistributedSampler):
+        return {"shuffle": sampler.shuffle, "seed": sampler.seed}
+    if isinstance(sampler, SequentialSampler):
+        return {"shuffle": False}
+    if (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and (sampler.num_samples == len(sampler.data_source))
+    ):
+        return {"shuffle": True}
+    if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+        raise ValueError(
+            f"`loader.sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again "
+            "when a run resumes. Pass `sampler=` an iterable that is seeded by `set_epoch`, or "
+            "`shuffle=True`."
+        )
+    return {"sampler": sampler}

@@ -1,0 +1,216 @@
+"""A root node as an iterable over epochs that can be saved and resumed at any point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.errors import StateError
+from odb_nodes.graph import close_nodes, length_of, stop_threads, walk
+from odb_nodes.state import allow_mismatch, detach, seal, unseal
+
+T = TypeVar("T")
+
+
+class Loader(Generic[T]):
+    """Iterates a graph, one epoch per `iter()`; torchdata's `Loader` with its faults repaired.
+
+    The sequence of items and ends of epochs after loading a state is the one that would have
+    followed in the run that saved it. So a state saved after an epoch's last item, but before its
+    end was seen, gives an empty rest of that epoch, and then the next one; a state saved after the
+    end gives the next one.
+
+    `iter()` goes on with a loaded state; it returns the present iterator if that has not yielded
+    yet; otherwise it leaves the present epoch and begins the next. An older iterator is then no
+    longer valid.
+
+    After `close`, and after an exception in the graph, the workers are gone and the position is
+    kept: the next `iter()` goes on from there.
+
+    Args:
+        root: last node of the graph.
+        restart_on_stop_iteration: what a state gives that was saved after the end of an epoch: the
+            next epoch, or nothing.
+        stop_timeout_s: seconds to wait for a thread of the graph to finish what it is doing.
+    """
+
+    ROOT_KEY = "root"
+    NUM_YIELDED_KEY = "num_yielded"
+    ENDED_KEY = "ended"
+
+    def __init__(
+        self,
+        root: BaseNode[T],
+        restart_on_stop_iteration: bool = True,
+        *,
+        stop_timeout_s: float = 60.0,
+    ) -> None:
+        self.root = root
+        self._restart = restart_on_stop_iteration
+        self._stop_timeout_s = stop_timeout_s
+        self._it: LoaderIterator[T] | None = None
+        self._pending: dict[str, Any] | None = None  # a state that the next iter() begins with
+        self._strict = True
+        self._requested_epoch: int | None = None
+        self._lost: Exception | None = None  # why nobody knows where the graph stands
+
+    def __len__(self) -> int:
+        """Return how many items an epoch has.
+
+        Raises:
+            TypeError: it cannot be known before the epoch has ended, as with dynamic batches.
+        """
+        return length_of(self.root)
+
+    def __iter__(self) -> Iterator[T]:
+        """Return the iterator of a loaded state's epoch, or of the next one.
+
+        Raises:
+            StateError: the loaded state does not fit the graph. It stays loaded.
+        """
+        if self._pending is not None or self._it is None or self._it.touched:
+            self._it = self._begin()
+            self._pending = None
+        return self._it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the most recent iterator stands. The caller owns the result."""
+        if self._pending is not None:
+            return detach(self._pending)  # type: ignore[no-any-return]
+        if self._it is None:
+            self._it = self._begin()
+        return seal(
+            type(self).__name__,
+            {},
+            root=detach(self.root.state_dict()),
+            num_yielded=self._it.num_yielded,
+            ended=self._it.ended,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Make the next `iter()` go on from a state, which is copied.
+
+        Args:
+            state_dict: what `state_dict` returned.
+            strict: refuse a state that was saved with another configuration; else warn.
+
+        Raises:
+            StateError: it is no state of a `Loader`. What does not fit the nodes is raised by
+                `iter()`.
+        """
+        fields = (self.ROOT_KEY, self.NUM_YIELDED_KEY, self.ENDED_KEY)
+        self._pending = seal(
+            type(self).__name__, {}, **unseal(state_dict, type(self).__name__, {}, fields)
+        )
+        self._strict = strict
+        self._it, self._lost, self._requested_epoch = None, None, None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next one that begins, in every node that counts epochs.
+
+        A loaded state that stands within an epoch wins: it says itself which epoch it is in.
+        """
+        if self._pending is not None and not self._pending[self.ENDED_KEY]:
+            return
+        self._requested_epoch = epoch
+        if self._it is not None:
+            self._it.touched = True
+
+    def close(self) -> None:
+        """Stop all threads and workers of the graph and keep the position. Idempotent.
+
+        Raises:
+            TimeoutError: a thread did not finish within `stop_timeout_s`.
+        """
+        if self._it is not None:
+            try:
+                self._pending = self.state_dict()
+                self._strict = True
+            except Exception as error:
+                self._lost = error
+            self._it = None
+        close_nodes(self.root, self._stop_timeout_s)
+
+    def __enter__(self) -> Loader[T]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self) -> LoaderIterator[T]:
+        if self._lost is not None:
+            raise StateError(
+                "the graph raised, and nobody knows where it stands: load the last saved state."
+            ) from self._lost
+        stop_threads(self.root, self._stop_timeout_s)
+        state = self._pending
+        if state is None:
+            return self._begin_epoch()
+        with allow_mismatch(not self._strict):
+            self.root.reset(detach(state[self.ROOT_KEY]))
+        if not state[self.ENDED_KEY]:
+            return LoaderIterator(self, state[self.NUM_YIELDED_KEY])
+        self._see_end()
+        if not self._restart:
+            return LoaderIterator(self, state[self.NUM_YIELDED_KEY], ended=True)
+        stop_threads(self.root, self._stop_timeout_s)
+        return self._begin_epoch()
+
+    def _begin_epoch(self) -> LoaderIterator[T]:
+        if self._requested_epoch is not None:
+            for node in walk(self.root):
+                if callable(set_epoch := getattr(node, "set_epoch", None)):
+                    set_epoch(self._requested_epoch)
+            self._requested_epoch = None
+        self.root.reset(None)
+        return LoaderIterator(self, 0)
+
+    def _see_end(self) -> None:
+        """Let the nodes see their end again: some of torchdata's do not keep it in their state."""
+        try:
+            next(self.root)
+        except StopIteration:
+            return
+        raise StateError(
+            "the state was saved at the end of an epoch, but the graph yields more items there. "
+            "Resume over the data that the state was saved on."
+        )
+
+
+class LoaderIterator(Iterator[T]):
+    """One epoch of a `Loader`, or the rest of one."""
+
+    def __init__(self, loader: Loader[T], num_yielded: int, ended: bool = False) -> None:
+        self._loader = loader
+        self.num_yielded = num_yielded
+        self.ended = ended
+        self.touched = False
+
+    def __next__(self) -> T:
+        loader = self._loader
+        if loader._it is not self:
+            raise RuntimeError(
+                "this iterator is no longer valid: its `Loader` was closed, raised, or was "
+                "iterated again. Use the newest `iter(loader)`."
+            )
+        self.touched = True
+        if self.ended:
+            raise StopIteration
+        try:
+            item = next(loader.root)
+        except StopIteration:
+            self.ended = True
+            raise
+        except BaseException:
+            loader.close()
+            raise
+        self.num_yielded += 1
+        return item

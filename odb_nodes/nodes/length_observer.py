@@ -1,0 +1,89 @@
+"""Node: attaches to each processed sample what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.errors import SampleError
+from odb_nodes.names import name_of
+from odb_nodes.sample import Observe, Sample, observe_sample
+from odb_nodes.state import seal, unseal
+
+
+class LengthObserver(BaseNode[Sample]):
+    """Yields a `Sample` for each item: the item with its tokens, targets and patches.
+
+    State: the source's, and the position for errors.
+
+    Args:
+        source: node that yields processed samples.
+        observe: item -> tokens, or -> `Observation`; by default `input_ids`, `labels` and the image
+            fields are looked at, see `observe_sample`.
+    """
+
+    SOURCE_KEY = "source"
+    POSITION_KEY = "position"
+
+    def __init__(self, source: BaseNode[Any], observe: Observe | None = None) -> None:
+        super().__init__()
+        self.source = source
+        self._observe = observe
+        self._position = 0
+        self._failure: SampleError | None = None
+
+    def __len__(self) -> int:
+        """Return how many samples an epoch has.
+
+        Raises:
+            TypeError: the source does not know its length.
+        """
+        return len(self.source)  # type: ignore[arg-type]
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state was saved with another `observe`.
+        """
+        super().reset(initial_state)
+        self._failure = None
+        if initial_state is None:
+            self.source.reset(None)
+            self._position = 0
+            return
+        keys = (self.SOURCE_KEY, self.POSITION_KEY)
+        state = unseal(initial_state, type(self).__name__, self._config(), keys)
+        self.source.reset(state[self.SOURCE_KEY])
+        self._position = state[self.POSITION_KEY]
+
+    def next(self) -> Sample:
+        """Return the next sample.
+
+        Raises:
+            SampleError: it has no valid length. Raised again until the next reset, so that the
+                sample cannot pass unseen.
+        """
+        if self._failure is not None:
+            raise self._failure
+        data = next(self.source)
+        try:
+            sample = observe_sample(data, self._observe)
+        except SampleError as error:
+            self._failure = SampleError(f"sample {self._position} of the epoch: {error}")
+            raise self._failure from error
+        self._position += 1
+        return sample
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the source's state."""
+        return seal(
+            type(self).__name__,
+            self._config(),
+            source=self.source.state_dict(),
+            position=self._position,
+        )
+
+    def _config(self) -> dict[str, Any]:
+        return {"observe": None if self._observe is None else name_of(self._observe)}

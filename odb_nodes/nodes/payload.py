@@ -1,0 +1,75 @@
+"""Samples as plain data, for states that carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes.errors import SampleError
+from odb_nodes.sample import Sample
+
+_SCALARS = (int, str, float, bool, type(None))
+
+
+def encode_sample(sample: Sample) -> tuple[Any, ...]:
+    """Return a copy of a sample that `torch.load(weights_only=True)` can read.
+
+    Raises:
+        SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
+            numbers and strings.
+    """
+    return (_encode(sample.data), *sample[1:])
+
+
+def decode_sample(encoded: tuple[Any, ...]) -> Sample:
+    """Return the sample that `encode_sample` was given, sharing nothing with `encoded`."""
+    data, *cost = encoded
+    return Sample(_decode(data), *cost)
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SCALARS:
+        return ("is", value)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.detach().clone())
+    if kind is bytes:
+        return ("bytes", _to_tensor(value))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return ("array", value.dtype.str, value.shape, _to_tensor(value.tobytes()))
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return ("scalar", value.dtype.str, _to_tensor(value.tobytes()))
+    if kind is dict:
+        return ("dict", [(_encode(key), _encode(item)) for key, item in value.items()])
+    if kind in (list, tuple):
+        return (kind.__name__, [_encode(item) for item in value])
+    raise SampleError(
+        f"a state that carries samples cannot hold `{kind.__name__}`. Return dicts, lists and "
+        'tuples of tensors, arrays, numbers and strings, or use `state="replay"`.'
+    )
+
+
+def _decode(encoded: tuple[Any, ...]) -> Any:
+    kind, *content = encoded
+    if kind == "is":
+        return content[0]
+    if kind == "tensor":
+        return content[0].clone()
+    if kind == "array":
+        dtype, shape, data = content
+        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(shape).copy()
+    if kind == "scalar":
+        return np.frombuffer(content[1].numpy().tobytes(), content[0])[0]
+    if kind == "bytes":
+        return content[0].numpy().tobytes()
+    if kind == "dict":
+        return {_decode(key): _decode(item) for key, item in content[0]}
+    items = [_decode(item) for item in content[0]]
+    return items if kind == "list" else tuple(items)
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    # `torch.load(weights_only=True)` refuses empty bytes, and torch lacks some of numpy's dtypes.
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())

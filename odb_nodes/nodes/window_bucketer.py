@@ -1,0 +1,317 @@
+"""Node: forms groups from a rolling pool, and keeps a recipe of the pool as its state."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from typing import Any, Literal
+
+import numpy as np
+from torchdata.nodes import BaseNode
+from tqdm import tqdm
+
+from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.budget import check_count
+from odb_nodes.sample import Sample
+from odb_nodes.state import detach, seal, unseal
+
+logger = logging.getLogger(__name__)
+
+_SNAPSHOTS_PER_WINDOW = 4
+
+
+class WindowBucketer(BaseNode[list[Sample]]):
+    """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
+
+    No pooled sample gets older than 5 windows (see `RollingPool`), so a replay takes at most 5.25.
+
+    State, `"replay"`: the source's state at or before the oldest pooled sample, how many samples
+    were pulled since, and which of those are pooled, with their lengths: 12 bytes per pooled sample
+    beside the source's own. Restoring pulls them again, keeps those, and compares the lengths.
+    State, `"payload"`: the pooled samples themselves. Nothing is processed again, so it is right
+    also where processing is not deterministic; they must be dicts, lists and tuples of tensors,
+    arrays, numbers and strings.
+
+    Args:
+        source: node that yields `Sample`: a `LengthObserver`.
+        budget: padded tokens of a group, or a `TokenBudget`.
+        window: samples in the pool. Larger fills groups better, and waits longer for the first.
+        state: `"replay"` or `"payload"`.
+    """
+
+    SOURCE_KEY = "source"
+    MODE_KEY = "mode"
+    PULLED_KEY = "pulled"
+    SINCE_KEY = "pulled_since_source"
+    ENDED_KEY = "ended"
+    POOL_KEY = "pool"
+    PAYLOAD_KEY = "payload"
+    DROPPED_KEY = "dropped_samples"
+    OVERSIZE_KEY = "oversize_samples"
+
+    def __init__(
+        self,
+        source: BaseNode[Sample],
+        budget: int | TokenBudget,
+        window: int = 1024,
+        state: Literal["replay", "payload"] = "replay",
+    ) -> None:
+        super().__init__()
+        if state not in ("replay", "payload"):
+            raise ValueError(f'`state` must be "replay" or "payload", but is {state!r} instead.')
+        self.source = source
+        self._budget = TokenBudget.of(budget)
+        self._window = check_count("window", window)
+        self._mode = state
+        self._interval = max(1, self._window // _SNAPSHOTS_PER_WINDOW)
+        self.replayed_samples = 0
+        """Samples that the last restore processed again."""
+        self._clear()
+
+    @property
+    def dropped_samples(self) -> int:
+        """Samples of this epoch that `oversize="drop"` left out so far."""
+        return self._dropped
+
+    @property
+    def oversize_samples(self) -> int:
+        """Samples of this epoch that exceeded the budget on their own so far."""
+        return self._oversize
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state was saved with another budget, window or mode, or the source does
+                not yield the samples again that it yielded then.
+        """
+        super().reset(initial_state)
+        self._clear()
+        if initial_state is None:
+            self.source.reset(None)
+            self._snapshot()
+        else:
+            keys = (self.SOURCE_KEY, self.MODE_KEY, self.PULLED_KEY, self.SINCE_KEY, self.ENDED_KEY)
+            keys += (self.POOL_KEY, self.PAYLOAD_KEY, self.DROPPED_KEY, self.OVERSIZE_KEY)
+            self._restore(unseal(initial_state, type(self).__name__, self._config(), keys))
+
+    def next(self) -> list[Sample]:
+        """Return the next group, oldest sample first.
+
+        Raises:
+            SampleError: the next sample is no `Sample`, or too large under `oversize="error"`.
+                This, and whatever the source raises, is raised again until the next reset.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._refill()
+        except Exception as error:
+            self._failure = error
+            raise
+        if not len(self._pool):
+            self._end()
+            raise StopIteration
+        group = self._pool.take(draining=self._ended)
+        if self._ended and not len(self._pool):
+            self._end()
+        return group
+
+    def get_state(self) -> dict[str, Any]:
+        """Return where to pull from again, and which of the samples pulled are waiting."""
+        if self._mode == "payload" and self._failure is None:
+            self._snapshot()
+        self._forget_snapshots()
+        base, source_state = self._snapshots[0]
+        table = self._pool.table()
+        relative = table - np.array([[0], [base], [0]])
+        return seal(
+            type(self).__name__,
+            self._config(),
+            source=detach(source_state),
+            mode=self._mode,
+            pulled=self._pool.pulled,
+            pulled_since_source=self._pool.pulled - base,
+            ended=self._ended,
+            # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+            pool=relative.astype("<i4").tobytes() or None,
+            payload=self._encoded() if self._mode == "payload" else [],
+            dropped_samples=self._dropped,
+            oversize_samples=self._oversize,
+        )
+
+    def _clear(self) -> None:
+        self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window)
+        self._snapshots: deque[tuple[int, Any]] = deque()  # (ordinal of the next sample, state)
+        self._payload: dict[int, Any] = {}
+        self._ended = False
+        self._failure: Exception | None = None
+        self._dropped = 0
+        self._oversize = 0
+
+    def _refill(self) -> None:
+        """Pull until the pool is full, or as full as the age of its oldest sample allows."""
+        if self._mode == "payload" and self._pool.room() > 0 and not self._ended:
+            self._snapshot()  # where to go on from, should the source raise
+        while not self._ended and (room := self._pool.room()) > 0:
+            ordinals: list[int] = []
+            samples: list[Sample] = []
+            try:
+                for _ in range(room):
+                    sample = self._pull()
+                    if self._admit(sample):
+                        ordinals.append(self._pool.pulled)
+                        samples.append(sample)
+                    self._pool.pulled += 1
+            except StopIteration:
+                self._ended = True
+            finally:
+                self._add(ordinals, samples)
+
+    def _pull(self) -> Sample:
+        if self._mode == "replay" and self._pool.pulled >= self._snapshots[-1][0] + self._interval:
+            self._snapshot()
+        sample = next(self.source)
+        if not isinstance(sample, Sample):
+            raise SampleError(
+                f"`source` of {type(self).__name__} must yield `Sample`, but yielded "
+                f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
+            )
+        return sample
+
+    def _admit(self, sample: Sample) -> bool:
+        """Tell whether a sample goes into the pool; count one that exceeds the budget."""
+        if not self._budget.is_oversize(sample.tokens, sample.patches):
+            return True
+        size = (
+            f"sample {self._pool.pulled} of the epoch, with {sample.tokens} tokens and "
+            f"{sample.patches} patches, exceeds {self._budget} on its own"
+        )
+        if self._budget.oversize == "error":
+            raise SampleError(
+                f'{size}. Raise the budget, shorten the sample, or set `oversize` to "alone" or '
+                '"drop".'
+            )
+        if not self._oversize:
+            fate = "dropped" if self._budget.oversize == "drop" else "given a group of its own"
+            warnings.warn(
+                f"{size}: it is {fate}. Further ones are only counted, see `oversize_samples`.",
+                stacklevel=2,
+            )
+        self._oversize += 1
+        self._dropped += self._budget.oversize == "drop"
+        return self._budget.oversize == "alone"
+
+    def _add(self, ordinals: list[int], samples: list[Sample]) -> None:
+        tokens = [sample.tokens for sample in samples]
+        self._pool.add(samples, tokens, [sample.patches for sample in samples], ordinals)
+
+    def _snapshot(self) -> None:
+        if self._mode == "payload":
+            self._snapshots.clear()
+        self._snapshots.append((self._pool.pulled, detach(self.source.state_dict())))
+
+    def _forget_snapshots(self) -> None:
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= self._pool.oldest:
+            self._snapshots.popleft()
+
+    def _end(self) -> None:
+        """Stand at the end of the epoch: nothing is left to pull again."""
+        if self._snapshots[-1][0] < self._pool.pulled:
+            self._snapshots.clear()
+            self._snapshot()
+
+    def _encoded(self) -> list[Any]:
+        items = self._pool.items()
+        self._payload = {
+            ordinal: self._payload.get(ordinal) or encode_sample(sample)
+            for ordinal, sample in items.items()
+        }
+        return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.source.reset(detach(state[self.SOURCE_KEY]))
+        since = state[self.SINCE_KEY]
+        base = state[self.PULLED_KEY] - since
+        self._snapshots.append((base, state[self.SOURCE_KEY]))
+        tokens, ordinals, patches = (
+            np.frombuffer(state[self.POOL_KEY] or b"", "<i4").reshape(3, -1).tolist()
+        )
+        expected = {
+            ordinal + base: cost
+            for ordinal, *cost in sorted(zip(ordinals, tokens, patches, strict=True))
+        }
+        if state[self.MODE_KEY] == "payload":
+            kept = {ordinal: decode_sample(entry) for ordinal, entry in state[self.PAYLOAD_KEY]}
+            self._skip(since, base)
+        else:
+            kept = self._replay(since, base, expected)
+        self._add(list(kept), list(kept.values()))
+        self._pool.pulled = state[self.PULLED_KEY]
+        self._dropped, self._oversize = state[self.DROPPED_KEY], state[self.OVERSIZE_KEY]
+        if state[self.ENDED_KEY]:
+            self._expect_end()
+
+    def _skip(self, count: int, base: int) -> None:
+        for ordinal in range(base, base + count):
+            self._pull_again(ordinal)
+
+    def _replay(self, count: int, base: int, expected: dict[int, list[int]]) -> dict[int, Sample]:
+        """Pull `count` samples again and return those that were pooled.
+
+        Raises:
+            StateError: one of them is not what it was.
+        """
+        kept: dict[int, Sample] = {}
+        self.replayed_samples = count
+        logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
+        bar = tqdm(range(base, base + count), "replaying samples", leave=False, disable=None)
+        for ordinal in bar:
+            if self._mode == "replay" and ordinal >= self._snapshots[-1][0] + self._interval:
+                self._snapshots.append((ordinal, detach(self.source.state_dict())))
+            sample = self._pull_again(ordinal)
+            if ordinal not in expected:
+                continue
+            saved, now = expected[ordinal], [sample.tokens, sample.patches]
+            if saved != now:
+                raise StateError(
+                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
+                    f"had `tokens`, `patches` {saved} when saved, but has {now} now. Processing is "
+                    "not deterministic, or the data changed: seed it (`ParallelProcessor(seed=...)`"
+                    ' seeds the global generators), or save with `state="payload"`.'
+                )
+            kept[ordinal] = sample
+        return kept
+
+    def _pull_again(self, ordinal: int) -> Sample:
+        try:
+            return next(self.source)
+        except StopIteration:
+            raise StateError(
+                f"{type(self).__name__} cannot restore its pool: the source ended before sample "
+                f"{ordinal} of the epoch, which it had yielded when the state was saved. Resume "
+                "over the data that the state was saved on."
+            ) from None
+
+    def _expect_end(self) -> None:
+        """Bring the source to where it had ended: one call after its last sample."""
+        try:
+            next(self.source)
+        except StopIteration:
+            self._ended = True
+            return
+        raise StateError(
+            f"{type(self).__name__} cannot restore its pool: the source had ended after "
+            f"{self._pool.pulled} samples when the state was saved, but has more now. Resume over "
+            "the data that the state was saved on."
+        )
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            **{f"budget.{name}": value for name, value in vars(self._budget).items()},
+            "window": self._window,
+            "state": self._mode,
+        }

@@ -1,0 +1,93 @@
+"""What one group of samples may cost."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_TOKENS = 2**31 - 1
+"""Largest length, budget or patch count: state stores them as 32-bit integers."""
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return `value` as an int if it is an integer (not a bool) of at least `minimum`.
+
+    Raises:
+        TypeError: `value` is not an integer.
+        ValueError: `value` is below `minimum` or above 2**31 - 1.
+    """
+    if isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer, but is {value!r} instead.")
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an integer, but is {value!r} (`{type(value).__name__}`) instead."
+        ) from None
+    if not minimum <= count <= MAX_TOKENS:
+        raise ValueError(f"`{name}` must be in {minimum}..{MAX_TOKENS}, but is {count} instead.")
+    return count
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """What a group may cost: its longest sample, padded, times its number of samples.
+
+    Args:
+        tokens: most padded tokens of a group.
+        max_samples: most samples of a group; `None` for no limit.
+        max_patches: most image patches of a group, summed over its samples; `None` for no limit.
+        pad_to_multiple_of: tokens; a group is as wide as its longest sample rounded up to a
+            multiple of this. The collate function must pad to the same multiple.
+        layout: `"padded"`, one row per sample.
+        oversize: what becomes of a sample that exceeds the budget on its own: `"alone"` gives it a
+            group of its own (with one warning and a count), `"error"` raises, `"drop"` leaves it
+            out (with one warning and a count).
+
+    Raises:
+        TypeError, ValueError: a field is not what is said above; names it and its value.
+    """
+
+    tokens: int
+    max_samples: int | None = None
+    max_patches: int | None = None
+    pad_to_multiple_of: int = 1
+    layout: Literal["padded"] = "padded"
+    oversize: Literal["alone", "error", "drop"] = "alone"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_samples", "max_patches", "pad_to_multiple_of"):
+            value = getattr(self, name)
+            if value is not None or name in ("tokens", "pad_to_multiple_of"):
+                object.__setattr__(self, name, check_count(name, value))
+        if self.layout != "padded":
+            raise ValueError(f'`layout` must be "padded", but is {self.layout!r} instead.')
+        if self.oversize not in ("alone", "error", "drop"):
+            raise ValueError(
+                f'`oversize` must be "alone", "error" or "drop", but is {self.oversize!r} instead.'
+            )
+        if self.pad_to_multiple_of > self.tokens:
+            raise ValueError(
+                f"`pad_to_multiple_of` must be at most `tokens` ({self.tokens}), "
+                f"but is {self.pad_to_multiple_of} instead."
+            )
+
+    @classmethod
+    def of(cls, budget: int | TokenBudget) -> TokenBudget:
+        """Return `budget` itself, or a budget of that many padded tokens."""
+        return budget if isinstance(budget, TokenBudget) else cls(budget)
+
+    def width(self, tokens: int) -> int:
+        """Return the padded length of a row of `tokens` tokens."""
+        return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def capacity(self, width: int) -> int:
+        """Return how many rows of `width` tokens fit into a group: 0 where not even one does."""
+        rows = self.tokens // width
+        return rows if self.max_samples is None else min(rows, self.max_samples)
+
+    def is_oversize(self, tokens: int, patches: int = 0) -> bool:
+        """Tell whether one sample exceeds the budget on its own."""
+        too_long = self.width(tokens) > self.tokens
+        return too_long or (self.max_patches is not None and patches > self.max_patches)

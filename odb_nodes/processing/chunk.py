@@ -1,0 +1,106 @@
+"""Process one chunk of items: what runs in a worker, be it a process, a thread or the trainer."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from odb_nodes.processing.transport import pack
+from odb_nodes.seeds import mix, preserved_rngs, seed_rngs
+
+_global_rngs = threading.RLock()  # the global generators serve one sample at a time
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a chunk ends early: its item number `done` raised, the ones before it are good."""
+
+    item: str
+    error: str
+    details: str
+    worker: str
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """Items of one chunk, and where the first of them stands."""
+
+    items: Sequence[Any]
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The good results of a chunk in order, packed or not, and what ended it early."""
+
+    results: Any
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class ChunkProcessor:
+    """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
+
+    Args:
+        process_fn: item -> processed sample.
+        seed: seeds Python, numpy and torch from (seed, epoch, position) before each item; `None`
+            leaves them alone.
+    """
+
+    process_fn: Callable[[Any], Any]
+    seed: int | None
+
+    def run(self, task: ChunkTask) -> ChunkResult:
+        """Process a chunk in the trainer's process, whose global generators stay as they were."""
+        if self.seed is None:
+            results, failure = self._apply(task, (Exception, SystemExit))
+        else:
+            with _global_rngs, preserved_rngs():
+                results, failure = self._apply(task, (Exception, SystemExit))
+        return ChunkResult(results, failure)
+
+    def run_packed(self, task: ChunkTask) -> ChunkResult:
+        """Process a chunk in a worker process, and pack the results for transport."""
+        results, failure = self._apply(task, (BaseException,))
+        try:
+            return ChunkResult(pack(results), failure)
+        except Exception:
+            good = 0
+            try:
+                for result in results:
+                    pack([result])
+                    good += 1
+            except Exception as error:
+                cause = TypeError(
+                    "the result cannot be sent between processes. Return arrays, tensors and plain "
+                    f'data, or use `method="thread"`: {type(error).__name__}: {error}'
+                )
+                failure = _describe(task.items[good], cause)
+            return ChunkResult(pack(results[:good]), failure)
+
+    def _apply(
+        self, task: ChunkTask, caught: tuple[type[BaseException], ...]
+    ) -> tuple[list[Any], Failure | None]:
+        results: list[Any] = []
+        for position, item in enumerate(task.items, task.position):
+            try:
+                if self.seed is not None:
+                    seed_rngs(mix(self.seed, task.epoch, position))
+                results.append(self.process_fn(item))
+            except caught as error:
+                return results, _describe(item, error)
+        return results, None
+
+
+def _describe(item: Any, error: BaseException) -> Failure:
+    return Failure(
+        item=repr(item) if len(repr(item)) <= 80 else repr(item)[:77] + "...",
+        error=f"{type(error).__name__}: {error}",
+        details="".join(traceback.format_exception(error)),
+        worker=f"process {os.getpid()}, thread {threading.current_thread().name!r}",
+    )

@@ -1,0 +1,254 @@
+"""Node: the user's processing, in worker processes, threads, or in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.errors import SampleError, WorkerError
+from odb_nodes.names import name_of
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
+from odb_nodes.processing.pools import ProcessPool, WorkerOptions, WorkerPool, start_pool
+from odb_nodes.processing.transport import unpack
+from odb_nodes.seeds import mix
+from odb_nodes.sources.epochs import EpochCounter
+from odb_nodes.sources.rank import resolve_rank
+from odb_nodes.state import detach, seal, unseal
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk in flight: the source's state before it, and what will come of it."""
+
+    source_state: Any
+    size: int
+    task: ChunkTask
+    future: Future[ChunkResult] | None  # None: processed when its turn comes
+    source_error: Exception | None
+
+
+class ParallelProcessor(BaseNode[T]):
+    """Applies `process_fn` to every item, in order, in parallel.
+
+    Before each item, the global generators of Python, numpy and torch are seeded from (seed, rank,
+    epoch, position), so a sample does not depend on who processes it, or on how often. With
+    `num_workers=0` and with threads they are put back afterwards; threads then process one chunk at
+    a time, and a training loop that draws from the same CPU generators meanwhile would disturb
+    both: use processes, or `seed=None` and generators of your own.
+
+    Items are read from the source on the thread that calls `next`, in chunks, and processed ahead
+    of it. Workers live from the first reset until `close`, over epochs.
+
+    State: the source's state before a chunk, and how many of its items were taken. It does not
+    depend on `workers`: a run may resume with other workers than it was saved with.
+
+    Args:
+        source: node that yields items, cheap to read (indices, paths, raw records).
+        process_fn: item -> processed sample. Picklable, unless workers are forked or threads.
+        seed: of the random numbers of processing; `None` does not seed.
+        workers: how to run in parallel.
+        rank: this rank; by default that of torch.distributed, or of `RANK`.
+        world_size: number of ranks, likewise.
+    """
+
+    SOURCE_KEY = "source"
+    TAKEN_KEY = "taken"
+    EPOCH_KEY = "epoch"
+    POSITION_KEY = "position"
+    STARTED_KEY = "started"
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        process_fn: Callable[[Any], T],
+        *,
+        seed: int | None = 0,
+        workers: WorkerOptions | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self._seed = seed
+        self._process_fn = process_fn
+        self._workers = workers or WorkerOptions()
+        self._rank, self._world_size = resolve_rank(rank, world_size)
+        own_seed = None if seed is None else mix(int(seed), self._rank)
+        self._processor = ChunkProcessor(process_fn, own_seed)
+        self._epochs = EpochCounter()
+        self._pool: WorkerPool | None = None
+        self._finalizer: weakref.finalize[[], Any] | None = None
+        self._clear()
+
+    def __len__(self) -> int:
+        """Return how many items an epoch has.
+
+        Raises:
+            TypeError: the source does not know its length.
+        """
+        return len(self.source)  # type: ignore[arg-type]
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the worker processes that run now."""
+        return self._pool.pids if isinstance(self._pool, ProcessPool) else []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset without a state begins."""
+        self._epochs.request(epoch)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state was saved with another `process_fn`, seed, rank or world size.
+            WorkerError: a worker could not be started.
+        """
+        super().reset(initial_state)
+        if self._pool is not None and self._in_flight:
+            self._pool.discard()
+        self._clear()
+        if initial_state is None:
+            self._epochs.advance()
+            self.source.reset(None)
+            self._source_state = detach(self.source.state_dict())
+        else:
+            keys = (self.SOURCE_KEY, self.TAKEN_KEY, self.EPOCH_KEY, self.POSITION_KEY)
+            keys += (self.STARTED_KEY,)
+            state = unseal(initial_state, type(self).__name__, self._config(), keys)
+            self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+            self._source_state = state[self.SOURCE_KEY]
+            self._taken = state[self.TAKEN_KEY]
+            self._position = self._submitted = state[self.POSITION_KEY]
+            self.source.reset(detach(self._source_state))
+            for _ in range(self._taken):
+                next(self.source)  # Taken before: not processed again.
+        if self._pool is None and self._workers.num_workers > 0:
+            # Here and not in `next`, which may run on a thread: a fork should see few of those.
+            self._pool = start_pool(self._processor, self._workers)
+            self._finalizer = weakref.finalize(self, self._pool.close)
+
+    def next(self) -> T:
+        """Return the next processed sample.
+
+        Raises:
+            SampleError: `process_fn` raised; names the item, its position and the worker. Raised
+                again until the next reset, so the sample cannot pass unseen.
+            WorkerError: a worker died or did not answer in time. Likewise.
+        """
+        self._epochs.started = True
+        while True:
+            for result in self._ready:
+                self._taken += 1
+                self._position += 1
+                return result  # type: ignore[no-any-return]
+            if self._failure is not None:
+                raise self._failure
+            self._take_chunk()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the source's state before the chunk in hand, and how many items of it are out."""
+        return seal(
+            type(self).__name__,
+            self._config(),
+            source=detach(self._source_state),
+            taken=self._taken,
+            epoch=self._epochs.epoch,
+            position=self._position,
+            started=self._epochs.started,
+        )
+
+    def close(self) -> None:
+        """Stop the workers. A later reset starts them again."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._pool, self._finalizer = None, None
+
+    def _clear(self) -> None:
+        self._in_flight: deque[_Chunk] = deque()
+        self._ready: Iterator[Any] = iter(())
+        self._failure: Exception | None = None
+        self._source_ended = False
+        self._taken = 0  # items out since `_source_state`
+        self._position = 0  # items out in this epoch
+        self._submitted = 0  # items read in this epoch
+
+    def _take_chunk(self) -> None:
+        """Make the results of the next chunk ready, and read further ahead.
+
+        Raises:
+            StopIteration: the source has ended and nothing is in flight.
+        """
+        while not self._source_ended and len(self._in_flight) <= self._workers.chunks_ahead:
+            self._read_chunk()
+        if not self._in_flight:
+            # Nothing is out since this state: it stands at the end of the epoch.
+            self._source_state, self._taken = detach(self.source.state_dict()), 0
+            raise StopIteration
+        chunk = self._in_flight[0]
+        results, failure = self._results_of(chunk)
+        self._in_flight.popleft()
+        self._source_state, self._taken = chunk.source_state, 0
+        self._ready = iter(results)
+        if failure is not None:
+            position = self._position + len(results)
+            self._failure = SampleError(
+                f"processing raised {failure.error} at item {failure.item}, sample {position} of "
+                f"epoch {self._epochs.epoch}, in {failure.worker}. The samples before it were "
+                f"delivered. Mend or filter it, then resume.\n\nThere:\n{failure.details}"
+            )
+        elif chunk.source_error is not None:
+            self._failure = chunk.source_error
+
+    def _read_chunk(self) -> None:
+        source_state = detach(self.source.state_dict())
+        items: list[Any] = []
+        error: Exception | None = None
+        try:
+            while len(items) < self._workers.chunk_size:
+                items.append(next(self.source))
+        except StopIteration:
+            self._source_ended = True
+        except Exception as caught:
+            # The items before it are delivered first: the error comes in its place.
+            self._source_ended, error = True, caught
+        if items or error is not None:
+            task = ChunkTask(items, self._epochs.epoch, self._submitted)
+            self._submitted += len(items)
+            future = None if self._pool is None else self._pool.submit(task)
+            self._in_flight.append(_Chunk(source_state, len(items), task, future, error))
+
+    def _results_of(self, chunk: _Chunk) -> tuple[list[Any], Failure | None]:
+        if chunk.future is None:
+            result = self._processor.run(chunk.task)
+            return result.results, result.failure
+        first = chunk.task.position
+        where = f"samples {first}..{first + chunk.size - 1} of epoch {self._epochs.epoch}"
+        try:
+            result = chunk.future.result(self._workers.timeout_s)
+        except WorkerError as error:
+            raise WorkerError(f"while processing {where}: {error}") from error
+        except FutureTimeoutError as error:
+            raise WorkerError(
+                f"no result within {self._workers.timeout_s} s (`timeout_s`) for {where}: "
+                "`process_fn` hangs, or needs a longer limit."
+            ) from error
+        packed = isinstance(result.results, bytes)
+        return unpack(result.results) if packed else result.results, result.failure
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "process_fn": name_of(self._process_fn),
+            "seed": self._seed,
+            "rank": self._rank,
+            "world_size": self._world_size,
+        }

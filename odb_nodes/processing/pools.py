@@ -1,0 +1,327 @@
+"""Pools of workers that process chunks: daemon threads, or processes with a pipe each.
+
+Why not an executor of the standard library: a worker process that is killed while it writes leaves
+`ProcessPoolExecutor` reading half a message for ever, since all its workers share one pipe; and at
+exit both executors first finish everything submitted. Here each worker has a pipe whose far end
+nobody else holds, so death is always seen as its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, Protocol
+
+import torch
+
+from odb_nodes.errors import WorkerError
+from odb_nodes.planning.budget import check_count
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+
+_PARENT_POLL_S = 1.0
+_STOP_S = 5.0
+_starting = threading.Lock()  # see `_WorkerProcess`
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How processing runs in parallel. None of it changes a sample or a group.
+
+    Args:
+        num_workers: workers; 0 processes in the trainer's own thread.
+        method: `"process"`, or `"thread"` for processing that releases the GIL.
+        start_method: of processes: `"fork"`, `"spawn"`, `"forkserver"`, or `None` for the
+            platform's default.
+        chunk_size: samples sent and processed together.
+        in_flight_samples: samples being processed or waiting to be taken, beyond the one in hand;
+            `None` for 4 chunks per worker.
+        timeout_s: seconds to wait for a chunk before it is an error.
+        worker_init_fn: called with the worker's number in each worker process when it starts.
+    """
+
+    num_workers: int = 0
+    method: Literal["process", "thread"] = "process"
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    chunk_size: int = 32
+    in_flight_samples: int | None = None
+    timeout_s: float = 600.0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("num_workers", self.num_workers, 0)
+        check_count("chunk_size", self.chunk_size)
+        if self.in_flight_samples is not None:
+            check_count("in_flight_samples", self.in_flight_samples)
+        if self.method not in ("process", "thread"):
+            raise ValueError(f'`method` must be "process" or "thread", but is {self.method!r}.')
+        known = multiprocessing.get_all_start_methods()
+        if self.start_method is not None and self.start_method not in known:
+            raise ValueError(
+                f"`start_method` must be one of {known} here, but is {self.start_method!r} instead."
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"`timeout_s` must be above 0, but is {self.timeout_s!r} instead.")
+
+    @property
+    def chunks_ahead(self) -> int:
+        """Chunks in flight beyond the one in hand."""
+        if self.num_workers == 0:
+            return 0
+        wanted = self.in_flight_samples or 0
+        return max(-(-wanted // self.chunk_size), 4 * self.num_workers)
+
+
+class WorkerPool(Protocol):
+    """Processes chunks in parallel; results come back in futures."""
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk."""
+
+    def discard(self) -> None:
+        """Skip what is queued and not yet begun: nobody waits for it any more."""
+
+    def close(self) -> None:
+        """Stop the workers; may be called again, and from any thread."""
+
+
+def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> WorkerPool:
+    """Start the workers that `options` ask for."""
+    if options.method == "thread":
+        return ThreadPool(processor, options)
+    return ProcessPool(processor, options)
+
+
+class ThreadPool:
+    """Daemon threads that take chunks from one queue."""
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        self._processor = processor
+        self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads = [
+            threading.Thread(target=self._work, name=f"odb_nodes-worker-{index}", daemon=True)
+            for index in range(options.num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk."""
+        future: Future[ChunkResult] = Future()
+        self._tasks.put((task, future))
+        return future
+
+    def discard(self) -> None:
+        """Skip what is queued and not yet begun."""
+        while not self._tasks.empty():
+            try:
+                entry = self._tasks.get_nowait()
+            except queue.Empty:
+                return
+            if entry is not None:
+                entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
+
+    def close(self) -> None:
+        """Stop the threads; one that is inside of the user's code stops when that returns."""
+        self.discard()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_S)
+
+    def _work(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            task, future = entry
+            try:
+                future.set_result(self._processor.run(task))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class ProcessPool:
+    """Worker processes that live until `close`; two threads send chunks and read results."""
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        context = multiprocessing.get_context(options.start_method)
+        self._generation = 0  # workers skip chunks of an older one
+        self._sequence = count()
+        self._workers: list[_WorkerProcess] = []
+        try:
+            for index in range(options.num_workers):
+                setup = (processor, options.worker_init_fn)
+                self._workers.append(_WorkerProcess(context, index, setup))
+        except BaseException:
+            for worker in self._workers:
+                worker.process.kill()
+                worker.process.join(_STOP_S)
+                worker.connection.close()
+            raise
+        self._outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, args=args, name=f"odb_nodes-{name}", daemon=True)
+            for name, target, args in (
+                ("sender", _send_tasks, (self._outbox,)),
+                ("reader", _read_results, (self._workers,)),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk with the next worker in turn."""
+        worker = self._workers[next(self._sequence) % len(self._workers)]
+        message = pickle.dumps((self._generation, task), protocol=5)
+        future = worker.expect()
+        # By a thread: a pipe that is full, since its worker hangs, must not block the trainer.
+        self._outbox.put((worker, message))
+        return future
+
+    def discard(self) -> None:
+        """Skip what is queued and not yet begun."""
+        self._generation += 1
+        message = pickle.dumps((self._generation, None), protocol=5)
+        for worker in self._workers:
+            self._outbox.put((worker, message))
+
+    def close(self) -> None:
+        """Kill the workers and wait until they and the threads are gone."""
+        self._outbox.put(None)
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join(_STOP_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_S)
+
+
+class _WorkerProcess:
+    """One worker process, its pipe, and the futures of the chunks sent to it, in order."""
+
+    def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
+        self.pending: queue.SimpleQueue[Future[ChunkResult]] = queue.SimpleQueue()
+        # One at a time: a sibling that is forked between these lines would hold the far end open,
+        # and the death of this worker would not be seen.
+        with _starting:
+            self.connection, far_end = context.Pipe()
+            try:
+                self.process = context.Process(  # type: ignore[attr-defined]
+                    target=_work,
+                    args=(far_end, index, *setup),
+                    name=f"odb_nodes-worker-{index}",
+                    daemon=True,
+                )
+                self.process.start()
+            except Exception as error:
+                self.connection.close()
+                raise WorkerError(
+                    f"worker {index} could not be started: {type(error).__name__}: {error}. The "
+                    "dataset and the functions must be picklable where `start_method` is not "
+                    '"fork": define them at the top of a module, or use `method="thread"`.'
+                ) from error
+            finally:
+                far_end.close()
+
+    def expect(self) -> Future[ChunkResult]:
+        """Return a future for the next chunk sent to this worker."""
+        future: Future[ChunkResult] = Future()
+        self.pending.put(future)
+        if self.connection.closed:  # The reader has seen it die, and may have failed the others.
+            self.fail_pending()
+        return future
+
+    def fail_pending(self) -> None:
+        """Fail every future of this dead worker."""
+        self.process.join(_STOP_S)
+        error = WorkerError(
+            f"worker process {self.process.pid} died with exit code {self.process.exitcode} "
+            "(negative: killed by that signal; -9 is often out of memory). Nothing is lost: load "
+            "the last state, or iterate again, to go on."
+        )
+        while True:
+            try:
+                future = self.pending.get_nowait()
+            except queue.Empty:
+                return
+            if not future.done():
+                future.set_exception(error)
+
+
+def _send_tasks(outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None]) -> None:
+    while (entry := outbox.get()) is not None:
+        worker, message = entry
+        # A worker that is gone: the reader sees that too, and fails its futures.
+        with contextlib.suppress(OSError):
+            worker.connection.send_bytes(message)
+
+
+def _read_results(workers: list[_WorkerProcess]) -> None:
+    """Hand results to their futures until every worker is gone."""
+    alive: dict[Any, _WorkerProcess] = {worker.connection: worker for worker in workers}
+    while alive:
+        for ready in wait(list(alive)):
+            worker = alive[ready]  # type: ignore[index]
+            try:
+                result = pickle.loads(worker.connection.recv_bytes())
+            except (EOFError, OSError):
+                del alive[ready]  # type: ignore[arg-type]
+                worker.connection.close()
+                worker.fail_pending()
+                continue
+            worker.pending.get_nowait().set_result(result)
+
+
+def _work(
+    connection: Connection,
+    index: int,
+    processor: ChunkProcessor,
+    worker_init_fn: Callable[[int], None] | None,
+) -> None:
+    """Process chunks until the trainer closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    if worker_init_fn is not None:
+        worker_init_fn(index)
+    waiting: deque[tuple[int, ChunkTask]] = deque()
+    newest = 0
+    try:
+        while True:
+            while not waiting or connection.poll():
+                newest, task = pickle.loads(connection.recv_bytes())
+                if task is not None:
+                    waiting.append((newest, task))
+            generation, task = waiting.popleft()
+            stale = generation != newest
+            result = ChunkResult(b"", None) if stale else processor.run_packed(task)
+            connection.send_bytes(pickle.dumps(result, protocol=5))
+    except (EOFError, OSError):
+        return
+
+
+def _exit_with_parent() -> None:
+    """End this process soon after the trainer's, however that ended."""
+    parent, parent_pid = multiprocessing.parent_process(), os.getppid()
+    while parent is not None and not wait([parent.sentinel], _PARENT_POLL_S):
+        if os.getppid() != parent_pid:
+            break
+    os._exit(1)

@@ -1,0 +1,48 @@
+"""A pseudo-random permutation of any size in constant memory."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_nodes.seeds import mix
+
+_ROUNDS = 6
+_MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
+
+
+class Permutation:
+    """The permutation of `range(size)` that belongs to a seed, computed where it is asked for.
+
+    A balanced Feistel network over the next larger power of four; results outside of the range are
+    encrypted again until they fall into it (Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002). It depends on integer arithmetic alone, so on no library's version.
+
+    Args:
+        size: number of elements.
+        seed: any integer.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
+        self._half = np.uint64(bits)
+        self._mask = np.uint64((1 << bits) - 1)
+        self._keys = [np.uint64(mix(seed, index)) for index in range(_ROUNDS)]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
+        elements = self._encrypt(positions.astype(np.uint64))
+        outside = np.flatnonzero(elements >= self._size)
+        while outside.size:
+            elements[outside] = self._encrypt(elements[outside])
+            outside = outside[elements[outside] >= self._size]
+        return elements.astype(np.int64)
+
+    def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values >> self._half, values & self._mask
+        for key in self._keys:
+            mixed = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & self._mask)
+        return (left << self._half) | right

@@ -1,0 +1,29 @@
+"""Which rank this process is."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: as given, else of torch.distributed, else of the environment.
+
+    Raises:
+        ValueError: only one of the two is given, or `rank` is not in `range(world_size)`.
+    """
+    if (rank is None) != (world_size is None):
+        raise ValueError(
+            "`rank` and `world_size` must be given together, "
+            f"but are {rank!r} and {world_size!r} instead."
+        )
+    if rank is None or world_size is None:
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank = int(os.environ.get("RANK", "0"))
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if not 0 <= rank < world_size:
+        raise ValueError(f"`rank` must be in 0..{world_size - 1}, but is {rank} instead.")
+    return rank, world_size

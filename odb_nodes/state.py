@@ -1,0 +1,175 @@
+"""The envelope that every node's state travels in: version, node, configuration, fields.
+
+A state is plain data: dicts, lists, tuples, numbers, strings, bytes and tensors, so it loads with
+`torch.load(weights_only=True)`. The configuration in it is what decides the node's output; a state
+that is loaded into a node of another configuration is refused, field by field.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odb_nodes.errors import StateError
+
+__all__ = [
+    "STATE_VERSION",
+    "allow_mismatch",
+    "detach",
+    "load_state",
+    "save_state",
+    "seal",
+    "unseal",
+]
+
+STATE_VERSION = 1
+
+_VERSION_KEY = "version"
+_NODE_KEY = "node"
+_CONFIG_KEY = "config"
+_PLAIN = (int, str, bytes, float, bool, type(None))
+
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
+
+
+@contextlib.contextmanager
+def allow_mismatch(allow: bool = True) -> Iterator[None]:
+    """Within this context a changed configuration field warns instead of raising."""
+    token = _strict.set(not allow)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def detach(state: Any) -> Any:
+    """Return a copy of a state that shares nothing mutable with it."""
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
+    if kind is dict:
+        return {key: detach(value) for key, value in state.items()}
+    if kind is list:
+        return [detach(value) for value in state]
+    if kind is tuple:
+        return tuple([detach(value) for value in state])
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    return copy.deepcopy(state)
+
+
+def seal(node: str, config: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return the state of a node: its envelope, and `fields` beside it."""
+    return {_VERSION_KEY: STATE_VERSION, _NODE_KEY: node, _CONFIG_KEY: dict(config), **fields}
+
+
+def unseal(
+    state: object, node: str, config: Mapping[str, Any], fields: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return a copy of the `fields` of a sealed state, once it is known to fit.
+
+    Raises:
+        StateError: `state` is no state of this node and version, lacks a field, or was saved with
+            another configuration (this last only warns within `allow_mismatch`).
+    """
+    if not isinstance(state, Mapping) or _NODE_KEY not in state:
+        raise StateError(
+            f"`initial_state` of {node} must be a state saved by a {node}, but is "
+            f"{_summary(state)} instead. Load it into the graph that saved it."
+        )
+    version, saved_node = state.get(_VERSION_KEY), state[_NODE_KEY]
+    if saved_node != node:
+        raise StateError(
+            f"the state was saved by `{saved_node}`, but is loaded into `{node}`. "
+            "Build the graph with the same nodes in the same order as when it was saved."
+        )
+    if version != STATE_VERSION:
+        raise StateError(
+            f"the state of {node} has `version` {version!r}, but this odb_nodes reads "
+            f"{STATE_VERSION}. Load it with the odb_nodes that saved it."
+        )
+    missing = [name for name in (_CONFIG_KEY, *fields) if name not in state]
+    if missing:
+        raise StateError(
+            f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. "
+            "Use an earlier checkpoint."
+        )
+    _check_config(node, state[_CONFIG_KEY], config)
+    return {name: detach(state[name]) for name in fields}
+
+
+def _check_config(node: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    changed = [
+        f"`{name}` was {saved.get(name, 'absent')!r} when saved, but is "
+        f"{present.get(name, 'absent')!r} now"
+        for name in sorted({*saved, *present})
+        if saved.get(name, _ABSENT) != present.get(name, _ABSENT)
+    ]
+    if not changed:
+        return
+    message = (
+        f"the state does not fit {node}: {'; '.join(changed)}. Build the node as it was, or load "
+        "with `strict=False` if the change is meant: the groups then differ from here on."
+    )
+    if _strict.get():
+        raise StateError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+_ABSENT = object()
+
+
+def _summary(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict with keys {sorted(map(str, value))}"
+    return f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state to a file, atomically: a reader finds the old file or the new one, whole.
+
+    Args:
+        state: what `Loader.state_dict()` returned, alone or in a dict with other plain data and
+            tensors (a model's `state_dict()`, a step count).
+        path: the file; its folder must exist.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_state(path: str | os.PathLike[str]) -> Any:
+    """Read a file that `save_state` wrote, with `torch.load(weights_only=True)`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        StateError: the file is truncated, or holds something else than plain data and tensors.
+    """
+    path = Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+            "Use an earlier checkpoint."
+        ) from error

@@ -1,0 +1,174 @@
+"""The checkpoint contract as one assertion, for graphs of your own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torchdata.nodes import BaseNode
+
+from odb_nodes.loader import Loader
+
+__all__ = ["ResumeReport", "assert_resumes_exactly"]
+
+_END = "end of epoch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeReport:
+    """What `assert_resumes_exactly` went through.
+
+    Attributes:
+        steps: items of the uninterrupted run.
+        resumes: fresh graphs that were resumed and compared.
+        state_bytes: size of the largest serialised state.
+    """
+
+    steps: int
+    resumes: int
+    state_bytes: int
+
+
+def assert_resumes_exactly(
+    make_graph: Callable[[], Any],
+    *,
+    epochs: int = 2,
+    every: int = 1,
+    horizon: int | None = None,
+    chain: int = 3,
+) -> ResumeReport:
+    """Assert that a graph resumed from any step goes on exactly as the uninterrupted run.
+
+    Runs the graph once for `epochs` epochs and keeps its state, through `torch.save` and
+    `torch.load(weights_only=True)`, before the first item, after each item, and after each end of
+    an epoch. Then, for each state, a fresh graph loads it and must yield what followed: items, ends
+    of epochs, and the items of the epochs after. Every second one first calls `state_dict()`, loads
+    the state twice, and must give the same state back before it goes on. Last, chains of resumes:
+    resume, take a few steps, save, resume from that in a fresh graph.
+
+    Args:
+        make_graph: returns a new graph in its initial state: a `Loader`, a node, an
+            `ODBDataLoader`, or anything else with `__iter__`, `state_dict` and `load_state_dict`.
+            Called once per resume; what has a `close` is closed.
+        epochs: epochs of the uninterrupted run, at least 1.
+        every: resume from every n-th state only.
+        horizon: items and ends to compare after each resume; `None` for all that are left.
+        chain: resumes in a chain.
+
+    Returns:
+        What was gone through.
+
+    Raises:
+        AssertionError: names the state, the item that differs, and both values; or the run yielded
+            no item at all.
+    """
+    reference, states = _uninterrupted(make_graph, epochs)
+    steps = sum(event is not _END for event in reference)
+    assert steps, "the graph yields no items: there is nothing to resume."
+    resumes = 0
+    for start in range(0, len(states), every):
+        stop = len(reference) if horizon is None else min(start + horizon, len(reference))
+        _resume(make_graph, states[start], reference, start, stop, thorough=start % 2 == 1)
+        resumes += 1
+    for start in range(0, len(states), max(1, len(states) // 8)):
+        state, at = states[start], start
+        for link in range(chain):
+            stop = min(at + 1 + (start + link) % 5, len(reference))
+            state = _resume(make_graph, state, reference, at, stop)
+            at = stop
+            resumes += 1
+        _resume(make_graph, state, reference, at, len(reference))
+    return ResumeReport(steps=steps, resumes=resumes, state_bytes=max(map(len, states)))
+
+
+def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[bytes]]:
+    graph = _as_loader(make_graph())
+    events: list[Any] = []
+    states = [_dump(graph.state_dict())]
+    for event in _events(graph, epochs):
+        events.append(event)
+        states.append(_dump(graph.state_dict()))
+    _close(graph)
+    return events, states
+
+
+def _resume(
+    make_graph: Callable[[], Any],
+    state: bytes,
+    reference: list[Any],
+    start: int,
+    stop: int,
+    *,
+    thorough: bool = False,
+) -> bytes:
+    """Resume a fresh graph at `start`, compare up to `stop`, and return its state there."""
+    graph = _as_loader(make_graph())
+    where = f"resumed {_place(reference, start)}"
+    if thorough:
+        graph.state_dict()
+        graph.load_state_dict(_load(state))
+    graph.load_state_dict(_load(state))
+    if thorough:
+        again = graph.state_dict()
+        assert _same(again, _load(state)), f"{where}: the state saved right after loading differs."
+        graph.load_state_dict(again)
+    epochs = sum(event is _END for event in reference[start:]) + 1
+    events = _events(graph, epochs)
+    for index in range(start, stop):
+        event, expected = next(events, "nothing"), reference[index]
+        assert _same(event, expected), (
+            f"{where}: what follows {_place(reference, index)} differs.\n"
+            f"expected: {expected!r:.2000}\n     got: {event!r:.2000}"
+        )
+    result = _dump(graph.state_dict())
+    _close(graph)
+    return result
+
+
+def _events(graph: Any, epochs: int) -> Iterator[Any]:
+    for _ in range(epochs):
+        yield from graph
+        yield _END
+
+
+def _place(reference: list[Any], index: int) -> str:
+    past = reference[:index]
+    epoch = sum(event is _END for event in past)
+    step = next((i for i, event in enumerate(reversed(past)) if event is _END), index)
+    return f"after {step} items of epoch {epoch}"
+
+
+def _as_loader(graph: Any) -> Any:
+    return Loader(graph) if isinstance(graph, BaseNode) else graph
+
+
+def _close(graph: Any) -> None:
+    if callable(close := getattr(graph, "close", None)):
+        close()
+
+
+def _dump(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, (torch.Tensor, np.ndarray)):
+        kind = type(left) is type(right) and left.dtype == right.dtype
+        return kind and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, Mapping):
+        same_keys = isinstance(right, Mapping) and left.keys() == right.keys()
+        return same_keys and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        same_kind = type(left) is type(right) and len(left) == len(right)
+        return same_kind and all(map(_same, left, right))
+    return bool(left == right)

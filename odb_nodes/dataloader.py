@@ -24,6 +24,7 @@ from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
 from odb_nodes.nodes import GroupCollator, PaddingCollate, WindowBucketer
 from odb_nodes.nodes.group_collator import Collate
+from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.budget import check_count
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
@@ -128,9 +129,9 @@ class ODBDataLoader:
         collate = collate_fn or PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
         root: BaseNode[Any] = GroupCollator(self._bucketer, collate)
         if prefetch and options.num_workers:
-            root = Prefetcher(root, prefetch)
+            root = ReadAhead(Prefetcher(root, prefetch))
         if pin_memory and torch.cuda.is_available():
-            root = PinMemory(root)
+            root = ReadAhead(PinMemory(root))
         self._loader: Loader[Any] = Loader(root)
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from torchdata.nodes import (
@@ -51,14 +51,13 @@ def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
             it._mp_stop.set()
             threads = [it._read_thread, *([it._sort_thread] if it.in_order else [])]
             _join(threads, timeout_s, node)
-            if it.method == "thread":
-                _join(it._workers, timeout_s, node)
-            for worker in it._workers if it.method == "process" else ():
-                worker.terminate()
-                worker.join(timeout_s)
+            processes = [worker for worker in it._workers if hasattr(worker, "terminate")]
+            for process in processes:
+                process.terminate()
+            _join(it._workers, timeout_s, node)
 
 
-def _join(threads: list[Any], timeout_s: float, node: BaseNode[Any]) -> None:
+def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None:
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         while thread.is_alive():
@@ -98,8 +97,8 @@ def length_of(node: BaseNode[Any]) -> int:
     if isinstance(node, (ParallelMapper, _ParallelMapperImpl, PinMemory, Prefetcher)):
         inner = node._it if getattr(node, "prebatch", None) is None else None
         return length_of(node.source if not isinstance(inner, BaseNode) else inner)
-    if isinstance(node, IterableWrapper):
+    if isinstance(node, IterableWrapper) and isinstance(node.iterable, Sized):
         return len(node.iterable)
-    if isinstance(node, SamplerWrapper):
+    if isinstance(node, SamplerWrapper) and isinstance(node.sampler, Sized):
         return len(node.sampler)
     raise TypeError(f"`{type(node).__name__}` does not know its length before the epoch has ended.")

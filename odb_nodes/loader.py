@@ -154,8 +154,14 @@ class Loader(Generic[T]):
         state = self._pending
         if state is None:
             return self._begin_epoch()
-        with allow_mismatch(not self._strict):
-            self.root.reset(detach(state[self.ROOT_KEY]))
+        try:
+            with allow_mismatch(not self._strict):
+                self.root.reset(detach(state[self.ROOT_KEY]))
+        except KeyError as error:
+            raise StateError(
+                f"a node of the graph finds no {error} in its part of the state. Build the graph "
+                "with the same nodes in the same order as when it was saved."
+            ) from error
         if not state[self.ENDED_KEY]:
             return LoaderIterator(self, state[self.NUM_YIELDED_KEY])
         self._see_end()
@@ -205,7 +211,7 @@ class LoaderIterator(Iterator[T]):
         if self.ended:
             raise StopIteration
         try:
-            item = next(loader.root)
+            item: T = next(loader.root)
         except StopIteration:
             self.ended = True
             raise

@@ -60,8 +60,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)
-    tokens, targets, patches = Observation(*seen)
     try:
+        tokens, targets, patches = Observation(*seen)
         tokens = check_count("tokens", tokens)
         if targets is None:
             targets = _count_targets(data, tokens)

@@ -29,7 +29,7 @@ def seed_rngs(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch (CPU) of this process."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

@@ -70,8 +70,9 @@ class LengthObserver(BaseNode[Sample]):
         data = next(self.source)
         try:
             sample = observe_sample(data, self._observe)
-        except SampleError as error:
-            self._failure = SampleError(f"sample {self._position} of the epoch: {error}")
+        except Exception as error:
+            what = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
+            self._failure = SampleError(f"sample {self._position} of the epoch: {what}")
             raise self._failure from error
         self._position += 1
         return sample

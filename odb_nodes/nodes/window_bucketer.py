@@ -51,6 +51,17 @@ class WindowBucketer(BaseNode[list[Sample]]):
     PAYLOAD_KEY = "payload"
     DROPPED_KEY = "dropped_samples"
     OVERSIZE_KEY = "oversize_samples"
+    STATE_KEYS = (
+        SOURCE_KEY,
+        MODE_KEY,
+        PULLED_KEY,
+        SINCE_KEY,
+        ENDED_KEY,
+        POOL_KEY,
+        PAYLOAD_KEY,
+        DROPPED_KEY,
+        OVERSIZE_KEY,
+    )
 
     def __init__(
         self,
@@ -67,6 +78,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._window = check_count("window", window)
         self._mode = state
         self._interval = max(1, self._window // _SNAPSHOTS_PER_WINDOW)
+        self._failure: Exception | None = None
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
         self._clear()
@@ -94,9 +106,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
             self.source.reset(None)
             self._snapshot()
         else:
-            keys = (self.SOURCE_KEY, self.MODE_KEY, self.PULLED_KEY, self.SINCE_KEY, self.ENDED_KEY)
-            keys += (self.POOL_KEY, self.PAYLOAD_KEY, self.DROPPED_KEY, self.OVERSIZE_KEY)
-            self._restore(unseal(initial_state, type(self).__name__, self._config(), keys))
+            name = type(self).__name__
+            self._restore(unseal(initial_state, name, self._config(), self.STATE_KEYS))
 
     def next(self) -> list[Sample]:
         """Return the next group, oldest sample first.
@@ -148,7 +159,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._snapshots: deque[tuple[int, Any]] = deque()  # (ordinal of the next sample, state)
         self._payload: dict[int, Any] = {}
         self._ended = False
-        self._failure: Exception | None = None
+        self._failure = None
         self._dropped = 0
         self._oversize = 0
 
@@ -288,7 +299,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
 
     def _pull_again(self, ordinal: int) -> Sample:
         try:
-            return next(self.source)
+            sample: Sample = next(self.source)
+            return sample
         except StopIteration:
             raise StateError(
                 f"{type(self).__name__} cannot restore its pool: the source ended before sample "

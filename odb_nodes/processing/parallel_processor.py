@@ -65,6 +65,7 @@ class ParallelProcessor(BaseNode[T]):
     EPOCH_KEY = "epoch"
     POSITION_KEY = "position"
     STARTED_KEY = "started"
+    STATE_KEYS = (SOURCE_KEY, TAKEN_KEY, EPOCH_KEY, POSITION_KEY, STARTED_KEY)
 
     def __init__(
         self,
@@ -122,9 +123,7 @@ class ParallelProcessor(BaseNode[T]):
             self.source.reset(None)
             self._source_state = detach(self.source.state_dict())
         else:
-            keys = (self.SOURCE_KEY, self.TAKEN_KEY, self.EPOCH_KEY, self.POSITION_KEY)
-            keys += (self.STARTED_KEY,)
-            state = unseal(initial_state, type(self).__name__, self._config(), keys)
+            state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
             self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
             self._source_state = state[self.SOURCE_KEY]
             self._taken = state[self.TAKEN_KEY]
@@ -224,8 +223,15 @@ class ParallelProcessor(BaseNode[T]):
         if items or error is not None:
             task = ChunkTask(items, self._epochs.epoch, self._submitted)
             self._submitted += len(items)
-            future = None if self._pool is None else self._pool.submit(task)
+            future = self._submit(task)
             self._in_flight.append(_Chunk(source_state, len(items), task, future, error))
+
+    def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
+        if self._pool is not None:
+            return self._pool.submit(task)
+        if self._workers.num_workers == 0:
+            return None
+        raise WorkerError("the workers were closed: reset the node to start them again.")
 
     def _results_of(self, chunk: _Chunk) -> tuple[list[Any], Failure | None]:
         if chunk.future is None:

@@ -108,6 +108,7 @@ class ThreadPool:
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         self._processor = processor
+        self._closed = False
         self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
             queue.SimpleQueue()
         )
@@ -122,23 +123,24 @@ class ThreadPool:
         """Queue a chunk."""
         future: Future[ChunkResult] = Future()
         self._tasks.put((task, future))
+        if self._closed:  # Perhaps nobody is left to take it.
+            self.discard()
         return future
 
     def discard(self) -> None:
         """Skip what is queued and not yet begun."""
-        while not self._tasks.empty():
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 entry = self._tasks.get_nowait()
-            except queue.Empty:
-                return
-            if entry is not None:
-                entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
+                if entry is not None:
+                    entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
+        if self._closed:
+            self._tasks.put(None)  # which was perhaps taken away from a thread
 
     def close(self) -> None:
         """Stop the threads; one that is inside of the user's code stops when that returns."""
+        self._closed = True
         self.discard()
-        for _ in self._threads:
-            self._tasks.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_STOP_S)
@@ -150,6 +152,7 @@ class ThreadPool:
                 future.set_result(self._processor.run(task))
             except BaseException as error:
                 future.set_exception(error)
+        self._tasks.put(None)  # for the next thread
 
 
 class ProcessPool:
@@ -279,11 +282,11 @@ def _read_results(workers: list[_WorkerProcess]) -> None:
     alive: dict[Any, _WorkerProcess] = {worker.connection: worker for worker in workers}
     while alive:
         for ready in wait(list(alive)):
-            worker = alive[ready]  # type: ignore[index]
+            worker = alive[ready]
             try:
                 result = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, OSError):
-                del alive[ready]  # type: ignore[arg-type]
+                del alive[ready]
                 worker.connection.close()
                 worker.fail_pending()
                 continue

@@ -117,7 +117,8 @@ class ShardedSampler(BaseNode[int]):
     def _indices(self, start: int, stop: int) -> list[int]:
         places = np.arange(start, stop, dtype=np.int64) * self._world_size + self._rank
         elements = places if self._permutation is None else self._permutation(places)
-        return elements.tolist()
+        indices: list[int] = elements.tolist()
+        return indices
 
     def _config(self) -> dict[str, Any]:
         return {

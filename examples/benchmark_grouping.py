@@ -1,0 +1,200 @@
+"""What grouping gives and costs, and what its state costs, on lognormal lengths.
+
+    python examples/benchmark_grouping.py
+    python examples/benchmark_grouping.py --samples 5000 --windows 64 256
+
+First table: groups of the rolling pool beside those of sorted windows (collect a window, sort it,
+cut it longest first, start over). Second table: the state of a `WindowBucketer` over a source that
+costs next to nothing, and a restore from the state of the run that has the most to replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+from typing import Any, TypeVar
+
+import numpy as np
+from torchdata.nodes import Mapper
+
+from odb_nodes import LengthObserver, ShardedSampler, TokenBudget, WindowBucketer
+from odb_nodes.planning import RollingPool
+
+T = TypeVar("T")
+
+BUDGET_TOKENS = 16_384
+MEAN_TOKENS, SHORTEST_TOKENS, LONGEST_TOKENS = 800, 16, 8192
+REPEATS = 3
+
+
+def make_lengths(samples: int, cv: float) -> list[int]:
+    """Return lognormal lengths in tokens, clipped; `cv` is their coefficient of variation."""
+    sigma = math.sqrt(math.log(1 + cv**2))
+    mu = math.log(MEAN_TOKENS) - sigma**2 / 2
+    tokens = np.random.default_rng(0).lognormal(mu, sigma, samples)
+    lengths: list[int] = np.clip(tokens, SHORTEST_TOKENS, LONGEST_TOKENS).astype(int).tolist()
+    return lengths
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """Return what `call` returns, and how many seconds it took."""
+    start = time.perf_counter()
+    return call(), time.perf_counter() - start
+
+
+def rolling_groups(lengths: list[int], window: int) -> Iterator[tuple[list[int], int]]:
+    """Yield groups of a rolling pool, each with the age of the oldest pooled sample, in samples."""
+    pool: RollingPool[int] = RollingPool(TokenBudget(BUDGET_TOKENS), window)
+    ended = False
+    while True:
+        while not ended and (room := pool.room()) > 0:
+            first = pool.pulled
+            tokens = lengths[first : first + room]
+            pool.pulled += len(tokens)
+            pool.add(tokens, tokens, [0] * len(tokens), range(first, pool.pulled))
+            ended = len(tokens) < room
+        if not len(pool):
+            return
+        age_samples = pool.pulled - pool.oldest
+        yield pool.take(draining=ended), age_samples
+
+
+def sorted_window_groups(lengths: list[int], window: int) -> Iterator[list[int]]:
+    """Yield groups cut from one sorted window after the other, longest first."""
+    for start in range(0, len(lengths), window):
+        rest = sorted(lengths[start : start + window], reverse=True)
+        while rest:
+            count = BUDGET_TOKENS // rest[0]
+            yield rest[:count]
+            rest = rest[count:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How well groups use the budget.
+
+    Attributes:
+        density: real tokens per padded token.
+        fill: padded tokens per token of the budget, mean over the groups.
+        largest: the same of the largest group.
+    """
+
+    density: float
+    fill: float
+    largest: float
+
+    @classmethod
+    def of(cls, groups: list[list[int]]) -> Efficiency:
+        """Return the efficiency of groups of lengths in tokens."""
+        padded = [max(group) * len(group) for group in groups]
+        return cls(
+            density=sum(map(sum, groups)) / sum(padded),
+            fill=fmean(padded) / BUDGET_TOKENS,
+            largest=max(padded) / BUDGET_TOKENS,
+        )
+
+
+def print_grouping(lengths: list[int], windows: list[int]) -> None:
+    """Print the first table."""
+    print(
+        f"{'':>8}|{'rolling pool':^52}|{'sorted windows':^20}\n"
+        f"{'window':>8}|{'real/padded':>12}{'fill':>8}{'largest':>9}{'oldest':>11}{'us/group':>11} "
+        f"|{'real/padded':>12}{'fill':>8}"
+    )
+    for window in windows:
+        runs = [timed(partial(list, rolling_groups(lengths, window))) for _ in range(REPEATS)]
+        groups, ages_samples = map(list, zip(*runs[0][0], strict=True))
+        group_s = median(seconds for _, seconds in runs) / len(groups)
+        ours = Efficiency.of(groups)
+        baseline = Efficiency.of(list(sorted_window_groups(lengths, window)))
+        print(
+            f"{window:>8}|{ours.density:>12.3f}{ours.fill:>8.3f}{ours.largest:>9.3f}"
+            f"{max(ages_samples) / window:>9.2f} W{group_s * 1e6:>11.0f} "
+            f"|{baseline.density:>12.3f}{baseline.fill:>8.3f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCost:
+    """What the states of one run cost, one state after each group.
+
+    Attributes:
+        state_s: seconds of `state_dict()`, median; those of the source's own are not counted.
+        bytes_per_sample: pickled size per pooled sample; the source's own is not counted.
+        replayed_samples: samples that a restore processed again, from the state with the most.
+        restore_s: seconds of that restore, median.
+    """
+
+    state_s: float
+    bytes_per_sample: float
+    replayed_samples: int
+    restore_s: float
+
+
+def make_bucketer(lengths: list[int], window: int) -> WindowBucketer:
+    """Return a bucketer whose samples are nothing but their lengths in tokens."""
+    source = Mapper(ShardedSampler(lengths), lengths.__getitem__)
+    return WindowBucketer(LengthObserver(source, observe=int), BUDGET_TOKENS, window)
+
+
+def measure_state(lengths: list[int], window: int) -> StateCost:
+    """Run one epoch with a state after each group, and restore from the costliest of them."""
+    bucketer = make_bucketer(lengths, window)
+    seconds: list[float] = []
+    own_bytes = pooled_samples = emitted_samples = 0
+    costliest: dict[str, Any] = {}
+    for group in bucketer:
+        state, state_s = timed(bucketer.state_dict)
+        source_state, source_s = timed(bucketer.source.state_dict)
+        seconds.append(state_s - source_s)
+        own_bytes += len(pickle.dumps(state)) - len(pickle.dumps(source_state))
+        emitted_samples += len(group)
+        pooled_samples += state[bucketer.PULLED_KEY] - emitted_samples
+        costliest = max(costliest, state, key=lambda saved: saved.get(bucketer.SINCE_KEY, -1))
+    resumed = make_bucketer(lengths, window)
+    restore_s = median(timed(partial(resumed.reset, costliest))[1] for _ in range(REPEATS))
+    return StateCost(
+        state_s=median(seconds),
+        bytes_per_sample=own_bytes / pooled_samples,
+        replayed_samples=resumed.replayed_samples,
+        restore_s=restore_s,
+    )
+
+
+def print_state(lengths: list[int], windows: list[int]) -> None:
+    """Print the second table."""
+    print(
+        f"{'window':>8}|{'us/state_dict':>14}{'bytes/pooled sample':>21}{'most replayed':>15}"
+        f"{'ms/restore':>12}"
+    )
+    for window in windows:
+        cost = measure_state(lengths, window)
+        print(
+            f"{window:>8}|{cost.state_s * 1e6:>14.1f}{cost.bytes_per_sample:>21.1f}"
+            f"{cost.replayed_samples / window:>13.2f} W{cost.restore_s * 1e3:>12.1f}"
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=60_000, help="samples of the stream")
+    parser.add_argument("--windows", type=int, nargs="+", default=[64, 256, 1024, 8192])
+    args = parser.parse_args()
+    for cv in (1.0, 2.0):
+        lengths = make_lengths(args.samples, cv)
+        print(f"{args.samples:,} samples, CV {cv}, budget {BUDGET_TOKENS:,} tokens\n")
+        print_grouping(lengths, args.windows)
+        print()
+        print_state(lengths, args.windows)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Throughput of three loaders, side by side: odb_nodes, online-dynamic-batching, torch.
+
+    python examples/benchmark_loader.py
+    python examples/benchmark_loader.py --samples 2000 --rounds 1
+
+All collate the same texts with the same function and the same number of workers, and processing is
+next to nothing: what is measured is the plumbing. In every round each loader runs one epoch, from
+the start of its workers to their end, one loader after the other; of each loader the median run
+counts. Throughput is the machine's; the ratios are the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import odb
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from odb_nodes import ODBDataLoader, PaddingCollate
+
+BUDGET_TOKENS = 16_384
+BATCH_SAMPLES = 32
+MEAN_TOKENS, CV, SHORTEST_TOKENS, LONGEST_TOKENS = 400, 1.0, 8, 4096
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "numpy": np.copy,
+    "torch": torch.tensor,
+    "list": np.ndarray.tolist,
+}
+
+Batch = dict[str, Any]
+
+
+class ByteTexts(Dataset[Batch]):
+    """Texts of lognormal lengths, tokenized when they are read: one token per byte.
+
+    Args:
+        samples: number of texts.
+        kind: type of `input_ids` and `labels`, both (L,) int64: a key of `KINDS`.
+    """
+
+    def __init__(self, samples: int, kind: str) -> None:
+        rng = np.random.default_rng(0)
+        sigma = math.sqrt(math.log(1 + CV**2))
+        tokens = rng.lognormal(math.log(MEAN_TOKENS) - sigma**2 / 2, sigma, samples)
+        letters = bytes(rng.integers(97, 123, LONGEST_TOKENS, dtype=np.uint8)).decode()
+        lengths = np.clip(tokens, SHORTEST_TOKENS, LONGEST_TOKENS).astype(int)
+        self.texts = [letters[:length] for length in lengths]
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Batch:
+        ids = np.frombuffer(self.texts[index].encode(), np.uint8).astype(np.int64)
+        return {key: KINDS[self.kind](ids) for key in ("input_ids", "labels")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One epoch of one loader.
+
+    Attributes:
+        samples: samples that came out.
+        batches: batches they came in.
+        real_tokens: tokens of the samples.
+        padded_tokens: tokens of the batches, padding included.
+        seconds: from the start of the workers to their end.
+        cpu_s: seconds of CPU time meanwhile, of this process and of the workers.
+    """
+
+    samples: int
+    batches: int
+    real_tokens: int
+    padded_tokens: int
+    seconds: float
+    cpu_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens per second."""
+        return self.real_tokens / self.seconds
+
+    @property
+    def padding(self) -> float:
+        """Share of the padded tokens that is padding."""
+        return 1 - self.real_tokens / self.padded_tokens
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A loader under test.
+
+    Attributes:
+        name: what the table calls it.
+        epoch: data set and number of workers -> the batches of one epoch.
+        dataset: what it reads.
+    """
+
+    name: str
+    epoch: Callable[[ByteTexts, int], Iterator[Batch]]
+    dataset: ByteTexts
+
+
+def odb_nodes_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
+    """Yield the batches of this library's loader."""
+    with ODBDataLoader(
+        dataset, token_budget=BUDGET_TOKENS, num_workers=workers, collate_fn=PaddingCollate()
+    ) as loader:
+        yield from loader
+
+
+def reference_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
+    """Yield the batches of the online-dynamic-batching package's loader."""
+    yield from odb.ODBDataLoader(
+        dataset,
+        token_budget=BUDGET_TOKENS,
+        batch_size=1,
+        shuffle=True,
+        num_workers=workers,
+        prefetch_factor=64,
+        join=False,
+        collate_fn=PaddingCollate(),
+    )
+
+
+def torch_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
+    """Yield the batches of torch's loader, each of the same number of samples."""
+    yield from DataLoader(
+        dataset, BATCH_SAMPLES, shuffle=True, num_workers=workers, collate_fn=PaddingCollate()
+    )
+
+
+def make_contenders(samples: int, kind: str) -> list[Contender]:
+    """Return the loaders under test, this library's first."""
+    dataset = ByteTexts(samples, kind)
+    # The package sees no length in an array and drops the sample without a word; of what it does
+    # take, lists are the faster.
+    for_reference = ByteTexts(samples, "list") if kind == "numpy" else dataset
+    return [
+        Contender("odb_nodes", odb_nodes_epoch, dataset),
+        Contender("online-dynamic-batching", reference_epoch, for_reference),
+        Contender(f"DataLoader({BATCH_SAMPLES})", torch_epoch, dataset),
+    ]
+
+
+def measure(contender: Contender, workers: int) -> Run:
+    """Run one epoch and count what comes out."""
+    samples = batches = real_tokens = padded_tokens = 0
+    start, cpu_start = time.perf_counter(), _cpu_s()
+    for batch in contender.epoch(contender.dataset, workers):
+        samples += len(batch["input_ids"])
+        batches += 1
+        # By numpy: the threads of a torch sum would take the cores from the workers.
+        real_tokens += int(np.count_nonzero(batch["attention_mask"].numpy()))
+        padded_tokens += batch["input_ids"].numel()
+    return Run(
+        samples=samples,
+        batches=batches,
+        real_tokens=real_tokens,
+        padded_tokens=padded_tokens,
+        seconds=time.perf_counter() - start,
+        cpu_s=_cpu_s() - cpu_start,
+    )
+
+
+def _cpu_s() -> float:
+    """Return the CPU time so far of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def compare(contenders: list[Contender], workers: int, rounds: int) -> list[Run]:
+    """Return the median run of each loader."""
+    runs = [[measure(contender, workers) for contender in contenders] for _ in range(rounds)]
+    return [
+        sorted(several, key=attrgetter("seconds"))[(rounds - 1) // 2]
+        for several in zip(*runs, strict=True)
+    ]
+
+
+def report(contenders: list[Contender], runs: list[Run]) -> None:
+    """Print a table of the runs, with the ratio of the first one's throughput to each."""
+    print(
+        f"{'loader':<24}{'reads':>6}{'samples':>9}{'batches':>9}{'padding':>9}{'samples/s':>11}"
+        f"{'tokens/s':>12}{'CPU us/sample':>15}{'odb_nodes is':>14}"
+    )
+    for contender, run in zip(contenders, runs, strict=True):
+        print(
+            f"{contender.name:<24}{contender.dataset.kind:>6}{run.samples:>9,}{run.batches:>9,}"
+            f"{run.padding:>9.1%}{run.samples_per_s:>11,.0f}{run.tokens_per_s:>12,.0f}"
+            f"{run.cpu_s / run.samples * 1e6:>15,.0f}"
+            f"{runs[0].samples_per_s / run.samples_per_s:>13.2f}x"
+        )
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=20_000, help="texts per epoch")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader")
+    parser.add_argument("--rounds", type=int, default=3, help="epochs of each loader")
+    parser.add_argument("--kind", choices=KINDS, default="numpy", help="type of the token ids")
+    args = parser.parse_args()
+    contenders = make_contenders(args.samples, args.kind)
+    report(contenders, compare(contenders, args.workers, args.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import GroupCollator, PaddingCollate, Sample, StateError, pop_step_info
+
+ROWS = [[1, 2, 3], [4], [5, 6]]
+
+
+def groups(*groups):
+    return IterableWrapper([[Sample(data, 1, 1) for data in group] for group in groups])
+
+
+@pytest.mark.parametrize(
+    "kind", [list, np.array, torch.tensor, lambda row: np.array([row]), lambda row: [row]]
+)
+def test_rows_of_any_kind_are_padded_alike(kind):
+    batch = PaddingCollate()([{"input_ids": kind(row), "labels": kind(row)} for row in ROWS])
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
+    assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100], [5, 6, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+
+
+def test_padding_goes_where_it_is_asked_for():
+    collate = PaddingCollate(pad_token_id=9, pad_to_multiple_of=4, side="left")
+    batch = collate([{"input_ids": row} for row in ROWS])
+    assert batch["input_ids"].tolist() == [[9, 1, 2, 3], [9, 9, 9, 4], [9, 9, 5, 6]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
+
+
+def test_other_keys_become_what_they_can():
+    batch = PaddingCollate()(
+        [
+            {"input_ids": row, "type": np.ones(len(row)), "n": i, "name": "x", "image": [1, 2]}
+            for i, row in enumerate(ROWS)
+        ]
+    )
+    assert batch["type"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert batch["n"].tolist() == [0, 1, 2]
+    assert batch["name"] == ["x", "x", "x"]
+    assert batch["image"] == [[1, 2], [1, 2], [1, 2]]
+
+
+def test_an_attention_mask_of_the_samples_own_is_kept():
+    batch = PaddingCollate()([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
+    assert batch["attention_mask"].tolist() == [[0, 1]]
+
+
+def test_a_side_that_is_none_is_refused():
+    with pytest.raises(ValueError, match='`side` must be "right" or "left"'):
+        PaddingCollate(side="top")
+
+
+def test_each_batch_carries_its_step_info():
+    group = [Sample({"input_ids": [1, 2, 3]}, 3, 2), Sample({"input_ids": [1]}, 1, 0)]
+    node = GroupCollator(IterableWrapper([group, group]))
+    node.reset(None)
+    infos = [pop_step_info(batch) for batch in node]
+    assert [info.step for info in infos] == [0, 1]
+    assert {info.local_samples for info in infos} == {2}
+    assert {info.all_samples_this_step for info in infos} == {2}
+    assert {(info.local_targets, info.all_targets) for info in infos} == {(2, 2)}
+    assert {(info.loss_scale, info.is_filler) for info in infos} == {(1.0, False)}
+
+
+def test_a_step_info_can_be_taken_once():
+    node = GroupCollator(groups([{"input_ids": [1]}]))
+    node.reset(None)
+    batch = next(node)
+    pop_step_info(batch)
+    assert set(batch) == {"input_ids", "attention_mask"}
+    with pytest.raises(KeyError, match="popped before"):
+        pop_step_info(batch)
+
+
+def test_any_mutable_mapping_serves_as_a_batch():
+    node = GroupCollator(groups([1, 2]), lambda data: UserDict(data=data))
+    node.reset(None)
+    batch = next(node)
+    assert batch["data"] == [1, 2]
+    assert pop_step_info(batch).local_samples == 2
+
+
+def test_a_failing_collate_function_loses_no_group():
+    def collate(data):
+        if data == [2]:
+            raise ValueError("boom")
+        return {"data": data}
+
+    node = GroupCollator(groups([1], [2], [3]), collate)
+    node.reset(None)
+    next(node)
+    good = node.state_dict()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom"):
+            next(node)
+    with pytest.raises(StateError, match="failed at step 1"):
+        node.state_dict()
+    mended = GroupCollator(groups([1], [2], [3]), lambda data: {"data": data})
+    mended.reset(good)
+    assert [batch["data"] for batch in mended] == [[2], [3]]
+
+
+def test_a_collate_function_must_return_a_mapping():
+    node = GroupCollator(groups([1]), lambda data: (data,))
+    node.reset(None)
+    with pytest.raises(TypeError, match="`collate_fn` must return a dict .* `tuple`"):
+        next(node)

@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+import torch
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import LengthObserver, Observation, Sample, SampleError
+
+
+def observe(item, function=None):
+    node = LengthObserver(IterableWrapper([item]), function)
+    node.reset(None)
+    return next(node)
+
+
+IDS = [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        IDS,
+        [IDS],
+        tuple(IDS),
+        np.array(IDS),
+        np.array([IDS]),
+        torch.tensor(IDS),
+        torch.tensor([IDS]),
+    ],
+)
+def test_the_length_is_that_of_input_ids_however_they_come(ids):
+    assert observe({"input_ids": ids})[1:] == (4, 3, 0)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda x: torch.tensor([x])])
+def test_targets_are_the_labels_that_count_after_the_causal_shift(kind):
+    labels = kind([7, -100, 7, 8])
+    assert observe({"input_ids": IDS, "labels": labels}).targets == 2
+
+
+def test_a_class_label_is_not_a_row_of_labels():
+    assert observe({"input_ids": IDS, "labels": 3}).targets == 3
+    assert observe({"input_ids": IDS, "labels": torch.tensor(3)}).targets == 3
+
+
+def test_patches_come_from_the_image_fields():
+    grid = {"input_ids": IDS, "image_grid_thw": torch.tensor([[1, 2, 3], [2, 2, 2]])}
+    assert observe(grid).patches == 14
+    assert observe({"input_ids": IDS, "pixel_values": np.zeros((9, 4))}).patches == 9
+
+
+def test_observe_may_return_tokens_or_the_full_observation():
+    item = {"text": "abc", "labels": [1, 2, -100]}
+    assert observe(item, lambda x: len(x["text"]))[1:] == (3, 1, 0)
+    assert observe(item, lambda x: np.int64(7)).tokens == 7
+    assert observe(item, lambda _: Observation(9, targets=0, patches=2))[1:] == (9, 0, 2)
+    assert observe(item, lambda _: (9, 4))[1:] == (9, 4, 0)
+    assert observe("any object", lambda _: 5) == Sample("any object", 5, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("item", "function", "message"),
+    [
+        ({"text": "abc"}, None, r"no length: it is a `dict` with keys \['text'\]"),
+        ("abc", None, "no length"),
+        ({"input_ids": None}, None, "no length"),
+        ({"input_ids": 5}, None, "must be a list, an array or a tensor, but is 5"),
+        ({"input_ids": []}, None, "`tokens` must be in 1..2147483647, but is 0"),
+        ({"input_ids": np.zeros((2, 3))}, None, r"\(L,\) or \(1, L\), but has \(2, 3\)"),
+        ({"input_ids": [[1], [2]]}, None, "holds 2 rows"),
+        ({"input_ids": IDS}, lambda _: -1, "`tokens` must be in 1..2147483647, but is -1"),
+        ({"input_ids": IDS}, lambda _: 0, "`tokens` .* is 0"),
+        ({"input_ids": IDS}, lambda _: 2.0, "`tokens` must be an integer, but is 2.0"),
+        ({"input_ids": IDS}, lambda _: float("nan"), "`tokens` must be an integer, but is nan"),
+        ({"input_ids": IDS}, lambda _: True, "`tokens` must be an integer, but is True"),
+        ({"input_ids": IDS}, lambda _: None, "`tokens` must be an integer, but is None"),
+        ({"input_ids": IDS}, lambda _: (4, -1), "`targets` .* is -1"),
+        ({"input_ids": IDS}, lambda _: (4, 1, 0.5), "`patches` must be an integer, but is 0.5"),
+        ({"input_ids": IDS}, lambda item: item["text"], "`observe` raised KeyError"),
+        ({"input_ids": IDS}, lambda _: (4, 1, 0, 0), "positional arguments"),
+    ],
+)
+def test_a_sample_without_a_valid_length_is_an_error_that_names_it(item, function, message):
+    with pytest.raises(SampleError, match=message) as caught:
+        observe(item, function)
+    assert "sample 0 of the epoch" in str(caught.value)
+
+
+def test_a_bad_sample_cannot_pass_unseen():
+    node = LengthObserver(IterableWrapper([[1], [], [2]]), len)
+    node.reset(None)
+    assert next(node).tokens == 1
+    state = node.state_dict()
+    for _ in range(3):
+        with pytest.raises(SampleError, match="sample 1 of the epoch"):
+            next(node)
+    mended = LengthObserver(IterableWrapper([[1], [3, 3], [2]]), len)
+    mended.reset(state)
+    assert [sample.data for sample in mended] == [[3, 3], [2]]

@@ -1,0 +1,285 @@
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import IterableWrapper, Mapper
+
+from odb_nodes import (
+    LengthObserver,
+    Sample,
+    SampleError,
+    ShardedSampler,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+)
+from odb_nodes.testing import assert_resumes_exactly
+
+
+def samples(lengths):
+    return IterableWrapper([Sample(i, n, n - 1) for i, n in enumerate(lengths)])
+
+
+def bucketer(lengths, budget=100, window=16, **options):
+    node = WindowBucketer(samples(lengths), budget, window, **options)
+    node.reset(None)
+    return node
+
+
+def ids(groups):
+    return [[sample.data for sample in group] for group in groups]
+
+
+LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=80),
+    tokens=st.integers(40, 200),
+    window=st.integers(1, 40),
+    state=st.sampled_from(["replay", "payload"]),
+    oversize=st.sampled_from(["alone", "drop"]),
+    every=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=60)
+@pytest.mark.filterwarnings("ignore:.*exceeds.*")
+def test_it_resumes_exactly_for_any_lengths(lengths, tokens, window, state, oversize, every):
+    budget = TokenBudget(tokens, oversize=oversize)
+    if oversize == "drop":
+        lengths = [*lengths, 1]  # at least one group
+    assert_resumes_exactly(
+        lambda: WindowBucketer(samples(lengths), budget, window, state), every=every
+    )
+
+
+def test_a_replay_takes_at_most_five_and_a_quarter_windows_and_says_how_many():
+    # A rare long sample stays as long as it may.
+    lengths = [400 if i % 301 == 0 else 1 + i % 50 for i in range(3000)]
+    node, window = bucketer(lengths, 800, 64), 64
+    most = 0
+    for _ in node:
+        again = WindowBucketer(samples(lengths), 800, window)
+        again.reset(node.state_dict())
+        most = max(most, again.replayed_samples)
+    assert window < most <= 5.25 * window
+
+
+@pytest.mark.parametrize("window", [256, 8192])
+def test_a_state_takes_few_bytes_per_pooled_sample(window):
+    lengths = np.random.default_rng(0).integers(1, 4000, 3 * window).tolist()
+    node = bucketer(lengths, 16384, window)
+    for _ in range(20):
+        next(node)
+    state = node.state_dict()
+    own = len(pickle.dumps({**state, "source": None}))
+    assert own <= 32 * len(node._pool)
+
+
+def test_the_state_right_after_a_reset_is_the_state_of_the_reset():
+    for mode in ("replay", "payload"):
+        node = bucketer(LENGTHS, state=mode)
+        for _ in range(9):
+            next(node)
+        state = node.state_dict()
+        again = WindowBucketer(samples(LENGTHS), 100, 16, mode)
+        again.reset(state)
+        assert again.state_dict() == state
+
+
+def test_a_state_shares_nothing_with_the_node():
+    for mode in ("replay", "payload"):
+        node = bucketer(LENGTHS, state=mode)
+        next(node)
+        state = node.state_dict()
+        kept = pickle.loads(pickle.dumps(state))
+        rest = ids(node)
+        assert state == kept
+        again = WindowBucketer(samples(LENGTHS), 100, 16, mode)
+        again.reset(state)
+        state["source"].clear()
+        state["config"].clear()
+        assert ids(again) == rest
+
+
+def test_source_that_mutates_what_it_is_given_is_kept_at_arms_length():
+    class Adopting(IterableWrapper):  # as torchdata's MultiNodeWeightedSampler does
+        def reset(self, initial_state=None):
+            super().reset(initial_state)
+            if initial_state is not None:
+                initial_state.clear()
+
+        def get_state(self):
+            self.live = super().get_state()
+            return self.live
+
+        def next(self):
+            if hasattr(self, "live"):
+                self.live.clear()
+            return super().next()
+
+    def make():
+        return WindowBucketer(Adopting(list(samples(LENGTHS[:60]).iterable)), 100, 16)
+
+    assert_resumes_exactly(make)
+
+
+def test_processing_that_is_not_deterministic_is_an_error_that_names_the_remedy():
+    draws = iter(np.random.default_rng(0).integers(1, 50, 10_000).tolist())
+
+    def make(mode):
+        processed = Mapper(ShardedSampler(100, rank=0, world_size=1), lambda _: next(draws))
+        return WindowBucketer(LengthObserver(processed, int), 100, 16, mode)
+
+    node = make("replay")
+    node.reset(None)
+    next(node)
+    with pytest.raises(StateError, match=r"sample \d+ of the epoch had .* seed it .*payload"):
+        make("replay").reset(node.state_dict())
+
+    node = make("payload")
+    node.reset(None)
+    first = [len(next(node)) for _ in range(5)]
+    pooled = list(node._pool.items().values())
+    again = make("payload")
+    again.reset(node.state_dict())
+    assert list(again._pool.items().values()) == pooled
+    assert sum(first) + sum(map(len, again)) == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:-5], "the source ended before sample 19"),
+        (lambda data: data + data[:5], "had ended after 200 samples .* but has more now"),
+        (lambda data: [n + 1 for n in data], r"had `tokens`, `patches` \[\d+, 0\] when saved"),
+    ],
+)
+def test_data_that_changed_under_a_state_is_an_error(change, message):
+    node = bucketer(LENGTHS)
+    while not node.state_dict()["ended"]:
+        next(node)
+    state = node.state_dict()
+    with pytest.raises(StateError, match=message):
+        WindowBucketer(samples(change(LENGTHS)), 100, 16).reset(state)
+
+
+@pytest.mark.filterwarnings("error")
+def test_oversize_alone_gives_one_warning_and_a_count():
+    with pytest.warns(UserWarning, match="sample 1 of the epoch, with 300 tokens .* own") as caught:
+        node = bucketer([5, 300, 5, 200, 5])
+        groups = ids(node)
+    assert len(caught) == 1
+    assert sorted(groups) == [[0, 2, 4], [1], [3]]
+    assert (node.oversize_samples, node.dropped_samples) == (2, 0)
+
+
+def test_oversize_drop_gives_one_warning_and_a_count_that_the_state_keeps():
+    with pytest.warns(UserWarning, match="dropped") as caught:
+        node = bucketer([300, 5, 5, 200, 5], TokenBudget(100, oversize="drop"))
+        next(node)
+    assert len(caught) == 1
+    assert (node.oversize_samples, node.dropped_samples) == (2, 2)
+    again = bucketer([300, 5, 5, 200, 5], TokenBudget(100, oversize="drop"))
+    again.reset(node.state_dict())
+    assert (again.oversize_samples, again.dropped_samples) == (2, 2)
+
+
+def test_oversize_error_names_the_sample_and_loses_nothing():
+    lengths = [5] * 30 + [300] + [5] * 30
+    node = bucketer(lengths, TokenBudget(100, oversize="error"))
+    groups = []
+    with pytest.raises(SampleError, match="sample 30 of the epoch, with 300 tokens"):
+        for group in node:
+            groups.append(group)
+    with pytest.raises(SampleError, match="sample 30"):
+        next(node)
+    mended = WindowBucketer(samples([min(n, 50) for n in lengths]), node._budget, 16)
+    mended.reset(node.state_dict())
+    seen = ids(groups) + ids(mended)
+    assert sorted(i for group in seen for i in group) == list(range(61))
+
+
+@pytest.mark.parametrize("mode", ["replay", "payload"])
+def test_a_source_that_raises_in_the_middle_loses_nothing(mode):
+    class Breaking(IterableWrapper):
+        broken = True
+
+        def next(self):
+            item = super().next()
+            if item.data == 50 and self.broken:
+                raise OSError("disk")
+            return item
+
+    def make(broken):
+        node = WindowBucketer(Breaking(list(samples(LENGTHS).iterable)), 100, 16, mode)
+        node.source.broken = broken
+        return node
+
+    node, groups = make(True), []
+    node.reset(None)
+    with pytest.raises(OSError, match="disk"):
+        for group in node:
+            groups.append(group)
+    with pytest.raises(OSError, match="disk"):
+        next(node)
+    state = node.state_dict()
+    mended = make(False)
+    mended.reset(state)
+    reference = make(False)
+    reference.reset(None)
+    assert ids(groups) + ids(mended) == ids(reference)
+
+
+def test_what_is_no_sample_is_refused():
+    node = WindowBucketer(IterableWrapper([1]), 100)
+    node.reset(None)
+    with pytest.raises(SampleError, match="must yield `Sample`, but yielded `int`"):
+        next(node)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0}, "`tokens`"),
+        ({"window": 0}, "`window`"),
+        ({"window": 2.5}, "`window`"),
+        ({"state": "pickle"}, "`state`"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_named(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WindowBucketer(samples([1]), **{"budget": 10, **options})
+
+
+def test_a_payload_holds_what_torch_can_load_safely():
+    data = {"ids": np.arange(3, dtype=np.uint16), "x": [torch.ones(2), ("a", None, 1.5, True)]}
+    data |= {"none": np.zeros((0, 2)), "bytes": b"", "scalar": np.float32(2), 3: np.array(7)}
+    node = WindowBucketer(IterableWrapper([Sample(data, 2, 1)] * 3), 2, 4, "payload")
+    node.reset(None)
+    next(node)
+    buffer = io.BytesIO()
+    torch.save(node.state_dict(), buffer)
+    buffer.seek(0)
+    again = WindowBucketer(IterableWrapper([Sample(data, 2, 1)] * 3), 2, 4, "payload")
+    again.reset(torch.load(buffer, weights_only=True))
+    back = next(again)[0].data
+    assert list(back) == list(data)
+    for key in ("ids", "none", 3):
+        assert back[key].dtype == data[key].dtype
+        assert back[key].shape == data[key].shape
+        assert back[key].tolist() == data[key].tolist()
+    assert (back["bytes"], back["scalar"], type(back["scalar"])) == (b"", 2.0, np.float32)
+    assert back["x"][0].tolist() == [1, 1]
+    assert back["x"][1] == ("a", None, 1.5, True)
+
+
+def test_a_payload_that_cannot_be_plain_data_is_an_error():
+    node = WindowBucketer(IterableWrapper([Sample(object(), 2, 1)] * 3), 2, 4, "payload")
+    node.reset(None)
+    next(node)
+    with pytest.raises(SampleError, match="cannot hold `object`"):
+        node.state_dict()

@@ -1,0 +1,149 @@
+"""Each field that decides the groups is refused when it changes between save and load."""
+
+import warnings
+
+import pytest
+from graphs import Dataset, augment, process, sampler
+from torchdata.nodes import Mapper
+
+from odb_nodes import (
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    ParallelProcessor,
+    ShardedSampler,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+    WorkerOptions,
+)
+from odb_nodes.sources import IterableSource
+
+
+def by_ids(item):
+    return len(item["input_ids"])
+
+
+def by_id(item):
+    return 1 + item["id"]
+
+
+def bucketed(budget=None, window=24, state="replay", observe=by_ids, **fields):
+    observed = LengthObserver(Mapper(sampler(), process), observe)
+    budget = TokenBudget(**{"tokens": 256, "oversize": "alone", **fields})
+    return WindowBucketer(observed, budget, window, state)
+
+
+def sampled(**fields):
+    base = {"size": 120, "shuffle": True, "seed": 0, "rank": 0, "world_size": 2}
+    return ShardedSampler(**{**base, **fields})
+
+
+def processed(process_fn=augment, **fields):
+    base = {"seed": 0, "rank": 0, "world_size": 2}
+    return ParallelProcessor(sampler(), process_fn, **{**base, **fields})
+
+
+def iterated(**fields):
+    return IterableSource(list(range(50)), **{"rank": 0, "world_size": 2, **fields})
+
+
+CHANGES = [
+    (bucketed, "budget.tokens", {"tokens": 255}),
+    (bucketed, "budget.max_samples", {"max_samples": 7}),
+    (bucketed, "budget.max_patches", {"max_patches": 7}),
+    (bucketed, "budget.pad_to_multiple_of", {"pad_to_multiple_of": 8}),
+    (bucketed, "budget.oversize", {"oversize": "drop"}),
+    (bucketed, "window", {"window": 25}),
+    (bucketed, "state", {"state": "payload"}),
+    (bucketed, "observe", {"observe": by_id}),
+    (sampled, "size", {"size": 121}),
+    (sampled, "shuffle", {"shuffle": False}),
+    (sampled, "seed", {"seed": 1}),
+    (sampled, "rank", {"rank": 1}),
+    (sampled, "world_size", {"world_size": 3}),
+    (processed, "process_fn", {"process_fn": process}),
+    (processed, "seed", {"seed": 1}),
+    (processed, "rank", {"rank": 1}),
+    (processed, "world_size", {"world_size": 3}),
+    (iterated, "rank", {"rank": 1}),
+    (iterated, "world_size", {"world_size": 3}),
+]
+
+
+def saved(node, steps=3):
+    loader = Loader(node)
+    it = iter(loader)
+    for _ in range(steps):
+        next(it)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(("make", "field", "change"), CHANGES)
+def test_a_changed_field_is_refused_by_name(make, field, change):
+    changed = make(**change)
+    loader = Loader(changed)
+    loader.load_state_dict(saved(make()))
+    with pytest.raises(StateError) as caught:
+        next(iter(loader))
+    message = str(caught.value)
+    assert f"`{field}` was " in message
+    assert "when saved, but is " in message
+    assert "strict=False" in message
+    with pytest.raises(StateError):  # the state stays loaded: no fresh epoch by accident
+        next(iter(loader))
+
+
+# Another `observe` or `process_fn` gives other lengths, which no replay can take.
+KNOWINGLY = [change for change in CHANGES if change[1] not in ("observe", "process_fn")]
+
+
+@pytest.mark.parametrize(("make", "field", "change"), KNOWINGLY)
+def test_a_field_that_is_changed_knowingly_is_warned_of(make, field, change):
+    loader = Loader(make(**change))
+    loader.load_state_dict(saved(make()), strict=False)
+    with pytest.warns(UserWarning, match=f"`{field}` was "):
+        next(iter(loader))
+
+
+def test_every_field_of_every_configuration_is_in_the_table():
+    for make in (bucketed, sampled, processed, iterated):
+        node, tested = make(), {field for other, field, _ in CHANGES if other is make}
+        fields = set(node._config()) | ({"observe"} if make is bucketed else set())
+        assert fields - tested <= {"budget.layout"}  # which has only one value
+
+
+def test_several_changes_are_named_together():
+    loader = Loader(bucketed(window=30, tokens=300))
+    loader.load_state_dict(saved(bucketed()))
+    with pytest.raises(StateError, match="`budget.tokens` was 256 .*; `window` was 24 "):
+        next(iter(loader))
+
+
+def test_the_knowing_change_holds_for_one_load_only():
+    loader = Loader(bucketed(window=30))
+    loader.load_state_dict(saved(bucketed()), strict=False)
+    with pytest.warns(UserWarning):
+        next(iter(loader))
+    loader.load_state_dict(saved(bucketed()))
+    with pytest.raises(StateError):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_workers": 2}, {"prefetch": 9}, {"workers": WorkerOptions(chunk_size=3)}]
+)
+def test_what_decides_no_group_may_change(change):
+    def make(**options):
+        return ODBDataLoader(Dataset(), token_budget=256, window=24, **options)
+
+    reference = make()
+    it = iter(reference)
+    for _ in range(4):
+        next(it)
+    state = reference.state_dict()
+    expected = [batch["id"].tolist() for batch in it]
+    with warnings.catch_warnings(), make(**change) as loader:
+        warnings.simplefilter("error")
+        loader.load_state_dict(state)
+        assert [batch["id"].tolist() for batch in loader] == expected

@@ -1,0 +1,267 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from graphs import LENGTHS, SIZE, Dataset, augment, make_dataloader
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from odb_nodes import ODBDataLoader, TokenBudget, WorkerOptions, pop_step_info
+
+
+def ids(loader):
+    return [batch["id"].tolist() for batch in loader]
+
+
+def groups(**options):
+    with make_dataloader(**options) as loader:
+        return [ids(loader) for _ in range(2)]
+
+
+WORKERS = [
+    {"num_workers": 1},
+    {"num_workers": 2},
+    {"num_workers": 4},
+    {"num_workers": 2, "prefetch": 0},
+    {"num_workers": 2, "prefetch": 1},
+    {"num_workers": 2, "prefetch": 64},
+    {"workers": WorkerOptions(num_workers=2, chunk_size=1, in_flight_samples=1)},
+    {"workers": WorkerOptions(num_workers=2, chunk_size=500)},
+    {"workers": WorkerOptions(num_workers=1, method="thread")},
+    {"workers": WorkerOptions(num_workers=4, method="thread")},
+    {"workers": WorkerOptions(num_workers=2, start_method="forkserver")},
+    {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
+    {"state": "payload"},
+]
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_groups_depend_on_data_seed_and_configuration_alone(options):
+    # The lengths are drawn at random in processing.
+    assert groups(**options) == groups()
+
+
+@pytest.mark.parametrize("options", [{"seed": 6}, {"window": 23}, {"token_budget": 250}])
+def test_seed_and_configuration_change_the_groups(options):
+    assert groups(**options) != groups()
+
+
+def test_every_sample_comes_once_per_epoch_in_another_order():
+    first, second = groups()
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(SIZE))
+    assert first != second
+
+
+def tokens(index):
+    return [int(index) + 1] * int(LENGTHS[index])
+
+
+KINDS = {
+    "list": tokens,
+    "numpy": lambda index: np.array(tokens(index)),
+    "torch": lambda index: torch.tensor(tokens(index)),
+    "nested list": lambda index: [tokens(index)],
+    "numpy (1, L)": lambda index: np.array([tokens(index)]),
+    "torch (1, L)": lambda index: torch.tensor([tokens(index)]),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_groups_do_not_depend_on_how_the_ids_come(workers):
+    def batches(kind):
+        process = lambda index: {"input_ids": KINDS[kind](index)}  # noqa: E731
+        loader = ODBDataLoader(
+            range(SIZE), token_budget=256, window=24, process_fn=process, num_workers=workers
+        )
+        with loader:
+            return [batch["input_ids"].tolist() for batch in loader]
+
+    assert all(batches(kind) == batches("list") for kind in KINDS)
+
+
+def test_groups_do_not_depend_on_the_names_of_keys():
+    other = ODBDataLoader(
+        range(SIZE),
+        token_budget=256,
+        window=24,
+        process_fn=lambda index: {"text": "x" * int(LENGTHS[index]), "id": index},
+        observe=lambda item: len(item["text"]),
+        collate_fn=lambda items: {"id": torch.tensor([item["id"] for item in items])},
+    )
+    named = ODBDataLoader(
+        range(SIZE),
+        token_budget=256,
+        window=24,
+        process_fn=lambda index: {"input_ids": tokens(index), "id": index},
+    )
+    assert ids(other) == ids(named)
+
+
+def test_batches_keep_to_the_budget_and_carry_their_counts():
+    budget = TokenBudget(256, max_samples=6, pad_to_multiple_of=16)
+    steps = 0
+    for step, batch in enumerate(make_dataloader(token_budget=budget)):
+        info = pop_step_info(batch)
+        rows, width = batch["input_ids"].shape
+        assert rows * width <= 256
+        assert width % 16 == 0
+        assert rows <= 6
+        assert (info.step, info.local_samples) == (step, rows)
+        assert info.local_targets == int(batch["attention_mask"].sum()) - rows
+        steps += 1
+    assert steps > 20
+
+
+class Stream(IterableDataset):
+    def __init__(self, size=SIZE):
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = list(range(self.size))
+        random.Random(self.epoch).shuffle(order)
+        return map(augment, order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterable_datasets_are_read_once_per_epoch(workers):
+    def plain(item):
+        return {"input_ids": [1] * int(LENGTHS[item["id"]]), "id": item["id"]}
+
+    loader = ODBDataLoader(
+        Stream(), token_budget=256, window=24, num_workers=workers, process_fn=plain
+    )
+    with loader:
+        first, second = ids(loader), ids(loader)
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(SIZE))
+    assert first != second
+
+
+def test_set_epoch_chooses_the_order_and_repeats_it():
+    loader = make_dataloader()
+    epochs = [ids(loader), ids(loader), ids(loader)]
+    loader.set_epoch(1)
+    assert ids(loader) == epochs[1]
+    assert ids(loader) == epochs[2]
+
+
+def test_breaking_out_of_an_epoch_begins_the_next_one_whole():
+    with make_dataloader(num_workers=2) as loader, make_dataloader() as reference:
+        for index, _ in enumerate(loader):
+            if index == 3:
+                break
+        list(reference)
+        assert ids(loader) == ids(reference)
+
+
+def test_progress_is_measured_in_samples():
+    loader = make_dataloader()
+    assert loader.num_samples == SIZE
+    with pytest.raises(TypeError, match="samples"):
+        len(loader)
+    assert sum(pop_step_info(batch).local_samples for batch in loader) == SIZE
+
+
+def collate(items):
+    return {"id": torch.tensor([item["id"] for item in items]), "mine": True}
+
+
+def test_an_existing_dataloader_is_taken_over():
+    stock = DataLoader(Dataset(), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate)
+    with ODBDataLoader.from_dataloader(stock, token_budget=256, window=24, seed=5) as loader:
+        batches = list(loader)
+        assert len(loader.worker_pids) == 2
+    assert all(batch["mine"] for batch in batches)
+    assert [batch["id"].tolist() for batch in batches] == groups()[0]
+
+
+def test_the_order_of_an_existing_dataloader_is_kept():
+    def taken(**options):
+        stock = DataLoader(Dataset(), batch_size=4, collate_fn=collate, **options)
+        return ids(ODBDataLoader.from_dataloader(stock, token_budget=256, window=1))
+
+    assert sum(taken(), []) == list(range(SIZE))
+    assert sum(taken(sampler=[5, 3, 9]), []) == [5, 3, 9]
+    distributed = DistributedSampler(Dataset(), 1, 0, shuffle=False)
+    assert sum(taken(sampler=distributed), []) == list(range(SIZE))
+    assert sum(taken(shuffle=True), []) != list(range(SIZE))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(SIZE), replacement=True),
+        RandomSampler(range(SIZE), num_samples=10),
+        WeightedRandomSampler([1.0] * SIZE, 50),
+    ],
+)
+def test_an_order_that_cannot_be_drawn_again_is_refused(sampler):
+    stock = DataLoader(Dataset(), batch_size=4, sampler=sampler)
+    with pytest.raises(ValueError, match="`loader.sampler` is a .* cannot be drawn again"):
+        ODBDataLoader.from_dataloader(stock, token_budget=256)
+
+
+def test_the_default_collate_function_of_torch_gives_way_to_padding():
+    stock = DataLoader(Dataset(), batch_size=4)
+    batch = next(iter(ODBDataLoader.from_dataloader(stock, token_budget=256)))
+    assert batch["input_ids"].ndim == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dataset": []}, ValueError, "the dataset is empty"),
+        ({"dataset": iter([1])}, TypeError, "can be iterated once per epoch|iterated"),
+        ({"dataset": 5}, TypeError, "`iterable`"),
+        ({"token_budget": -1}, ValueError, "`tokens`"),
+        ({"num_workers": -1}, ValueError, "`num_workers`"),
+        ({"num_workers": 2, "workers": WorkerOptions()}, ValueError, "must not both be given"),
+        ({"window": 0}, ValueError, "`window`"),
+        ({"prefetch": -1}, ValueError, "`prefetch`"),
+        ({"state": "x"}, ValueError, "`state`"),
+        ({"dataset": Stream(), "sampler": [1]}, ValueError, "`sampler`"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        ODBDataLoader(**{"dataset": Dataset(), "token_budget": 256, **options})
+
+
+def test_an_empty_stream_is_an_error():
+    with pytest.raises(ValueError, match="yielded no sample in epoch 0"):
+        list(ODBDataLoader(Stream(0), token_budget=256))
+
+
+def test_a_job_of_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="serves one rank, but the job has 2"):
+        make_dataloader()
+
+
+def test_a_dataset_that_raises_names_the_sample_and_loses_nothing():
+    class Broken(Dataset):
+        def __getitem__(self, index):
+            if index == 77 and broken:
+                raise OSError("disk")
+            return super().__getitem__(index)
+
+    for workers in (0, 2):
+        broken, seen = True, []
+        options = {"token_budget": 256, "window": 24, "num_workers": workers}
+        with ODBDataLoader(Broken(), **options) as loader:
+            with pytest.raises(ValueError, match="OSError: disk at item 77, sample .* of epoch 0"):
+                for batch in loader:
+                    seen.append(batch["id"].tolist())
+            broken = False
+            seen += ids(loader)  # goes on where it stood, with new workers
+        with ODBDataLoader(Dataset(), **options) as reference:
+            assert seen == ids(reference)

@@ -1,0 +1,110 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from graphs import ABOVE, BELOW, make, make_dataloader, process
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import Mapper, Prefetcher
+
+from odb_nodes import GroupCollator, LengthObserver, Loader, WindowBucketer, save_state
+from odb_nodes.sources import ShardedSampler
+from odb_nodes.testing import assert_resumes_exactly
+
+
+def sweep(name, exhaustive):
+    """What starts workers for each resume is slow: take a sample of it, unless asked for all."""
+    slow = name.startswith("Parallel") and not name.endswith("inline")
+    return {"every": 7, "chain": 1} if slow and not exhaustive else {}
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.parametrize("below", BELOW)
+def test_every_step_of_three_epochs_over_every_source(below, state, exhaustive):
+    options = sweep(below, exhaustive)
+    report = assert_resumes_exactly(lambda: make(below, state), epochs=3, **options)
+    assert report.steps > 40
+
+
+@pytest.mark.parametrize("above", ABOVE)
+def test_every_step_of_three_epochs_under_every_node(above):
+    assert_resumes_exactly(lambda: make("Mapper", above=above), epochs=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"state": "payload"}])
+def test_every_step_of_three_epochs_of_the_dataloader(options, exhaustive):
+    sample = sweep("Parallel" if options.get("num_workers") else "inline", exhaustive)
+    assert_resumes_exactly(lambda: make_dataloader(**options), epochs=3, **sample)
+
+
+@given(
+    size=st.integers(1, 80),
+    window=st.integers(1, 40),
+    budget=st.integers(30, 300),
+    seed=st.integers(0, 99),
+    depth=st.integers(1, 9),
+    frequency=st.integers(1, 9),
+    state=st.sampled_from(["replay", "payload"]),
+    every=st.integers(1, 7),
+)
+@settings(deadline=None, max_examples=25)
+def test_any_configuration(size, window, budget, seed, depth, frequency, state, every):
+    def graph():
+        sampler = ShardedSampler(size, seed=seed, rank=0, world_size=1)
+        processed = Mapper(sampler, lambda i: {"input_ids": [1] * (1 + 7 * i % 29), "id": i})
+        below = Prefetcher(LengthObserver(processed), depth, frequency)
+        return Loader(GroupCollator(WindowBucketer(below, budget, window, state)))
+
+    assert_resumes_exactly(graph, every=every)
+
+
+@pytest.mark.parametrize(
+    ("below", "state"), [("ParallelProcessor-process", "replay"), ("Mixed-cycle", "payload")]
+)
+def test_a_fresh_process_goes_on_from_a_file(below, state, tmp_path):
+    loader, epochs = make(below, state), []
+    list(loader)
+    for index, batch in enumerate(loader):
+        epochs.append(batch["id"].tolist())
+        if index == 5:
+            save_state(loader.state_dict(), tmp_path / "state.pt")
+    following = [batch["id"].tolist() for batch in loader]
+    loader.close()
+    script = Path(__file__).with_name("graphs.py")
+    command = [sys.executable, script, below, state, "Prefetcher", tmp_path / "state.pt"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [str(epochs[6:]), str(following)]
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+def test_nothing_is_lost_and_nothing_repeated_over_a_chain_of_kills(state):
+    seen, saved = [], None
+    for life in range(40):
+        loader = make("ParallelProcessor-inline", state, "bare")
+        if saved is not None:
+            loader.load_state_dict(saved)
+        for batch in loader:
+            seen += batch["id"].tolist()
+            saved = loader.state_dict()
+            if life < 39 and len(seen) % 3:
+                break
+    assert sorted(seen) == list(range(120))
+
+
+def test_a_graph_that_does_not_resume_exactly_is_found_out():
+    class Forgetful(WindowBucketer):
+        """Restores from where the source is now, as if nothing of the pool were older."""
+
+        def get_state(self):
+            return {**super().get_state(), "source": self.source.state_dict()}
+
+    def graph():
+        observed = LengthObserver(Mapper(ShardedSampler(40, rank=0, world_size=1), process))
+        return Forgetful(observed, 100, 8)
+
+    with pytest.raises((AssertionError, ValueError)):
+        assert_resumes_exactly(graph)
+    with pytest.raises(AssertionError, match="no items"):
+        assert_resumes_exactly(lambda: Loader(ShardedSampler(1, rank=1, world_size=2)))

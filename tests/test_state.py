@@ -1,0 +1,75 @@
+import pytest
+import torch
+from graphs import make, sampler
+
+from odb_nodes import Loader, StateError, load_state, save_state
+from odb_nodes.state import detach, seal, unseal
+
+
+def test_a_state_is_copied_whole():
+    state = {"a": [1, (2, {"b": torch.ones(2)})], "c": "x"}
+    copy = detach(state)
+    state["a"][1][1]["b"][0] = 5
+    state["a"].append(3)
+    assert copy["a"][0] == 1
+    assert len(copy["a"]) == 2
+    assert copy["a"][1][1]["b"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "must be a state saved by a Node"),
+        (None, "but is NoneType 'None'"),
+        ([1], "but is list"),
+        ({"model": 1, "optimizer": 2}, r"a dict with keys \['model', 'optimizer'\]"),
+        ({**seal("Other", {}), "x": 1}, "saved by `Other`, but is loaded into `Node`"),
+        ({**seal("Node", {}), "version": 99, "x": 1}, "has `version` 99, but .* reads 1"),
+        (seal("Node", {}), "lacks `x`: it is incomplete"),
+        (seal("Node", {"k": 1}, x=1), "`k` was 1 when saved, but is 'absent' now"),
+    ],
+)
+def test_a_state_that_does_not_fit_says_why(state, message):
+    with pytest.raises(StateError, match=message):
+        unseal(state, "Node", {}, ("x",))
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "state.pt"
+    save_state({"step": 1}, path)
+    with pytest.raises(Exception, match="pickle"):
+        save_state({"step": lambda: 2}, path)
+    assert load_state(path) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.pt"]
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(tmp_path, keep):
+    path = tmp_path / "state.pt"
+    save_state(Loader(sampler()).state_dict(), path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(StateError, match=r"state.pt` \(\d+ bytes\) is truncated or not a state"):
+        load_state(path)
+
+
+def test_a_file_with_code_in_it_is_refused(tmp_path):
+    torch.save({"call": print}, tmp_path / "state.pt")
+    with pytest.raises(StateError, match="not a state file"):
+        load_state(tmp_path / "state.pt")
+
+
+def test_a_file_that_is_not_there_is_not_a_bad_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "none.pt")
+
+
+def test_a_state_of_another_version_is_refused_at_any_depth():
+    loader = make("Mapper", above="bare")
+    next(iter(loader))
+    state = loader.state_dict()
+    state["root"]["source"]["version"] = 0
+    again = make("Mapper", above="bare")
+    again.load_state_dict(state)
+    with pytest.raises(StateError, match="WindowBucketer has `version` 0"):
+        next(iter(again))

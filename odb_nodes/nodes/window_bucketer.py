@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import deque
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.budget import check_count
 from odb_nodes.sample import Sample
@@ -77,7 +77,6 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._budget = TokenBudget.of(budget)
         self._window = check_count("window", window)
         self._mode = state
-        self._interval = max(1, self._window // _SNAPSHOTS_PER_WINDOW)
         self._failure: Exception | None = None
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
@@ -104,7 +103,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._clear()
         if initial_state is None:
             self.source.reset(None)
-            self._snapshot()
+            self._snapshots.take(0)
         else:
             name = type(self).__name__
             self._restore(unseal(initial_state, name, self._config(), self.STATE_KEYS))
@@ -134,11 +133,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
     def get_state(self) -> dict[str, Any]:
         """Return where to pull from again, and which of the samples pulled are waiting."""
         if self._mode == "payload" and self._failure is None:
-            self._snapshot()
-        self._forget_snapshots()
-        base, source_state = self._snapshots[0]
-        table = self._pool.table()
-        relative = table - np.array([[0], [base], [0]])
+            self._snapshots.take(self._pool.pulled, only=True)
+        base, source_state = self._snapshots.at_or_before(self._pool.oldest)
+        replay = self._mode == "replay"
         return seal(
             type(self).__name__,
             self._config(),
@@ -147,16 +144,15 @@ class WindowBucketer(BaseNode[list[Sample]]):
             pulled=self._pool.pulled,
             pulled_since_source=self._pool.pulled - base,
             ended=self._ended,
-            # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-            pool=relative.astype("<i4").tobytes() or None,
-            payload=self._encoded() if self._mode == "payload" else [],
+            pool=self._recipe(base) if replay else None,
+            payload=None if replay else self._encoded(),
             dropped_samples=self._dropped,
             oversize_samples=self._oversize,
         )
 
     def _clear(self) -> None:
         self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window)
-        self._snapshots: deque[tuple[int, Any]] = deque()  # (ordinal of the next sample, state)
+        self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
         self._payload: dict[int, Any] = {}
         self._ended = False
         self._failure = None
@@ -166,7 +162,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
     def _refill(self) -> None:
         """Pull until the pool is full, or as full as the age of its oldest sample allows."""
         if self._mode == "payload" and self._pool.room() > 0 and not self._ended:
-            self._snapshot()  # where to go on from, should the source raise
+            # Where to go on from, should the source raise.
+            self._snapshots.take(self._pool.pulled, only=True)
         while not self._ended and (room := self._pool.room()) > 0:
             ordinals: list[int] = []
             samples: list[Sample] = []
@@ -183,8 +180,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
                 self._add(ordinals, samples)
 
     def _pull(self) -> Sample:
-        if self._mode == "replay" and self._pool.pulled >= self._snapshots[-1][0] + self._interval:
-            self._snapshot()
+        if self._mode == "replay":
+            self._snapshots.take_if_due(self._pool.pulled)
         sample = next(self.source)
         if not isinstance(sample, Sample):
             raise SampleError(
@@ -220,20 +217,15 @@ class WindowBucketer(BaseNode[list[Sample]]):
         tokens = [sample.tokens for sample in samples]
         self._pool.add(samples, tokens, [sample.patches for sample in samples], ordinals)
 
-    def _snapshot(self) -> None:
-        if self._mode == "payload":
-            self._snapshots.clear()
-        self._snapshots.append((self._pool.pulled, detach(self.source.state_dict())))
-
-    def _forget_snapshots(self) -> None:
-        while len(self._snapshots) > 1 and self._snapshots[1][0] <= self._pool.oldest:
-            self._snapshots.popleft()
-
     def _end(self) -> None:
         """Stand at the end of the epoch: nothing is left to pull again."""
-        if self._snapshots[-1][0] < self._pool.pulled:
-            self._snapshots.clear()
-            self._snapshot()
+        self._snapshots.take(self._pool.pulled, only=True)
+
+    def _recipe(self, base: int) -> bytes | None:
+        """Return tokens, ordinals since `base` and patches of the pooled samples, (3, n) int32."""
+        table = self._pool.table() - np.array([[0], [base], [0]])
+        # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+        return table.astype("<i4").tobytes() or None
 
     def _encoded(self) -> list[Any]:
         items = self._pool.items()
@@ -247,19 +239,12 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self.source.reset(detach(state[self.SOURCE_KEY]))
         since = state[self.SINCE_KEY]
         base = state[self.PULLED_KEY] - since
-        self._snapshots.append((base, state[self.SOURCE_KEY]))
-        tokens, ordinals, patches = (
-            np.frombuffer(state[self.POOL_KEY] or b"", "<i4").reshape(3, -1).tolist()
-        )
-        expected = {
-            ordinal + base: cost
-            for ordinal, *cost in sorted(zip(ordinals, tokens, patches, strict=True))
-        }
+        self._snapshots.put(base, state[self.SOURCE_KEY])
         if state[self.MODE_KEY] == "payload":
             kept = {ordinal: decode_sample(entry) for ordinal, entry in state[self.PAYLOAD_KEY]}
             self._skip(since, base)
         else:
-            kept = self._replay(since, base, expected)
+            kept = self._replay(since, base, state[self.POOL_KEY])
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state[self.PULLED_KEY]
         self._dropped, self._oversize = state[self.DROPPED_KEY], state[self.OVERSIZE_KEY]
@@ -270,19 +255,24 @@ class WindowBucketer(BaseNode[list[Sample]]):
         for ordinal in range(base, base + count):
             self._pull_again(ordinal)
 
-    def _replay(self, count: int, base: int, expected: dict[int, list[int]]) -> dict[int, Sample]:
-        """Pull `count` samples again and return those that were pooled.
+    def _replay(self, count: int, base: int, recipe: bytes | None) -> dict[int, Sample]:
+        """Pull `count` samples again and return those that were pooled, by ordinal.
 
         Raises:
             StateError: one of them is not what it was.
         """
+        tokens, ordinals, patches = np.frombuffer(recipe or b"", "<i4").reshape(3, -1).tolist()
+        expected = {
+            ordinal + base: [length, size]
+            for length, ordinal, size in zip(tokens, ordinals, patches, strict=True)
+        }
         kept: dict[int, Sample] = {}
         self.replayed_samples = count
         logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
         bar = tqdm(range(base, base + count), "replaying samples", leave=False, disable=None)
         for ordinal in bar:
-            if self._mode == "replay" and ordinal >= self._snapshots[-1][0] + self._interval:
-                self._snapshots.append((ordinal, detach(self.source.state_dict())))
+            if self._mode == "replay":
+                self._snapshots.take_if_due(ordinal)
             sample = self._pull_again(ordinal)
             if ordinal not in expected:
                 continue

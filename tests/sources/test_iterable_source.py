@@ -242,6 +242,17 @@ def test_a_restored_position_that_was_not_used_is_forgotten(then):
     assert len(list(node)) == len(whole)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_an_iterable_that_starts_over_from_its_last_state_resumes_exactly_too():
+    """`StatefulDataLoader` takes the state of its end for the beginning of its next epoch."""
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make():
+        return source(stateful_dataloader.StatefulDataLoader([5, 6, 7], batch_size=None))
+
+    assert_resumes_exactly(make, epochs=2, chain=1)
+
+
 def test_the_state_shares_nothing_with_the_iterable():
     class Live(Resumable):
         """Hands out, and keeps, one live object."""

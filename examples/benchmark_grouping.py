@@ -14,9 +14,8 @@ import argparse
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -42,16 +41,17 @@ def make_lengths(samples: int, cv: float) -> list[int]:
     return lengths
 
 
-def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Return what `call` returns, and how many seconds it took."""
+def timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
+    """Return what `call(*args)` returns, and how many seconds it took."""
     start = time.perf_counter()
-    return call(), time.perf_counter() - start
+    return call(*args), time.perf_counter() - start
 
 
-def rolling_groups(lengths: list[int], window: int) -> Iterator[tuple[list[int], int]]:
-    """Yield groups of a rolling pool, each with the age of the oldest pooled sample, in samples."""
+def rolling_groups(lengths: list[int], window: int) -> tuple[list[list[int]], int]:
+    """Return the groups of a rolling pool, and the age of the oldest sample in it, in samples."""
     pool: RollingPool[int] = RollingPool(TokenBudget(BUDGET_TOKENS), window)
-    ended = False
+    groups: list[list[int]] = []
+    ended, oldest_samples = False, 0
     while True:
         while not ended and (room := pool.room()) > 0:
             first = pool.pulled
@@ -60,19 +60,21 @@ def rolling_groups(lengths: list[int], window: int) -> Iterator[tuple[list[int],
             pool.add(tokens, tokens, [0] * len(tokens), range(first, pool.pulled))
             ended = len(tokens) < room
         if not len(pool):
-            return
-        age_samples = pool.pulled - pool.oldest
-        yield pool.take(draining=ended), age_samples
+            return groups, oldest_samples
+        oldest_samples = max(oldest_samples, pool.pulled - pool.oldest)
+        groups.append(pool.take(draining=ended))
 
 
-def sorted_window_groups(lengths: list[int], window: int) -> Iterator[list[int]]:
-    """Yield groups cut from one sorted window after the other, longest first."""
+def sorted_window_groups(lengths: list[int], window: int) -> list[list[int]]:
+    """Return the groups cut from one sorted window after the other, longest first."""
+    groups: list[list[int]] = []
     for start in range(0, len(lengths), window):
         rest = sorted(lengths[start : start + window], reverse=True)
         while rest:
             count = BUDGET_TOKENS // rest[0]
-            yield rest[:count]
+            groups.append(rest[:count])
             rest = rest[count:]
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +110,14 @@ def print_grouping(lengths: list[int], windows: list[int]) -> None:
         f"|{'real/padded':>12}{'fill':>8}"
     )
     for window in windows:
-        runs = [timed(partial(list, rolling_groups(lengths, window))) for _ in range(REPEATS)]
-        groups, ages_samples = map(list, zip(*runs[0][0], strict=True))
+        runs = [timed(rolling_groups, lengths, window) for _ in range(REPEATS)]
+        groups, oldest_samples = runs[0][0]
         group_s = median(seconds for _, seconds in runs) / len(groups)
         ours = Efficiency.of(groups)
-        baseline = Efficiency.of(list(sorted_window_groups(lengths, window)))
+        baseline = Efficiency.of(sorted_window_groups(lengths, window))
         print(
             f"{window:>8}|{ours.density:>12.3f}{ours.fill:>8.3f}{ours.largest:>9.3f}"
-            f"{max(ages_samples) / window:>9.2f} W{group_s * 1e6:>11.0f} "
+            f"{oldest_samples / window:>9.2f} W{group_s * 1e6:>11.0f} "
             f"|{baseline.density:>12.3f}{baseline.fill:>8.3f}"
         )
 
@@ -158,7 +160,7 @@ def measure_state(lengths: list[int], window: int) -> StateCost:
         pooled_samples += state[bucketer.PULLED_KEY] - emitted_samples
         costliest = max(costliest, state, key=lambda saved: saved.get(bucketer.SINCE_KEY, -1))
     resumed = make_bucketer(lengths, window)
-    restore_s = median(timed(partial(resumed.reset, costliest))[1] for _ in range(REPEATS))
+    restore_s = median(timed(resumed.reset, costliest)[1] for _ in range(REPEATS))
     return StateCost(
         state_s=median(seconds),
         bytes_per_sample=own_bytes / pooled_samples,

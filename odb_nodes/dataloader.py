@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -16,9 +17,13 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
+    default_convert,
 )
-from torchdata.nodes import BaseNode, PinMemory, Prefetcher
+from torch.utils.data._utils.pin_memory import pin_memory
+from torchdata.nodes import BaseNode
+from torchdata.stateful_dataloader import sampler as stateful_sampler
 
+from odb_nodes.checks import check_count
 from odb_nodes.graph import length_of
 from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
@@ -26,11 +31,12 @@ from odb_nodes.nodes import GroupCollator, PaddingCollate, WindowBucketer
 from odb_nodes.nodes.group_collator import Collate
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.budget import check_count
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe, Sample, observe_sample
 from odb_nodes.sources import IterableSource, ShardedSampler
 from odb_nodes.sources.rank import resolve_rank
+
+_RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
 
 class _Process:
@@ -126,12 +132,16 @@ class ODBDataLoader:
         process = _Process(items, process_fn, observe)
         self._processor = ParallelProcessor(source, process, seed=seed, workers=options)
         self._bucketer = WindowBucketer(self._processor, budget, window, state)
-        collate = collate_fn or PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
+        collate: Collate = (
+            PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
+            if collate_fn is None
+            else collate_fn
+        )
+        if pin_memory and torch.cuda.is_available():
+            collate = _PinningCollate(collate)
         root: BaseNode[Any] = GroupCollator(self._bucketer, collate)
         if prefetch and options.num_workers:
-            root = ReadAhead(Prefetcher(root, prefetch))
-        if pin_memory and torch.cuda.is_available():
-            root = ReadAhead(PinMemory(root))
+            root = ReadAhead(root, prefetch)
         self._loader: Loader[Any] = Loader(root)
 
     @classmethod
@@ -158,10 +168,12 @@ class ODBDataLoader:
                 f"`loader` must be a `DataLoader`, but is `{type(loader).__name__}` instead."
             )
         given = dict(options)
-        if loader.collate_fn is not default_collate:
+        if loader.collate_fn not in (default_collate, default_convert):
             given.setdefault("collate_fn", loader.collate_fn)
-        if not isinstance(loader.dataset, IterableDataset) and "sampler" not in given:
-            given = {**_order_of(loader.sampler), **given}
+        if not isinstance(loader.dataset, IterableDataset) and not {"sampler", "shuffle"} & {
+            *given
+        }:
+            given = {**_order_of(loader), **given}
         if "workers" not in given and "num_workers" not in given:
             context = loader.multiprocessing_context
             given["workers"] = WorkerOptions(
@@ -257,22 +269,40 @@ def _source_of(
     return ShardedSampler(dataset, shuffle, seed), dataset
 
 
-def _order_of(sampler: Any) -> dict[str, Any]:
-    """Return the arguments of `ODBDataLoader` that stand for a sampler of torch."""
+class _PinningCollate:
+    """Pins what a collate function returns, for the device that is current now."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._device = torch.cuda.current_device()  # threads begin with device 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        with torch.cuda.device(self._device):
+            return pin_memory(self._collate(samples))
+
+
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        # One of the user's own: torch then has a `sampler` that says nothing.
+        if type(loader.batch_sampler) is not BatchSampler:
+            raise ValueError(
+                f"`loader.batch_sampler` is a `{type(loader.batch_sampler).__name__}`, whose order "
+                "of single samples is not known. Pass `shuffle=` or `sampler=`."
+            )
+        sampler = loader.batch_sampler.sampler
     if isinstance(sampler, DistributedSampler):
         return {"shuffle": sampler.shuffle, "seed": sampler.seed}
     if isinstance(sampler, SequentialSampler):
         return {"shuffle": False}
-    if (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and (sampler.num_samples == len(sampler.data_source))
-    ):
-        return {"shuffle": True}
-    if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+    if isinstance(sampler, _RANDOM) and not sampler.replacement:
+        if sampler.num_samples == len(sampler.data_source):
+            return {"shuffle": True}
+    if isinstance(sampler, (*_RANDOM, SubsetRandomSampler, WeightedRandomSampler)):
         raise ValueError(
             f"`loader.sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again "
-            "when a run resumes. Pass `sampler=` an iterable that is seeded by `set_epoch`, or "
-            "`shuffle=True`."
+            "when a run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the "
+            "same order again."
         )
     return {"sampler": sampler}

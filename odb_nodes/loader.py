@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes.checks import check_count, check_node
 from odb_nodes.errors import StateError
 from odb_nodes.graph import close_nodes, length_of, stop_threads, walk
 from odb_nodes.state import allow_mismatch, detach, seal, unseal
@@ -28,13 +29,17 @@ class Loader(Generic[T]):
     longer valid.
 
     After `close`, and after an exception in the graph, the workers are gone and the position is
-    kept: the next `iter()` goes on from there.
+    kept: the next `iter()` goes on from there. For that, the state is taken before each item.
 
     Args:
         root: last node of the graph.
         restart_on_stop_iteration: what a state gives that was saved after the end of an epoch: the
             next epoch, or nothing.
         stop_timeout_s: seconds to wait for a thread of the graph to finish what it is doing.
+
+    Raises:
+        TypeError: `root` is no node.
+        ValueError: a node has `in_order=False`, which loses and repeats items on resume.
     """
 
     ROOT_KEY = "root"
@@ -48,6 +53,13 @@ class Loader(Generic[T]):
         *,
         stop_timeout_s: float = 60.0,
     ) -> None:
+        check_node("root", root)
+        for node in walk(root):
+            if getattr(node, "in_order", True) is False:
+                raise ValueError(
+                    f"`in_order` of `{type(node).__name__}` must be True: without an order, no "
+                    "state can say which items came out, and a resumed run loses and repeats some."
+                )
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
@@ -55,7 +67,6 @@ class Loader(Generic[T]):
         self._pending: dict[str, Any] | None = None  # a state that the next iter() begins with
         self._strict = True
         self._requested_epoch: int | None = None
-        self._lost: Exception | None = None  # why nobody knows where the graph stands
 
     def __len__(self) -> int:
         """Return how many items an epoch has.
@@ -82,13 +93,7 @@ class Loader(Generic[T]):
             return detach(self._pending)  # type: ignore[no-any-return]
         if self._it is None:
             self._it = self._begin()
-        return seal(
-            type(self).__name__,
-            {},
-            root=detach(self.root.state_dict()),
-            num_yielded=self._it.num_yielded,
-            ended=self._it.ended,
-        )
+        return detach(self._it.state())  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter()` go on from a state, which is copied.
@@ -106,7 +111,7 @@ class Loader(Generic[T]):
             type(self).__name__, {}, **unseal(state_dict, type(self).__name__, {}, fields)
         )
         self._strict = strict
-        self._it, self._lost, self._requested_epoch = None, None, None
+        self._it, self._requested_epoch = None, None
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
@@ -115,7 +120,7 @@ class Loader(Generic[T]):
         """
         if self._pending is not None and not self._pending[self.ENDED_KEY]:
             return
-        self._requested_epoch = epoch
+        self._requested_epoch = check_count("epoch", epoch, 0)
         if self._it is not None:
             self._it.touched = True
 
@@ -125,14 +130,12 @@ class Loader(Generic[T]):
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
-        if self._it is not None:
-            try:
-                self._pending = self.state_dict()
-                self._strict = True
-            except Exception as error:
-                self._lost = error
-            self._it = None
-        close_nodes(self.root, self._stop_timeout_s)
+        it, self._it = self._it, None
+        try:
+            if it is not None and self._requested_epoch is None:  # else this epoch is over
+                self._pending, self._strict = it.state(), True
+        finally:
+            close_nodes(self.root, self._stop_timeout_s)
 
     def __enter__(self) -> Loader[T]:
         return self
@@ -146,10 +149,6 @@ class Loader(Generic[T]):
         self.close()
 
     def _begin(self) -> LoaderIterator[T]:
-        if self._lost is not None:
-            raise StateError(
-                "the graph raised, and nobody knows where it stands: load the last saved state."
-            ) from self._lost
         stop_threads(self.root, self._stop_timeout_s)
         state = self._pending
         if state is None:
@@ -196,9 +195,22 @@ class LoaderIterator(Iterator[T]):
 
     def __init__(self, loader: Loader[T], num_yielded: int, ended: bool = False) -> None:
         self._loader = loader
-        self.num_yielded = num_yielded
-        self.ended = ended
+        self._num_yielded = num_yielded
+        self._ended = ended
+        self._state: dict[str, Any] | None = None  # as long as it is the present one
         self.touched = False
+
+    def state(self) -> dict[str, Any]:
+        """Return where this iterator stands. Shared: not to be changed or given away."""
+        if self._state is None:
+            self._state = seal(
+                type(self._loader).__name__,
+                {},
+                root=detach(self._loader.root.state_dict()),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+            )
+        return self._state
 
     def __next__(self) -> T:
         loader = self._loader
@@ -208,15 +220,16 @@ class LoaderIterator(Iterator[T]):
                 "iterated again. Use the newest `iter(loader)`."
             )
         self.touched = True
-        if self.ended:
+        if self._ended:
             raise StopIteration
         try:
+            self.state()  # Should the graph raise, this is where it is taken up again.
             item: T = next(loader.root)
         except StopIteration:
-            self.ended = True
+            self._ended, self._state = True, None
             raise
         except BaseException:
             loader.close()
             raise
-        self.num_yielded += 1
+        self._num_yielded, self._state = self._num_yielded + 1, None
         return item

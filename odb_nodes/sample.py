@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.budget import check_count
 
 __all__ = ["IGNORE_INDEX", "Observation", "Sample", "flat", "observe_sample"]
 

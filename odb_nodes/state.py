@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import copy
 import os
+import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -118,7 +119,8 @@ def _check_config(node: str, saved: Mapping[str, Any], present: Mapping[str, Any
         return
     message = (
         f"the state does not fit {node}: {'; '.join(changed)}. Build the node as it was, or load "
-        "with `strict=False` if the change is meant: the groups then differ from here on."
+        "with `strict=False` if the change is meant: the rest of the epoch then differs, and after "
+        "a change of the order of samples it may repeat or miss some."
     )
     if _strict.get():
         raise StateError(message)
@@ -141,8 +143,13 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         state: what `Loader.state_dict()` returned, alone or in a dict with other plain data and
             tensors (a model's `state_dict()`, a step count).
         path: the file; its folder must exist.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"`{path.parent}` is no folder: make it before saving into it.")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -167,9 +174,12 @@ def load_state(path: str | os.PathLike[str]) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
+    except pickle.UnpicklingError as error:
+        raise StateError(
+            f"`{path}` is not a state file: it holds something else than plain data and tensors."
+        ) from error
     except Exception as error:
         raise StateError(
-            f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "Use an earlier checkpoint."
+            f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file "
+            f"({type(error).__name__}). Use an earlier checkpoint."
         ) from error

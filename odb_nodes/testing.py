@@ -68,7 +68,8 @@ def assert_resumes_exactly(
     """
     reference, states = _uninterrupted(make_graph, epochs)
     steps = sum(event is not _END for event in reference)
-    assert steps, "the graph yields no items: there is nothing to resume."
+    if not steps:
+        raise AssertionError("the graph yields no items: there is nothing to resume.")
     resumes = 0
     for start in range(0, len(states), every):
         stop = len(reference) if horizon is None else min(start + horizon, len(reference))
@@ -108,25 +109,32 @@ def _resume(
     """Resume a fresh graph at `start`, compare up to `stop`, and return its state there."""
     graph = _as_loader(make_graph())
     where = f"resumed {_place(reference, start)}"
-    if thorough:
-        graph.state_dict()
+    try:
         graph.load_state_dict(_load(state))
-    graph.load_state_dict(_load(state))
-    if thorough:
-        again = graph.state_dict()
-        assert _same(again, _load(state)), f"{where}: the state saved right after loading differs."
-        graph.load_state_dict(again)
-    epochs = sum(event is _END for event in reference[start:]) + 1
-    events = _events(graph, epochs)
-    for index in range(start, stop):
-        event, expected = next(events, "nothing"), reference[index]
-        assert _same(event, expected), (
-            f"{where}: what follows {_place(reference, index)} differs.\n"
-            f"expected: {expected!r:.2000}\n     got: {event!r:.2000}"
-        )
-    result = _dump(graph.state_dict())
-    _close(graph)
+        if thorough:
+            _load_again(graph, state)
+        events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
+        for index in range(start, stop):
+            difference = _difference(reference[index], next(events, "nothing"))
+            if difference:
+                raise AssertionError(f"what follows {_place(reference, index)}{difference}")
+        result = _dump(graph.state_dict())
+    except Exception as error:
+        raise AssertionError(f"{where}: {error}") from error
+    finally:
+        _close(graph)
     return result
+
+
+def _load_again(graph: Any, state: bytes) -> None:
+    """Give the state back, load it again, also over an iterator that exists already."""
+    again = graph.state_dict()
+    if difference := _difference(_load(state), again):
+        raise AssertionError(f"the state saved right after loading it{difference}")
+    graph.load_state_dict(again)
+    iter(graph)
+    graph.state_dict()
+    graph.load_state_dict(_load(state))
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:
@@ -161,14 +169,31 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, (torch.Tensor, np.ndarray)):
-        kind = type(left) is type(right) and left.dtype == right.dtype
-        return kind and left.shape == right.shape and bool((left == right).all())
-    if isinstance(left, Mapping):
-        same_keys = isinstance(right, Mapping) and left.keys() == right.keys()
-        return same_keys and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        same_kind = type(left) is type(right) and len(left) == len(right)
-        return same_kind and all(map(_same, left, right))
-    return bool(left == right)
+def _difference(expected: Any, got: Any) -> str | None:
+    """Return where and how `got` differs from `expected`, or None."""
+    if isinstance(expected, (torch.Tensor, np.ndarray)) and type(got) is type(expected):
+        if expected.dtype != got.dtype or expected.shape != got.shape:
+            return (
+                f" is {tuple(got.shape)} {got.dtype} instead of "
+                f"{tuple(expected.shape)} {expected.dtype}"
+            )
+        places = np.argwhere(np.asarray(expected != got))
+        if not len(places):
+            return None
+        place = tuple(places[0].tolist())
+        return f"[{place}] is {got[place]} instead of {expected[place]}"
+    if isinstance(expected, Mapping) and isinstance(got, Mapping):
+        if expected.keys() != got.keys():
+            return f" has keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
+        pairs = [(key, expected[key], got[key]) for key in expected]
+    elif isinstance(expected, (list, tuple)) and type(got) is type(expected):
+        if len(expected) != len(got):
+            return f" has {len(got)} elements instead of {len(expected)}"
+        pairs = list(zip(range(len(expected)), expected, got, strict=True))
+    else:
+        same = type(expected) is type(got) and bool(expected == got)
+        return None if same else f" is {got!r:.500} instead of {expected!r:.500}"
+    for key, left, right in pairs:
+        if difference := _difference(left, right):
+            return f"[{key!r}]{difference}"
+    return None

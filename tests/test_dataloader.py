@@ -5,12 +5,15 @@ import pytest
 import torch
 from graphs import LENGTHS, SIZE, Dataset, augment, make_dataloader
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from odb_nodes import ODBDataLoader, TokenBudget, WorkerOptions, pop_step_info
 
@@ -209,10 +212,35 @@ def test_an_order_that_cannot_be_drawn_again_is_refused(sampler):
         ODBDataLoader.from_dataloader(stock, token_budget=256)
 
 
-def test_the_default_collate_function_of_torch_gives_way_to_padding():
-    stock = DataLoader(Dataset(), batch_size=4)
+@pytest.mark.parametrize("size", [4, None])
+def test_the_default_collate_function_of_torch_gives_way_to_padding(size):
+    stock = DataLoader(Dataset(), batch_size=size)
     batch = next(iter(ODBDataLoader.from_dataloader(stock, token_budget=256)))
     assert batch["input_ids"].ndim == 2
+
+
+def test_the_order_of_a_batch_sampler_is_that_of_its_sampler():
+    def taken(sampler, **options):
+        stock = DataLoader(Dataset(), batch_sampler=BatchSampler(sampler, 4, False))
+        return ids(ODBDataLoader.from_dataloader(stock, token_budget=256, window=1, **options))
+
+    assert taken(RandomSampler(range(SIZE))) == taken(SequentialSampler(range(SIZE)), shuffle=True)
+    assert sum(taken(SequentialSampler(range(SIZE))), []) == list(range(SIZE))
+
+    class Own(BatchSampler):
+        pass
+
+    stock = DataLoader(Dataset(), batch_sampler=Own(RandomSampler(range(SIZE)), 4, False))
+    with pytest.raises(ValueError, match="`loader.batch_sampler` is a `Own`"):
+        ODBDataLoader.from_dataloader(stock, token_budget=256)
+    assert ODBDataLoader.from_dataloader(stock, token_budget=256, shuffle=False).num_samples == SIZE
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stateful_dataloader_is_taken_over(shuffle):
+    stock = StatefulDataLoader(Dataset(), batch_size=4, shuffle=shuffle)
+    loader = ODBDataLoader.from_dataloader(stock, token_budget=256, window=24, seed=5)
+    assert (ids(loader) == groups()[0]) is shuffle
 
 
 @pytest.mark.parametrize(
@@ -258,7 +286,7 @@ def test_a_dataset_that_raises_names_the_sample_and_loses_nothing():
         broken, seen = True, []
         options = {"token_budget": 256, "window": 24, "num_workers": workers}
         with ODBDataLoader(Broken(), **options) as loader:
-            with pytest.raises(ValueError, match="OSError: disk at item 77, sample .* of epoch 0"):
+            with pytest.raises(ValueError, match="item 77, sample .* of epoch 0.*: OSError: disk"):
                 for batch in loader:
                     seen.append(batch["id"].tolist())
             broken = False

@@ -2,7 +2,7 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Sequence
 
 import pytest
@@ -97,7 +97,7 @@ def test_a_node_comes_before_its_sources():
 
 @pytest.mark.parametrize(
     "hold",
-    [list, tuple, deque, lambda nodes: dict(enumerate(nodes)), lambda nodes: {"x": nodes[0]}],
+    [list, tuple, lambda nodes: dict(enumerate(nodes)), lambda nodes: {"x": nodes[0]}],
 )
 def test_sources_are_found_in_containers(hold):
     sources = [Node(), Node()]

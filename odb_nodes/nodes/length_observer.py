@@ -6,7 +6,9 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes.checks import check_callable, check_node
 from odb_nodes.errors import SampleError
+from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
 from odb_nodes.sample import Observe, Sample, observe_sample
 from odb_nodes.state import seal, unseal
@@ -28,6 +30,8 @@ class LengthObserver(BaseNode[Sample]):
 
     def __init__(self, source: BaseNode[Any], observe: Observe | None = None) -> None:
         super().__init__()
+        check_node("source", source)
+        check_callable("observe", observe)
         self.source = source
         self._observe = observe
         self._position = 0
@@ -39,7 +43,7 @@ class LengthObserver(BaseNode[Sample]):
         Raises:
             TypeError: the source does not know its length.
         """
-        return len(self.source)  # type: ignore[arg-type]
+        return length_of(self.source)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.

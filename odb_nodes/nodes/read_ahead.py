@@ -4,42 +4,76 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from torchdata.nodes import BaseNode, PinMemory, Prefetcher
+from torchdata.nodes import BaseNode, Prefetcher
+
+from odb_nodes.checks import check_node
 
 T = TypeVar("T")
 
 
 class ReadAhead(BaseNode[T]):
-    """Runs torchdata's `Prefetcher` or `PinMemory` and keeps its state out of the graph's.
+    """Takes items from its source ahead of time, on a thread: torchdata's `Prefetcher`, plainer.
 
-    The state is the source's, as of the item that was last taken. So a run that read ahead may
-    resume without, and the other way round.
+    Its state is the source's, as of the item that was last taken, so a run that read ahead may
+    resume without, and the other way round. An error of the source is raised as it is.
 
     Args:
-        node: a `Prefetcher` or `PinMemory` with `snapshot_frequency=1`.
+        source: node to read from.
+        depth: items to read ahead.
     """
 
-    def __init__(self, node: Prefetcher[T] | PinMemory[T]) -> None:
+    def __init__(self, source: BaseNode[T], depth: int) -> None:
         super().__init__()
-        if node.snapshot_frequency != 1:
-            raise ValueError(
-                "`node.snapshot_frequency` must be 1, so that every item has a state, "
-                f"but is {node.snapshot_frequency} instead."
-            )
-        self.node = node
+        check_node("source", source)
+        self._relay = _Relay(source)
+        self._prefetcher = Prefetcher(self._relay, depth)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
         super().reset(initial_state)
         state = {"snapshot": initial_state, "steps_since_snapshot": 0}
-        self.node.reset(None if initial_state is None else state)
+        self._prefetcher.reset(None if initial_state is None else state)
 
     def next(self) -> T:
         """Return the next item."""
-        item: T = next(self.node)
+        try:
+            item: T = next(self._prefetcher)
+        except StopIteration:
+            raise
+        except Exception:
+            if self._relay.error is not None:  # and not its copy in another message
+                raise self._relay.error from None
+            raise
         return item
 
     def get_state(self) -> dict[str, Any]:
         """Return the source's state after the last item that was taken."""
-        state: dict[str, Any] = self.node.state_dict()["snapshot"]
+        state: dict[str, Any] = self._prefetcher.state_dict()["snapshot"]
         return state
+
+
+class _Relay(BaseNode[T]):
+    """Keeps the error of its source, which torchdata's threads hand on as text."""
+
+    def __init__(self, source: BaseNode[T]) -> None:
+        super().__init__()
+        self.source = source
+        self.error: Exception | None = None
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.error = None
+        self.source.reset(initial_state)
+
+    def next(self) -> T:
+        try:
+            item: T = next(self.source)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+        return item
+
+    def get_state(self) -> dict[str, Any]:
+        return self.source.state_dict()

@@ -10,11 +10,11 @@ import numpy as np
 from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
+from odb_nodes.checks import check_count, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
-from odb_nodes.planning.budget import check_count
 from odb_nodes.sample import Sample
 from odb_nodes.state import detach, seal, unseal
 
@@ -73,6 +73,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         super().__init__()
         if state not in ("replay", "payload"):
             raise ValueError(f'`state` must be "replay" or "payload", but is {state!r} instead.')
+        check_node("source", source)
         self.source = source
         self._budget = TokenBudget.of(budget)
         self._window = check_count("window", window)
@@ -121,6 +122,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             self._refill()
         except Exception as error:
             self._failure = error
+            raise
+        except BaseException as error:  # Ctrl-C: what was on its way is lost until a reset.
+            self._failure = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
             raise
         if not len(self._pool):
             self._end()

@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Literal
 
-MAX_TOKENS = 2**31 - 1
-"""Largest length, budget or patch count: state stores them as 32-bit integers."""
-
-
-def check_count(name: str, value: object, minimum: int = 1) -> int:
-    """Return `value` as an int if it is an integer (not a bool) of at least `minimum`.
-
-    Raises:
-        TypeError: `value` is not an integer.
-        ValueError: `value` is below `minimum` or above 2**31 - 1.
-    """
-    if isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, but is {value!r} instead.")
-    try:
-        count = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"`{name}` must be an integer, but is {value!r} (`{type(value).__name__}`) instead."
-        ) from None
-    if not minimum <= count <= MAX_TOKENS:
-        raise ValueError(f"`{name}` must be in {minimum}..{MAX_TOKENS}, but is {count} instead.")
-    return count
+from odb_nodes.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -81,11 +59,6 @@ class TokenBudget:
     def width(self, tokens: int) -> int:
         """Return the padded length of a row of `tokens` tokens."""
         return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
-
-    def capacity(self, width: int) -> int:
-        """Return how many rows of `width` tokens fit into a group: 0 where not even one does."""
-        rows = self.tokens // width
-        return rows if self.max_samples is None else min(rows, self.max_samples)
 
     def is_oversize(self, tokens: int, patches: int = 0) -> bool:
         """Tell whether one sample exceeds the budget on its own."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odb_nodes.errors import SampleError
 from odb_nodes.processing.transport import pack
 from odb_nodes.seeds import mix, preserved_rngs, seed_rngs
 
@@ -98,9 +99,10 @@ class ChunkProcessor:
 
 
 def _describe(item: Any, error: BaseException) -> Failure:
+    expected = isinstance(error, SampleError)  # which says all there is to say
     return Failure(
         item=repr(item) if len(repr(item)) <= 80 else repr(item)[:77] + "...",
-        error=f"{type(error).__name__}: {error}",
-        details="".join(traceback.format_exception(error)),
+        error=str(error) if expected else f"{type(error).__name__}: {error}",
+        details="" if expected else "".join(traceback.format_exception(error)),
         worker=f"process {os.getpid()}, thread {threading.current_thread().name!r}",
     )

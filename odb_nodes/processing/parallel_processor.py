@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes.checks import check_callable, check_integer, check_node
 from odb_nodes.errors import SampleError, WorkerError
+from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.pools import ProcessPool, WorkerOptions, WorkerPool, start_pool
@@ -78,12 +80,14 @@ class ParallelProcessor(BaseNode[T]):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
+        check_node("source", source)
+        check_callable("process_fn", process_fn)
         self.source = source
-        self._seed = seed
+        self._seed = None if seed is None else check_integer("seed", seed)
         self._process_fn = process_fn
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
-        own_seed = None if seed is None else mix(int(seed), self._rank)
+        own_seed = None if self._seed is None else mix(self._seed, self._rank)
         self._processor = ChunkProcessor(process_fn, own_seed)
         self._epochs = EpochCounter()
         self._pool: WorkerPool | None = None
@@ -96,7 +100,7 @@ class ParallelProcessor(BaseNode[T]):
         Raises:
             TypeError: the source does not know its length.
         """
-        return len(self.source)  # type: ignore[arg-type]
+        return length_of(self.source)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -201,9 +205,9 @@ class ParallelProcessor(BaseNode[T]):
         if failure is not None:
             position = self._position + len(results)
             self._failure = SampleError(
-                f"processing raised {failure.error} at item {failure.item}, sample {position} of "
-                f"epoch {self._epochs.epoch}, in {failure.worker}. The samples before it were "
-                f"delivered. Mend or filter it, then resume.\n\nThere:\n{failure.details}"
+                f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}, cannot be "
+                f"processed: {failure.error}\nThe samples before it were delivered. Mend it, then "
+                f"resume. It was processed in {failure.worker}.\n{failure.details}"
             )
         elif chunk.source_error is not None:
             self._failure = chunk.source_error

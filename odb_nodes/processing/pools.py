@@ -26,8 +26,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from odb_nodes.checks import check_count
 from odb_nodes.errors import WorkerError
-from odb_nodes.planning.budget import check_count
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 
 _PARENT_POLL_S = 1.0
@@ -65,7 +65,9 @@ class WorkerOptions:
         if self.in_flight_samples is not None:
             check_count("in_flight_samples", self.in_flight_samples)
         if self.method not in ("process", "thread"):
-            raise ValueError(f'`method` must be "process" or "thread", but is {self.method!r}.')
+            raise ValueError(
+                f'`method` must be "process" or "thread", but is {self.method!r} instead.'
+            )
         known = multiprocessing.get_all_start_methods()
         if self.start_method is not None and self.start_method not in known:
             raise ValueError(

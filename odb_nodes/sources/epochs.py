@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from odb_nodes.checks import check_count
+
 
 class EpochCounter:
     """Which epoch a node is in.
@@ -27,9 +29,7 @@ class EpochCounter:
 
     def request(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset begins."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"`epoch` must be an integer of at least 0, but is {epoch!r} instead.")
-        self._requested = epoch
+        self._requested = check_count("epoch", epoch, 0)
 
     def restore(self, epoch: int, started: bool) -> None:
         """Go to where a state stands."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.planning.budget import check_count
+from odb_nodes.checks import check_count, check_integer
 from odb_nodes.seeds import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.permutation import Permutation
@@ -56,7 +56,7 @@ class ShardedSampler(BaseNode[int]):
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
         self._size = count
         self._shuffle = bool(shuffle)
-        self._seed = int(seed)
+        self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self._epochs = EpochCounter()
         self._position = 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchdata.nodes import IterableWrapper
 
-from odb_nodes import GroupCollator, PaddingCollate, Sample, StateError, pop_step_info
+from odb_nodes import GroupCollator, Loader, PaddingCollate, Sample, StateError, pop_step_info
 
 ROWS = [[1, 2, 3], [4], [5, 6]]
 
@@ -15,7 +15,7 @@ def groups(*groups):
 
 
 @pytest.mark.parametrize(
-    "kind", [list, np.array, torch.tensor, lambda row: np.array([row]), lambda row: [row]]
+    "kind", [list, tuple, np.array, torch.tensor, lambda row: np.array([row]), lambda row: [row]]
 )
 def test_rows_of_any_kind_are_padded_alike(kind):
     batch = PaddingCollate()([{"input_ids": kind(row), "labels": kind(row)} for row in ROWS])
@@ -35,14 +35,38 @@ def test_padding_goes_where_it_is_asked_for():
 def test_other_keys_become_what_they_can():
     batch = PaddingCollate()(
         [
-            {"input_ids": row, "type": np.ones(len(row)), "n": i, "name": "x", "image": [1, 2]}
+            {"input_ids": row, "token_type_ids": np.ones(len(row)), "n": i, "box": [1] * len(row)}
+            | {"name": "x", "weight": np.float32(i), "zero_d": torch.tensor(i)}
             for i, row in enumerate(ROWS)
         ]
     )
-    assert batch["type"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
-    assert batch["n"].tolist() == [0, 1, 2]
+    assert batch["token_type_ids"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert batch["n"].tolist() == batch["weight"].tolist() == batch["zero_d"].tolist() == [0, 1, 2]
     assert batch["name"] == ["x", "x", "x"]
-    assert batch["image"] == [[1, 2], [1, 2], [1, 2]]
+    assert batch["box"] == [[1, 1, 1], [1], [1, 1]]  # not told to have a value per token
+    padded = PaddingCollate(token_keys=("input_ids", "box"))
+    assert padded([{"input_ids": row, "box": row} for row in ROWS])["box"].shape == (3, 3)
+
+
+def test_rows_of_different_dtypes_lose_nothing():
+    rows = [np.array([1, 1]), np.array([0.5, 0.25])]
+    batch = PaddingCollate()([{"input_ids": [1, 2], "position_ids": row} for row in rows])
+    assert batch["position_ids"].tolist() == [[1, 1], [0.5, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "message"),
+    [
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], ValueError, "the same keys"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], ValueError, "the same keys"),
+        ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "`labels` must have the lengths"),
+        (["text"], TypeError, "sample 0 of the group is a `str`. Pass a `collate_fn`"),
+        ([{"text": "x"}], TypeError, "mappings with `input_ids`"),
+    ],
+)
+def test_samples_that_do_not_go_together_are_an_error(samples, error, message):
+    with pytest.raises(error, match=message):
+        PaddingCollate()(samples)
 
 
 def test_an_attention_mask_of_the_samples_own_is_kept():
@@ -85,24 +109,60 @@ def test_any_mutable_mapping_serves_as_a_batch():
     assert pop_step_info(batch).local_samples == 2
 
 
-def test_a_failing_collate_function_loses_no_group():
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failing_collate_function_loses_no_group(error):
+    failures = [error("boom")]
+
     def collate(data):
-        if data == [2]:
-            raise ValueError("boom")
+        if data == [2] and failures:
+            raise failures.pop()
         return {"data": data}
 
     node = GroupCollator(groups([1], [2], [3]), collate)
     node.reset(None)
     next(node)
     good = node.state_dict()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="boom"):
-            next(node)
+    with pytest.raises(error, match="boom"):
+        next(node)
     with pytest.raises(StateError, match="failed at step 1"):
         node.state_dict()
-    mended = GroupCollator(groups([1], [2], [3]), lambda data: {"data": data})
-    mended.reset(good)
-    assert [batch["data"] for batch in mended] == [[2], [3]]
+    assert [batch["data"] for batch in node] == [[2], [3]]
+    node.reset(good)
+    assert [batch["data"] for batch in node] == [[2], [3]]
+
+
+def test_a_failing_collate_function_leaves_the_loader_where_it_was():
+    failures = [KeyboardInterrupt(), ValueError()]
+
+    def collate(data):
+        if data == [2] and failures:
+            raise failures.pop()
+        return {"data": data}
+
+    loader, seen = Loader(GroupCollator(groups([1], [2], [3]), collate)), []
+    for _ in range(3):
+        try:
+            seen += [batch["data"] for batch in loader]
+        except (ValueError, KeyboardInterrupt):
+            seen.append("error")
+            assert loader.state_dict()["num_yielded"] == 1
+    assert seen == ["error", "error", [2], [3]]
+
+
+def test_what_is_no_group_is_refused():
+    node = GroupCollator(IterableWrapper([{"input_ids": [1]}]))
+    node.reset(None)
+    with pytest.raises(TypeError, match="must yield groups, .* yielded `dict`"):
+        next(node)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(([1],), "`source` must be a .*BaseNode`, but is `list`"), ((groups(), 5), "`collate_fn`")],
+)
+def test_arguments_that_are_not_valid_are_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        GroupCollator(*arguments)
 
 
 def test_a_collate_function_must_return_a_mapping():

@@ -1,0 +1,118 @@
+"""The default collate function: text samples into a padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from odb_nodes.checks import check_count
+from odb_nodes.sample import IGNORE_INDEX, flat
+
+TOKEN_KEYS = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "special_tokens_mask",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingCollate:
+    """Pads text samples into a batch; the default collate function.
+
+    The keys with a value per token become (B, T) tensors; `attention_mask`, (B, T) int64, is made
+    where there is none. Numbers become (B,) tensors. Any other key becomes a list of B values.
+
+    Args:
+        pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
+        pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
+        side: where the padding goes, `"right"` or `"left"`.
+        token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
+    """
+
+    pad_token_id: int = 0
+    pad_to_multiple_of: int = 1
+    side: Literal["right", "left"] = "right"
+    token_keys: tuple[str, ...] = TOKEN_KEYS
+
+    def __post_init__(self) -> None:
+        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        if self.side not in ("right", "left"):
+            raise ValueError(f'`side` must be "right" or "left", but is {self.side!r} instead.')
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`.
+
+        Raises:
+            TypeError: a sample is no mapping with `input_ids`.
+            ValueError: the samples differ in their keys, or a key with a value per token has
+                another length than `input_ids`.
+        """
+        for index, sample in enumerate(samples):
+            if not isinstance(sample, Mapping) or "input_ids" not in sample:
+                raise TypeError(
+                    "`PaddingCollate` takes mappings with `input_ids`, but sample "
+                    f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
+                )
+            if sample.keys() != samples[0].keys():
+                raise ValueError(
+                    f"the samples of a group must have the same keys, but have {sorted(sample)} "
+                    f"and {sorted(samples[0])} instead."
+                )
+        lengths = [len(_row(sample["input_ids"])) for sample in samples]
+        batch = {
+            key: self._collate(key, [sample[key] for sample in samples], lengths)
+            for key in samples[0]
+        }
+        if "attention_mask" not in batch:
+            batch["attention_mask"] = self._attention_mask(lengths)
+        return batch
+
+    def _collate(self, key: str, values: list[Any], lengths: list[int]) -> Any:
+        if all(map(_is_number, values)):
+            return torch.as_tensor(np.asarray(values))
+        return self._pad(key, values, lengths) if key in self.token_keys else values
+
+    def _pad(self, key: str, values: list[Any], lengths: list[int]) -> torch.Tensor:
+        rows = list(map(_row, values))
+        if (found := list(map(len, rows))) != lengths:
+            raise ValueError(
+                f"`{key}` must have the lengths of `input_ids` ({lengths}), but has {found} "
+                "instead. Leave it out of `token_keys` if it has no value per token."
+            )
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
+        dtype = np.result_type(*{row.dtype for row in rows})
+        padded = np.full((len(rows), self._width(lengths)), fill, dtype=dtype)
+        for target, row, length in zip(padded, rows, lengths, strict=True):
+            if self.side == "right":
+                target[:length] = row
+            else:
+                target[-length:] = row
+        return torch.from_numpy(padded)
+
+    def _attention_mask(self, lengths: list[int]) -> torch.Tensor:
+        mask = np.arange(self._width(lengths)) < np.array(lengths)[:, None]
+        if self.side == "left":
+            mask = mask[:, ::-1]
+        return torch.from_numpy(mask.astype(np.int64))
+
+    def _width(self, lengths: list[int]) -> int:
+        return -(-max(lengths) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) or getattr(value, "ndim", None) == 0
+
+
+def _row(value: Any) -> Any:
+    if type(value) is np.ndarray and value.ndim == 1:
+        return value
+    row = flat("a row", value)
+    return row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)

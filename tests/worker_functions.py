@@ -1,0 +1,185 @@
+"""What spawned workers and programs of their own import: process functions, datasets, faults."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import odb_nodes
+from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions
+
+# --- processing -----------------------------------------------------------------------------------
+
+
+def same(item):
+    return item
+
+
+def draw(item):
+    """What all three global generators give, in several ways."""
+    return {
+        "item": item,
+        "python": random.random(),
+        "numpy": np.random.random(3),
+        "shape": np.random.randint(1000, size=random.randrange(5)),
+        "torch": torch.rand(2),
+        "long": torch.randn(random.randrange(20)),  # the next sample does not depend on it
+    }
+
+
+def drawn(sample):
+    """A sample of `draw` as something that can be compared."""
+    return tuple(v.tolist() if hasattr(v, "tolist") else v for v in sample.values())
+
+
+class Logged:
+    """Notes each call in a file, from whatever process, then takes some time."""
+
+    def __init__(self, path, seconds=0.0):
+        self.path = path
+        self.seconds = seconds
+
+    def __call__(self, item):
+        with open(self.path, "a") as log:
+            log.write(f"{item} {os.getpid()}\n")
+        time.sleep(self.seconds)
+        return item
+
+    def items(self):
+        return [int(line.split()[0]) for line in Path(self.path).read_text().splitlines()]
+
+
+class NoteWorker:
+    """A `worker_init_fn` that leaves a file for each worker."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, index):
+        Path(self.folder, str(index)).write_text(str(os.getpid()))
+
+
+class Texts:
+    """A map-style dataset of texts of different lengths.
+
+    Args:
+        size: number of samples.
+        seconds: that each of them takes.
+        fault: called with the index before each sample is made.
+    """
+
+    def __init__(self, size=200, seconds=0.0, fault=None):
+        self.size = size
+        self.seconds = seconds
+        self.fault = fault
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if self.fault is not None:
+            self.fault(index)
+        time.sleep(self.seconds)
+        return {"input_ids": np.full(3 + 7 * index % 29, index), "id": index}
+
+
+def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_size=1, **workers):
+    """A `ParallelProcessor` over shuffled indices; forks, where nothing else is said."""
+    options = WorkerOptions(**{"start_method": "fork", **workers})
+    if source is None:
+        source = ShardedSampler(size, seed=1, rank=rank, world_size=world_size)
+    return ParallelProcessor(
+        source, process_fn, seed=seed, workers=options, rank=rank, world_size=world_size
+    )
+
+
+# --- programs of their own ------------------------------------------------------------------------
+
+_PROGRAM = """\
+import gc, os, random, signal, sys, threading, time
+import torch
+import worker_functions as w
+from odb_nodes import *
+
+def main():
+{body}
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+class Program:
+    """A Python program in a session of its own, so that whatever it leaves behind can be found.
+
+    Args:
+        folder: where the file goes.
+        body: of its main function.
+        args: of the command line; `sys.argv[1:]` there.
+    """
+
+    def __init__(self, folder, body, *args):
+        path = Path(folder, "program.py")
+        path.write_text(_PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
+        roots = [Path(odb_nodes.__file__).parents[1], Path(__file__).parent]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))}
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self.session = self.process.pid
+
+    def line(self):
+        """The next line that it prints."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the program ended early:\n{self.process.stderr.read()}")
+        return line.strip()
+
+    def finish(self, timeout_s):
+        """Its exit code and the rest of what it printed and complained.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on for longer than that.
+        """
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def running(self):
+        """Process ids of its session that are not dead: its own, its workers', theirs."""
+        found = []
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+            try:
+                status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(status[3]) == self.session and status[0] not in "ZX":
+                found.append(pid)
+        return found
+
+    def kill(self):
+        """End all that is left of it."""
+        for pid in self.running():
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.kill()

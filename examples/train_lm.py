@@ -1,16 +1,16 @@
-"""Train a tiny language model on text of long-tailed length, in fixed and in dynamic batches.
-
-The text is every top-level function and class of Python's standard library, tokenised in the
-workers, so nobody knows a length beforehand. Both loaders get the same memory: a fixed batch has
-room for `token_budget` padded tokens when all its samples are of the greatest length; a dynamic one
-fills that room with whatever fits. Both see the same number of samples, in about the same number of
-optimizer steps: fixed batches hold fewer samples, so several of them make a step.
-
-Then the dynamic run is repeated, killed in mid-epoch by SIGKILL, and resumed from its last
-checkpoint in a new process. Every group and every loss must be those of the run that lived.
+"""Train a tiny language model in fixed and in dynamic batches; kill it, and resume it exactly.
 
     python examples/train_lm.py            # about 3 minutes on 2 cores
     python examples/train_lm.py --steps 8  # a quick look
+
+The text is every top-level function and class of Python's standard library: a few tokens to many
+thousands, tokenized in the workers, so no length is known beforehand. Both methods get the same
+memory: a fixed batch has room for `--token-budget` padded tokens should all its samples be of the
+greatest length, a dynamic one fills that room. Both train on the same number of samples in about
+the same number of optimizer steps: fixed batches hold less, so a step takes several of them.
+
+Then the dynamic run is repeated in a process that kills itself in mid-epoch, and goes on from its
+last checkpoint in another. Every group and every loss must be that of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import signal
 import sysconfig
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -45,11 +46,11 @@ VOCABULARY_SIZE = 2048
 PEAK_LR = 3e-3
 SEED = 0
 THREADS = 2  # fixed: the order in which threads add up decides the last bits of a loss
-FEWEST_STEPS = 6  # with room for a checkpoint, some steps that are lost, and a rest
+FEWEST_STEPS = 6  # enough for a checkpoint, steps that are lost with the process, and a rest
 GONE_WITHIN_S = 30.0
 COLORS = {"fixed": "#d1603d", "dynamic": "#1f6f8b"}
 
-Batch = dict[str, torch.Tensor]
+tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore, which a kill would leak
 
 
 class Document(NamedTuple):
@@ -59,13 +60,18 @@ class Document(NamedTuple):
     text: str
 
 
+Sample = dict[str, Any]
+Batch = dict[str, Any]
+Encode = Callable[[Document], Sample]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all runs have in common."""
+    """What all runs have in common: the data, and the options of the command line."""
 
     documents: list[Document]
     held_out: list[Document]
-    encode: Callable[[Document], dict[str, Any]]
+    encode: Encode
     steps: int | None
     token_budget: int
     window: int
@@ -79,8 +85,7 @@ class Step:
     """One optimizer step, as the log of a run tells it."""
 
     ids: list[int]
-    shapes: list[list[int]]  # rows and width of each batch
-    tokens: int  # without padding
+    batches: list[tuple[int, int, int]]  # samples, width, and tokens without the padding
     loss: float  # mean over the supervised tokens
     seconds: float  # from the start of the run to the end of the step
 
@@ -110,15 +115,20 @@ def train_tokenizer(documents: list[Document]) -> ByteLevelBPETokenizer:
     return tokenizer
 
 
-def encode(tokenizer: ByteLevelBPETokenizer, document: Document) -> dict[str, Any]:
+def encode(tokenizer: ByteLevelBPETokenizer, document: Document) -> Sample:
     """Return a document as tokens. Runs in the workers: only now is its length known."""
     ids = [*tokenizer.encode(document.text).ids, tokenizer.token_to_id("<end>")]
     input_ids = np.array(ids[:MAX_TOKENS])
     return {"id": document.id, "input_ids": input_ids, "labels": input_ids}
 
 
+def encode_and_collate(encode: Encode, documents: list[Document]) -> Batch:
+    """Return a fixed batch. Runs in the workers too."""
+    return PaddingCollate()(list(map(encode, documents)))
+
+
 class Trainer:
-    """A causal language model, its optimizer, and the log of what they did."""
+    """A causal language model, its optimizer, and a log of what they do."""
 
     def __init__(self, job: Job, name: str) -> None:
         torch.set_num_threads(THREADS)
@@ -133,57 +143,53 @@ class Trainer:
             tie_word_embeddings=True,
             use_cache=False,
         )
-        self.job = job
         with torch.device(job.device):
             self.model = LlamaForCausalLM(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95))
-        self.steps = 0
-        self.samples = 0
-        self._log = (job.output / f"{name}.jsonl").open("w", buffering=1)  # outlives a kill
+        self.steps = self.samples = 0
+        self._job = job
+        self._log = job.output / f"{name}.jsonl"
+        self._log.write_text("")
         self._start_s = time.perf_counter()
 
-    def step(self, batches: list[Batch], scales: list[float]) -> None:
-        """Take one optimizer step over the mean losses of `batches`, multiplied by `scales`."""
-        # By samples: nobody knows the last step, since a dynamic batch holds any number of them.
-        progress = self.samples / len(self.job.documents)
+    def step(self, batches: list[Batch], loss_scales: list[float]) -> None:
+        """Take one optimizer step over the mean losses of `batches` times `loss_scales`."""
+        # By samples: the number of dynamic batches is known only when the epoch has ended.
+        progress = self.samples / len(self._job.documents)
         self.optimizer.param_groups[0]["lr"] = PEAK_LR * min(0.05 + 5 * progress, 1 - progress)
-        ids = [id_ for batch in batches for id_ in batch.pop("id").tolist()]
-        loss = 0.0
-        for batch, scale in zip(batches, scales, strict=True):
-            scaled_loss = self.loss(batch) * scale
-            scaled_loss.backward()
-            loss += scaled_loss.item()
+        ids = [i for batch in batches for i in batch.pop("id").tolist()]
+        total = 0.0
+        for batch, loss_scale in zip(batches, loss_scales, strict=True):
+            loss = self._loss(batch) * loss_scale
+            loss.backward()
+            total += loss.item()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
         self.samples += len(ids)
-        shapes = [list(batch["input_ids"].shape) for batch in batches]
-        tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        sizes = [
+            (*batch["input_ids"].shape, int(batch["attention_mask"].sum())) for batch in batches
+        ]
         seconds = time.perf_counter() - self._start_s
-        self.log(**asdict(Step(ids=ids, shapes=shapes, tokens=tokens, loss=loss, seconds=seconds)))
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over the supervised tokens of a batch."""
-        inputs = {key: value.to(self.job.device) for key, value in batch.items()}
-        loss: torch.Tensor = self.model(**inputs).loss
-        return loss
+        self.log(**asdict(Step(ids=ids, batches=sizes, loss=total, seconds=seconds)))
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Return the mean loss over the tokens of the documents held out."""
-        job, total, targets = self.job, 0.0, 0
+        """Return the mean loss over the supervised tokens of the documents held out."""
+        job, total, targets = self._job, 0.0, 0
         for batch in ODBDataLoader(
             job.held_out, token_budget=job.token_budget, process_fn=job.encode, shuffle=False
         ):
             info = pop_step_info(batch)
             del batch["id"]
-            total += self.loss(batch).item() * info.local_targets
+            total += self._loss(batch).item() * info.local_targets
             targets += info.local_targets
         return total / targets
 
     def log(self, **entry: Any) -> None:
-        """Write a line of the log."""
-        self._log.write(json.dumps(entry) + "\n")
+        """Add a line to the log; it outlives this process, however that ends."""
+        with self._log.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, beside its batch."""
@@ -201,6 +207,11 @@ class Trainer:
         torch.set_rng_state(state["rngs"][0])
         torch.cuda.set_rng_state_all(state["rngs"][1])
         self.steps, self.samples = state["done"]
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        inputs = {key: value.to(self._job.device) for key, value in batch.items()}
+        loss: torch.Tensor = self.model(**inputs).loss
+        return loss
 
 
 def train_dynamic(
@@ -237,16 +248,15 @@ def train_dynamic(
 
 
 def train_fixed(job: Job, samples: int, steps: int) -> None:
-    """Train on as many samples in about as many steps, each of one or more fixed batches."""
+    """Train in fixed batches on as many samples, in about as many optimizer steps."""
     trainer = Trainer(job, "fixed")
-    batch_size = job.token_budget // MAX_TOKENS  # one more could exceed the budget
+    batch_size = job.token_budget // MAX_TOKENS  # one more sample could exceed the budget
+    generator = torch.Generator().manual_seed(SEED)
     loader: DataLoader[Document] = DataLoader(
         job.documents,  # type: ignore[arg-type]
         batch_size=batch_size,
-        sampler=RandomSampler(
-            job.documents, num_samples=samples, generator=torch.Generator().manual_seed(SEED)
-        ),
-        collate_fn=partial(collate, job.encode),
+        sampler=RandomSampler(job.documents, num_samples=samples, generator=generator),
+        collate_fn=partial(encode_and_collate, job.encode),
         num_workers=job.workers,
     )
     batches = iter(loader)
@@ -259,32 +269,23 @@ def train_fixed(job: Job, samples: int, steps: int) -> None:
     trainer.log(held_out_loss=trainer.held_out_loss())
 
 
-def collate(
-    encode: Callable[[Document], dict[str, Any]], documents: list[Document]
-) -> dict[str, Any]:
-    """Return a fixed batch. Runs in the workers."""
-    return PaddingCollate()(list(map(encode, documents)))
-
-
 def read_log(job: Job, name: str) -> tuple[list[Step], dict[str, Any]]:
-    """Return the steps of a run, finished or killed, and the other facts in its log."""
-    lines = (job.output / f"{name}.jsonl").read_text().splitlines()
-    entries = list(map(json.loads, lines))
-    steps = [Step(**entry) for entry in entries if "loss" in entry]
-    facts = {key: value for entry in entries if "loss" not in entry for key, value in entry.items()}
+    """Return the steps of a run, finished or killed, and what else its log says."""
+    steps, facts = [], {}
+    for line in (job.output / f"{name}.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "ids" in entry:
+            steps.append(Step(**entry))
+        else:
+            facts.update(entry)
     return steps, facts
 
 
 def check_resume(job: Job) -> str:
-    """Kill a repetition of the dynamic run, resume it, compare, and return what happened.
-
-    Raises:
-        SystemExit: a process did not end as it should, left a worker behind, or a group or a loss
-            is not that of the uninterrupted run.
-    """
+    """Kill a repetition of the dynamic run, resume it, compare, and return what happened."""
     whole, _ = read_log(job, "dynamic")
     if len(whole) < FEWEST_STEPS:
-        raise SystemExit(f"resume: {len(whole)} steps are too few, {FEWEST_STEPS} are needed.")
+        raise SystemExit(f"resume: an epoch must have {FEWEST_STEPS} steps, not {len(whole)}.")
     save_every = max(3, len(whole) // 8)
     saved = len(whole) // 2 // save_every * save_every
     kill_at = saved + 2
@@ -293,38 +294,36 @@ def check_resume(job: Job) -> str:
     gone_s = await_end(facts["worker_pids"])
     run_in_process(job, "resumed", 0, resume=True)
     resumed, facts = read_log(job, "resumed")
-    difference = loss_difference([*whole[:kill_at], *whole[saved:]], [*killed, *resumed])
-    if difference and job.device == "cpu":
-        raise SystemExit(f"resume: the losses differ by up to {difference}. See {job.output}.")
+    verdict = compare(whole[:kill_at] + whole[saved:], killed + resumed, job.device)
     return (
-        f"Killed after step {kill_at}, {kill_at - saved} steps after its checkpoint: "
-        f"its {job.workers} workers were gone {gone_s:.1f} s later.\n"
-        f"Resumed at step {saved}, with {facts['replayed_samples']} samples processed again: all "
-        f"{len(resumed)} groups to step {len(whole)} are the same, and the losses "
-        + (f"differ by up to {difference:.1e}." if difference else "are equal to the last bit.")
+        f"Killed after step {kill_at}, {kill_at - saved} steps after its last checkpoint; its "
+        f"{job.workers} workers were gone {gone_s:.1f} s later.\n"
+        f"Resumed at step {saved}, with {facts['replayed_samples']} samples processed again; "
+        f"{verdict} up to step {len(whole)}."
     )
 
 
 def run_in_process(job: Job, name: str, exit_code: int, **options: Any) -> None:
     """Train in dynamic batches in a process of its own, which must end with `exit_code`."""
     process = multiprocessing.get_context("spawn").Process(
-        target=train_dynamic, args=(job, name), kwargs=options
+        target=train_in_child, args=(multiprocessing.get_start_method(), job, name, options)
     )
     process.start()
     process.join()
     if process.exitcode != exit_code:
         raise SystemExit(
-            f"resume: the process of the {name} run must end with exit code {exit_code}, but ended "
-            f"with {process.exitcode} instead."
+            f"resume: the {name} run ended with exit code {process.exitcode}, not {exit_code}."
         )
 
 
-def await_end(pids: list[int]) -> float:
-    """Wait until none of these processes runs any more, and return the seconds it took.
+def train_in_child(start_method: str, job: Job, name: str, options: dict[str, Any]) -> None:
+    """Train in this new process, whose workers start as those of its parent do."""
+    multiprocessing.set_start_method(start_method, force=True)  # "spawn" in a spawned process
+    train_dynamic(job, name, **options)
 
-    Raises:
-        SystemExit: some still run after `GONE_WITHIN_S`.
-    """
+
+def await_end(pids: list[int]) -> float:
+    """Wait until none of these processes runs any more, and return the seconds it took."""
     start_s = time.perf_counter()
     while running := list(filter(is_running, pids)):
         if time.perf_counter() - start_s > GONE_WITHIN_S:
@@ -334,7 +333,7 @@ def await_end(pids: list[int]) -> float:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether there is such a process, other than one that is dead and not yet reaped."""
+    """Tell whether there is such a process; one that is dead but not reaped does not count."""
     try:
         os.kill(pid, 0)
         status = Path(f"/proc/{pid}/status")
@@ -343,64 +342,63 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def loss_difference(expected: list[Step], actual: list[Step]) -> float:
-    """Return the largest difference of a loss between steps that took the same groups.
-
-    Raises:
-        SystemExit: they did not.
-    """
+def compare(expected: list[Step], actual: list[Step], device: str) -> str:
+    """Return what a resume kept: the groups everywhere, and on a CPU the losses to the last bit."""
     if [step.ids for step in expected] != [step.ids for step in actual]:
         raise SystemExit("resume: the groups are not those of the uninterrupted run.")
-    return max(abs(a.loss - b.loss) for a, b in zip(expected, actual, strict=True))
+    difference = max(abs(a.loss - b.loss) for a, b in zip(expected, actual, strict=True))
+    if difference and device == "cpu":
+        raise SystemExit(f"resume: the groups are the same, but losses differ by {difference}.")
+    if difference:
+        return f"groups equal those of the uninterrupted run, losses differ by {difference:.1e}"
+    return "groups and losses equal those of the uninterrupted run to the last bit"
 
 
-def summary(job: Job, name: str) -> dict[str, str]:
-    """Return the figures of a run for the table."""
+def figures(job: Job, name: str) -> dict[str, str]:
+    """Return what the table says of a run."""
     steps, facts = read_log(job, name)
-    padded = [rows * width for step in steps for rows, width in step.shapes]
-    samples, tokens = sum(len(step.ids) for step in steps), sum(step.tokens for step in steps)
+    samples, widths, tokens = np.array([batch for step in steps for batch in step.batches]).T
+    padded = samples * widths
     seconds = steps[-1].seconds
     return {
-        "samples": f"{samples:,}",
+        "samples": f"{samples.sum():,}",
         "optimizer steps": f"{len(steps):,}",
         "batches": f"{len(padded):,}",
-        "largest batch, padded tokens": f"{max(padded):,}",
-        "padding": f"{1 - tokens / sum(padded):.1%}",
+        "largest batch, padded tokens": f"{padded.max():,}",
+        "padding": f"{1 - tokens.sum() / padded.sum():.1%}",
         "seconds": f"{seconds:.1f}",
-        "samples/s": f"{samples / seconds:,.1f}",
-        "real tokens/s": f"{tokens / seconds:,.0f}",
+        "samples/s": f"{samples.sum() / seconds:,.1f}",
+        "real tokens/s": f"{tokens.sum() / seconds:,.0f}",
         "held-out loss, nats/token": f"{facts['held_out_loss']:.3f}",
     }
 
 
 def table(job: Job) -> str:
-    """Return the comparison of the two runs as text."""
-    fixed, dynamic = summary(job, "fixed"), summary(job, "dynamic")
-    rows = [("", "fixed", "dynamic"), *((key, fixed[key], dynamic[key]) for key in fixed)]
-    return "\n".join(f"{key:30}{left:>10}{right:>10}" for key, left, right in rows)
+    """Return the comparison of both methods as text."""
+    fixed, dynamic = figures(job, "fixed"), figures(job, "dynamic")
+    rows = [("", "fixed", "dynamic"), *((label, fixed[label], dynamic[label]) for label in fixed)]
+    return "\n".join(f"{label:30}{left:>10}{right:>10}" for label, left, right in rows)
 
 
 def plot(job: Job) -> Path:
-    """Draw loss, batch shapes and fill of both runs, and return the path of the picture."""
+    """Draw loss, shapes and fill of the batches of both methods, and return the picture's path."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    axes = curve, shape, fill = figure.subplots(1, 3)
-    widths = np.geomspace(8, MAX_TOKENS)
-    shape.loglog(widths, job.token_budget / widths, color="0.6", linewidth=1, label="token budget")
+    loss, shape, fill = figure.subplots(1, 3)
+    widths = np.geomspace(16, MAX_TOKENS)
+    shape.loglog(widths, job.token_budget / widths, color="0.5", linewidth=1, label="token budget")
     for name, color in COLORS.items():
         steps, _ = read_log(job, name)
-        tokens, losses, seconds = np.array([(s.tokens, s.loss, s.seconds) for s in steps]).T
-        recent = np.ones(5)
-        mean = np.convolve(losses * tokens, recent, "valid") / np.convolve(tokens, recent, "valid")
-        rows, width = np.array([shape for step in steps for shape in step.shapes]).T
-        curve.plot(seconds[len(recent) - 1 :], mean, color=color, label=name)
-        shape.plot(width, rows, "o", color=color, markersize=4, alpha=0.5, label=name)
-        fill.hist(rows * width, color=color, alpha=0.6, label=name)
-    curve.set(xlabel="seconds", ylabel="training loss, nats/token")
-    shape.set(xlabel="width of a batch, tokens", ylabel="samples in a batch")
-    fill.set(xlabel="real tokens in a batch", ylabel="batches")
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(frameon=False)
+        samples, widths, tokens = np.array([batch for step in steps for batch in step.batches]).T
+        loss.plot([s.seconds for s in steps], [s.loss for s in steps], color=color, label=name)
+        shape.plot(widths, samples, "o", color=color, markersize=4, alpha=0.5, label=name)
+        bins = np.linspace(0, job.token_budget, 17).tolist()
+        fill.hist(tokens, bins, density=True, color=color, alpha=0.6, label=name)
+    loss.set(title="Training loss", xlabel="seconds", ylabel="nats per token")
+    shape.set(title="Shapes of batches", xlabel="width, tokens", ylabel="samples")
+    fill.set(title="Real tokens in a batch", xlabel="tokens", ylabel="share of batches", yticks=[])
+    for axes in (loss, shape, fill):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
     path = job.output / "train_lm.png"
     figure.savefig(path, dpi=150)
     return path
@@ -412,15 +410,15 @@ def parse_job() -> Job:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, help="most steps of a dynamic run; default: one epoch")
-    add("--token-budget", type=int, default=4096, help="padded tokens of a batch")
-    add("--window", type=int, default=256, help="samples waiting to be grouped")
-    add("--device", default="auto", help="auto, cpu, cuda, ...")
-    add("--workers", type=int, default=2, help="processes that tokenise")
-    add("--output", type=Path, default=Path("runs/train_lm"), help="folder for logs and picture")
+    add("--steps", type=int, help="most steps of a dynamic run (default: one epoch)")
+    add("--token-budget", type=int, default=4096, help="padded tokens of a batch (%(default)s)")
+    add("--window", type=int, default=256, help="samples waiting to be grouped (%(default)s)")
+    add("--device", default="auto", help="of the model: auto, cpu, cuda (%(default)s)")
+    add("--workers", type=int, default=2, help="processes that tokenize (%(default)s)")
+    add("--output", type=Path, default=Path("runs/train_lm"), help="folder (%(default)s)")
     options = parser.parse_args()
     if options.token_budget < MAX_TOKENS:
-        parser.error(f"--token-budget must hold a sample of {MAX_TOKENS} tokens")
+        parser.error(f"--token-budget must be at least {MAX_TOKENS}, the longest sample")
     if options.steps is not None and options.steps < FEWEST_STEPS:
         parser.error(f"--steps must be at least {FEWEST_STEPS}")
     if options.device == "auto":
@@ -428,19 +426,21 @@ def parse_job() -> Job:
     options.output.mkdir(parents=True, exist_ok=True)
     documents = stdlib_documents()
     train = [document for document in documents if document.id % 16]
-    held_out = documents[::16]
-    process = partial(encode, train_tokenizer(train))
-    return Job(documents=train, held_out=held_out, encode=process, **vars(options))
+    return Job(
+        documents=train,
+        held_out=documents[::16],
+        encode=partial(encode, train_tokenizer(train)),
+        **vars(options),
+    )
 
 
 def main() -> None:
-    """Compare the batches, check the resume, and show both."""
+    """Train with both methods, check the resume, and report."""
     job = parse_job()
     train_dynamic(job, "dynamic")
     steps, _ = read_log(job, "dynamic")
     train_fixed(job, samples=sum(len(step.ids) for step in steps), steps=len(steps))
-    resume = check_resume(job)
-    print(f"\n{resume}\n\n{table(job)}\n\nPicture: {plot(job)}")
+    print(f"\n{check_resume(job)}\n\n{table(job)}\n\nPicture: {plot(job)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torchdata.nodes import (
@@ -21,15 +21,22 @@ _POLL_S = 0.05
 
 
 def walk(root: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
-    """Yield the nodes of a graph, each before its sources."""
-    yield root
-    for value in list(vars(root).values()):
-        if isinstance(value, BaseNode):
-            yield from walk(value)
-        elif isinstance(value, Mapping):
-            yield from (n for v in value.values() if isinstance(v, BaseNode) for n in walk(v))
-        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            yield from (n for v in value if isinstance(v, BaseNode) for n in walk(v))
+    """Yield the nodes of a graph, each once and before its sources."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        sources: list[BaseNode[Any]] = []
+        for value in list(vars(node).values()):
+            # Plain containers only: another mapping or sequence may be a dataset, and slow.
+            held = value.values() if type(value) is dict else value
+            inner = held if type(value) in (dict, list, tuple) else (value,)
+            sources += [item for item in inner if isinstance(item, BaseNode)]
+        waiting += reversed(sources)
 
 
 def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
@@ -42,19 +49,32 @@ def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
         TimeoutError: a thread did not come back in time.
     """
     for node in walk(root):  # Outer nodes first: the inner ones still feed them.
-        it = getattr(node, "_it", None)
-        if isinstance(it, _SingleThreadedMapper):
-            it._stop_event.set()
-            _join([it._thread], timeout_s, node)
-        elif isinstance(it, _ParallelMapperIter):
-            it._stop.set()
-            it._mp_stop.set()
-            threads = [it._read_thread, *([it._sort_thread] if it.in_order else [])]
-            _join(threads, timeout_s, node)
-            processes = [worker for worker in it._workers if hasattr(worker, "terminate")]
-            for process in processes:
-                process.terminate()
-            _join(it._workers, timeout_s, node)
+        if isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
+            # A reset of theirs that raised has deleted it, and the next one would miss it.
+            it = node._it = getattr(node, "_it", None)
+            if isinstance(it, _SingleThreadedMapper):
+                it._stop_event.set()
+                _join([it._thread], timeout_s, node)
+            elif isinstance(it, _ParallelMapperIter):
+                _stop_parallel_mapper(it, timeout_s, node)
+
+
+def _stop_parallel_mapper(
+    it: _ParallelMapperIter[Any], timeout_s: float, node: BaseNode[Any]
+) -> None:
+    it._stop.set()
+    it._mp_stop.set()
+    _join([it._read_thread, *([it._sort_thread] if it.in_order else [])], timeout_s, node)
+    for worker in it._workers if it.method == "process" else ():
+        worker.terminate()  # type: ignore[union-attr]
+    _join(it._workers, timeout_s, node)
+    for queue in (it._in_q, it._intermed_q) if it.method == "process" else ():
+        # Its thread may be stuck in a pipe that nobody reads any more, and is joined at exit.
+        feeder = getattr(queue, "_thread", None)
+        queue.cancel_join_thread()  # type: ignore[union-attr]
+        queue._reader.close()  # type: ignore[union-attr]
+        queue.close()  # type: ignore[union-attr]
+        _join([feeder] if feeder is not None else [], timeout_s, node)
 
 
 def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None:
@@ -70,7 +90,11 @@ def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None
 
 
 def close_nodes(root: BaseNode[Any], timeout_s: float) -> None:
-    """Stop every thread and worker of a graph, also those that are waiting for each other."""
+    """Stop every thread and worker of a graph, also those that are waiting for each other.
+
+    Raises:
+        TimeoutError: a thread did not come back in time.
+    """
     nodes = list(walk(root))
     for node in nodes:
         it = getattr(node, "_it", None)
@@ -83,6 +107,22 @@ def close_nodes(root: BaseNode[Any], timeout_s: float) -> None:
     stop_threads(root, timeout_s)
 
 
+def begin_epoch(root: BaseNode[Any], epoch: int | None) -> None:
+    """Reset a graph to the beginning of its next epoch.
+
+    Args:
+        root: last node of the graph.
+        epoch: which epoch that is, for every node that counts them; `None`: each one's next.
+    """
+    if epoch is not None:
+        for node in walk(root):
+            if isinstance(node, SamplerWrapper):
+                node.epoch, node._started = epoch, False
+            elif callable(set_epoch := getattr(node, "set_epoch", None)):
+                set_epoch(epoch)
+    root.reset(None)
+
+
 def length_of(node: BaseNode[Any]) -> int:
     """Return how many items a node yields per epoch.
 
@@ -91,12 +131,13 @@ def length_of(node: BaseNode[Any]) -> int:
     """
     if hasattr(type(node), "__len__"):
         return len(node)  # type: ignore[arg-type]
+    if isinstance(node, ParallelMapper) and node.prebatch is not None:
+        return length_of(node.source.source)  # type: ignore[attr-defined]
+    if isinstance(node, (ParallelMapper, PinMemory, Prefetcher)):
+        return length_of(node.source)
     if isinstance(node, Batcher):
         items = length_of(node.source)
         return items // node.batch_size if node.drop_last else -(-items // node.batch_size)
-    if isinstance(node, (ParallelMapper, _ParallelMapperImpl, PinMemory, Prefetcher)):
-        inner = node._it if getattr(node, "prebatch", None) is None else None
-        return length_of(node.source if not isinstance(inner, BaseNode) else inner)
     if isinstance(node, IterableWrapper) and isinstance(node.iterable, Sized):
         return len(node.iterable)
     if isinstance(node, SamplerWrapper) and isinstance(node.sampler, Sized):

@@ -10,7 +10,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_count, check_node
 from odb_nodes.errors import StateError
-from odb_nodes.graph import close_nodes, length_of, stop_threads, walk
+from odb_nodes.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
 from odb_nodes.state import allow_mismatch, detach, seal, unseal
 
 T = TypeVar("T")
@@ -45,6 +45,8 @@ class Loader(Generic[T]):
     ROOT_KEY = "root"
     NUM_YIELDED_KEY = "num_yielded"
     ENDED_KEY = "ended"
+    NEXT_EPOCH_KEY = "next_epoch"
+    STATE_KEYS = (ROOT_KEY, NUM_YIELDED_KEY, ENDED_KEY, NEXT_EPOCH_KEY)
 
     def __init__(
         self,
@@ -66,7 +68,8 @@ class Loader(Generic[T]):
         self._it: LoaderIterator[T] | None = None
         self._pending: dict[str, Any] | None = None  # a state that the next iter() begins with
         self._strict = True
-        self._requested_epoch: int | None = None
+        self._next_epoch: int | None = None
+        self._lost: Exception | None = None  # why nobody knows where the graph stands
 
     def __len__(self) -> int:
         """Return how many items an epoch has.
@@ -76,24 +79,23 @@ class Loader(Generic[T]):
         """
         return length_of(self.root)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> LoaderIterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one.
 
         Raises:
             StateError: the loaded state does not fit the graph. It stays loaded.
         """
         if self._pending is not None or self._it is None or self._it.touched:
-            self._it = self._begin()
-            self._pending = None
+            self._begin()
+        assert self._it is not None
         return self._it
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands. The caller owns the result."""
         if self._pending is not None:
             return detach(self._pending)  # type: ignore[no-any-return]
-        if self._it is None:
-            self._it = self._begin()
-        return detach(self._it.state())  # type: ignore[no-any-return]
+        state = iter(self).state() if self._it is None else self._it.state()
+        return {**detach(state), self.NEXT_EPOCH_KEY: self._next_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter()` go on from a state, which is copied.
@@ -106,21 +108,22 @@ class Loader(Generic[T]):
             StateError: it is no state of a `Loader`. What does not fit the nodes is raised by
                 `iter()`.
         """
-        fields = (self.ROOT_KEY, self.NUM_YIELDED_KEY, self.ENDED_KEY)
-        self._pending = seal(
-            type(self).__name__, {}, **unseal(state_dict, type(self).__name__, {}, fields)
-        )
+        name = type(self).__name__
+        self._pending = seal(name, {}, **unseal(state_dict, name, {}, self.STATE_KEYS))
         self._strict = strict
-        self._it, self._requested_epoch = None, None
+        self._next_epoch = self._pending[self.NEXT_EPOCH_KEY]
+        self._it, self._lost = None, None
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
 
         A loaded state that stands within an epoch wins: it says itself which epoch it is in.
         """
-        if self._pending is not None and not self._pending[self.ENDED_KEY]:
+        epoch = check_count("epoch", epoch, 0)
+        within = self._pending is not None and not self._pending[self.ENDED_KEY]
+        if within and self._next_epoch is None:
             return
-        self._requested_epoch = check_count("epoch", epoch, 0)
+        self._next_epoch = epoch
         if self._it is not None:
             self._it.touched = True
 
@@ -132,8 +135,8 @@ class Loader(Generic[T]):
         """
         it, self._it = self._it, None
         try:
-            if it is not None and self._requested_epoch is None:  # else this epoch is over
-                self._pending, self._strict = it.state(), True
+            if it is not None:
+                self._suspend(it)
         finally:
             close_nodes(self.root, self._stop_timeout_s)
 
@@ -148,11 +151,34 @@ class Loader(Generic[T]):
     ) -> None:
         self.close()
 
-    def _begin(self) -> LoaderIterator[T]:
-        stop_threads(self.root, self._stop_timeout_s)
-        state = self._pending
-        if state is None:
-            return self._begin_epoch()
+    def _begin(self) -> None:
+        """Make the iterator that `iter` asks for. If that raises, all stays as it was."""
+        if self._lost is not None:
+            raise StateError(
+                "the graph raised, and nobody knows where it stands: load the last saved state."
+            ) from self._lost
+        if self._pending is None and self._it is not None:
+            self._suspend(self._it)
+            before, self._pending = self._pending, None
+        else:
+            before = self._pending
+        self._it = None
+        try:
+            stop_threads(self.root, self._stop_timeout_s)
+            it = self._begin_epoch() if self._pending is None else self._restore(self._pending)
+        except BaseException:
+            self._pending = before
+            raise
+        self._it, self._pending = it, None
+
+    def _suspend(self, it: LoaderIterator[T]) -> None:
+        try:
+            self._pending, self._strict = it.state(), True
+        except Exception as error:
+            self._lost = error
+            raise
+
+    def _restore(self, state: dict[str, Any]) -> LoaderIterator[T]:
         try:
             with allow_mismatch(not self._strict):
                 self.root.reset(detach(state[self.ROOT_KEY]))
@@ -161,21 +187,17 @@ class Loader(Generic[T]):
                 f"a node of the graph finds no {error} in its part of the state. Build the graph "
                 "with the same nodes in the same order as when it was saved."
             ) from error
-        if not state[self.ENDED_KEY]:
-            return LoaderIterator(self, state[self.NUM_YIELDED_KEY])
-        self._see_end()
-        if not self._restart:
-            return LoaderIterator(self, state[self.NUM_YIELDED_KEY], ended=True)
-        stop_threads(self.root, self._stop_timeout_s)
-        return self._begin_epoch()
+        ended = state[self.ENDED_KEY]
+        if ended:
+            self._see_end()
+        if (ended and self._restart) or self._next_epoch is not None:
+            stop_threads(self.root, self._stop_timeout_s)
+            return self._begin_epoch()
+        return LoaderIterator(self, state[self.NUM_YIELDED_KEY], ended)
 
     def _begin_epoch(self) -> LoaderIterator[T]:
-        if self._requested_epoch is not None:
-            for node in walk(self.root):
-                if callable(set_epoch := getattr(node, "set_epoch", None)):
-                    set_epoch(self._requested_epoch)
-            self._requested_epoch = None
-        self.root.reset(None)
+        begin_epoch(self.root, self._next_epoch)
+        self._next_epoch = None
         return LoaderIterator(self, 0)
 
     def _see_end(self) -> None:
@@ -209,6 +231,7 @@ class LoaderIterator(Iterator[T]):
                 root=detach(self._loader.root.state_dict()),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
+                next_epoch=None,
             )
         return self._state
 
@@ -216,8 +239,8 @@ class LoaderIterator(Iterator[T]):
         loader = self._loader
         if loader._it is not self:
             raise RuntimeError(
-                "this iterator is no longer valid: its `Loader` was closed, raised, or was "
-                "iterated again. Use the newest `iter(loader)`."
+                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
+                "again, or raised. Use the newest `iter(loader)`."
             )
         self.touched = True
         if self._ended:

@@ -84,7 +84,7 @@ def unseal(
     """
     if not isinstance(state, Mapping) or _NODE_KEY not in state:
         raise StateError(
-            f"`initial_state` of {node} must be a state saved by a {node}, but is "
+            f"the state for {node} must be a state saved by a {node}, but is "
             f"{_summary(state)} instead. Load it into the graph that saved it."
         )
     version, saved_node = state.get(_VERSION_KEY), state[_NODE_KEY]

@@ -1,7 +1,10 @@
 """What spawned workers and programs of their own import: process functions, datasets, faults."""
 
+import importlib
+import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +15,7 @@ import numpy as np
 import torch
 
 import odb_nodes
-from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions
+from odb_nodes import ODBDataLoader, ParallelProcessor, ShardedSampler, WorkerOptions
 
 # --- processing -----------------------------------------------------------------------------------
 
@@ -89,6 +92,60 @@ class Texts:
         return {"input_ids": np.full(3 + 7 * index % 29, index), "id": index}
 
 
+def enlarge(sample):
+    """Make a sample one that takes long to send."""
+    return {**sample, "pixels": np.zeros(4_000_000)}
+
+
+def keep_ids(samples):
+    """A collate function that copies next to nothing."""
+    return {"id": torch.tensor([sample["id"] for sample in samples])}
+
+
+def log_and_multiply(sample):
+    """Use what has locks: logging, imports, torch's threads."""
+    logging.info("sample %s", sample["id"])
+    importlib.reload(importlib.import_module("colorsys"))
+    torch.rand(200, 200) @ torch.rand(200, 200)
+    return sample
+
+
+class SleepFrom:
+    """A fault: minutes of waiting at this index and all after it."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def __call__(self, index):
+        if index >= self.index:
+            time.sleep(600)
+
+
+def hold_the_gil(index):
+    """A fault: minutes in C code that never lets another thread of its process run."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def sleep(index):
+    """A fault: minutes of waiting."""
+    time.sleep(600)
+
+
+def compute(index):
+    """A fault: minutes of Python."""
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        pass
+
+
+def dataloader(dataset, method="fork", **options):
+    """An `ODBDataLoader` with two workers; `method` is a start method or "thread"."""
+    how = {"method": "thread"} if method == "thread" else {"start_method": method}
+    workers = WorkerOptions(num_workers=2, chunk_size=4, **how)
+    given = {"token_budget": 64, "window": 12, "shuffle": False, "workers": workers, **options}
+    return ODBDataLoader(dataset, **given)
+
+
 def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_size=1, **workers):
     """A `ParallelProcessor` over shuffled indices; forks, where nothing else is said."""
     options = WorkerOptions(**{"start_method": "fork", **workers})
@@ -102,6 +159,7 @@ def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_si
 # --- programs of their own ------------------------------------------------------------------------
 
 _PROGRAM = """\
+{header}
 import gc, os, random, signal, sys, threading, time
 import torch
 import worker_functions as w
@@ -122,11 +180,13 @@ class Program:
         folder: where the file goes.
         body: of its main function.
         args: of the command line; `sys.argv[1:]` there.
+        header: what stands before the imports.
     """
 
-    def __init__(self, folder, body, *args):
+    def __init__(self, folder, body, *args, header=""):
         path = Path(folder, "program.py")
-        path.write_text(_PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
+        body = textwrap.indent(textwrap.dedent(body), "    ")
+        path.write_text(_PROGRAM.format(header=header, body=body))
         roots = [Path(odb_nodes.__file__).parents[1], Path(__file__).parent]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))}
         self.process = subprocess.Popen(

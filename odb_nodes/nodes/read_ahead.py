@@ -58,7 +58,7 @@ class _Relay(BaseNode[T]):
     def __init__(self, source: BaseNode[T]) -> None:
         super().__init__()
         self.source = source
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -70,9 +70,10 @@ class _Relay(BaseNode[T]):
             item: T = next(self.source)
         except StopIteration:
             raise
-        except Exception as error:
+        except BaseException as error:
             self.error = error
-            raise
+            # torchdata's thread would die of a SystemExit, and leave its reader waiting for ever.
+            raise RuntimeError(f"the source raised {error!r}.") from error
         return item
 
     def get_state(self) -> dict[str, Any]:

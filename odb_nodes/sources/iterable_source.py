@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Stateful
@@ -38,6 +39,8 @@ class IterableSource(BaseNode[T]):
     POSITION_KEY = "position"
     STARTED_KEY = "started"
     ITERABLE_KEY = "iterable"
+    ENDED_KEY = "ended"
+    STATE_KEYS = (EPOCH_KEY, POSITION_KEY, STARTED_KEY, ITERABLE_KEY, ENDED_KEY)
 
     def __init__(
         self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
@@ -52,7 +55,9 @@ class IterableSource(BaseNode[T]):
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self._epochs = EpochCounter()
         self._position = 0  # items read, other ranks' included
-        self._loaded: Any = None
+        self._loaded: Any = None  # the iterable's state, until it has yielded again
+        self._ended = False
+        self._early: Iterator[T] | None = None  # of the next epoch, begun to see this one's end
         self._it: Iterator[T] | None = None
 
     def __len__(self) -> int:
@@ -77,14 +82,17 @@ class IterableSource(BaseNode[T]):
                 of the iterable.
         """
         super().reset(initial_state)
-        self._it, self._loaded = None, None
+        if self._loaded is not None and self._it is not None:
+            # An iterable that restores itself when its iteration begins would do so too late.
+            next(self._it, None)
+        self._it, self._early = self._early if initial_state is None else None, None
+        self._loaded, self._ended = None, False
         if initial_state is None:
             self._epochs.advance()
             self._position = 0
             self._tell_epoch()
             return
-        keys = (self.EPOCH_KEY, self.POSITION_KEY, self.STARTED_KEY, self.ITERABLE_KEY)
-        state = unseal(initial_state, type(self).__name__, self._config(), keys)
+        state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._position = state[self.POSITION_KEY]
         self._loaded = state[self.ITERABLE_KEY]
@@ -95,10 +103,14 @@ class IterableSource(BaseNode[T]):
         elif self._position:
             self._it = iter(self._iterable)
             self._fast_forward(self._it)
+        if state[self.ENDED_KEY]:
+            self._see_end()
 
     def next(self) -> T:
         """Return the next item of this rank."""
         self._epochs.started = True
+        if self._ended:
+            raise StopIteration
         if self._it is None:
             self._it = iter(self._iterable)
         while True:
@@ -110,6 +122,7 @@ class IterableSource(BaseNode[T]):
                         f"`iterable` (`{type(self._iterable).__name__}`) yielded no sample in "
                         f"epoch {self._epochs.epoch}: it is empty, or can be iterated only once."
                     ) from None
+                self._ended = True
                 raise
             self._loaded = None
             self._position += 1
@@ -128,11 +141,20 @@ class IterableSource(BaseNode[T]):
             position=self._position,
             started=self._epochs.started,
             iterable=detach(own),
+            ended=self._ended,
         )
 
     def _tell_epoch(self) -> None:
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):
             set_epoch(self._epochs.epoch)
+
+    def _see_end(self) -> None:
+        """Stand at the end of the epoch, whether the iterable then ends or begins the next one."""
+        self._ended = True
+        it, self._it = self._it, None
+        if it is not None:
+            first = list(islice(it, 1))
+            self._early = chain(first, it) if first else None
 
     def _fast_forward(self, it: Iterator[T]) -> None:
         for read in range(self._position):

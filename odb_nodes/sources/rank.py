@@ -6,11 +6,14 @@ import os
 
 import torch.distributed as dist
 
+from odb_nodes.checks import check_count, check_integer
+
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return rank and world size: as given, else of torch.distributed, else of the environment.
 
     Raises:
+        TypeError: one of them is not an integer.
         ValueError: only one of the two is given, or `rank` is not in `range(world_size)`.
     """
     if (rank is None) != (world_size is None):
@@ -22,8 +25,19 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
-            rank = int(os.environ.get("RANK", "0"))
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+    world_size = check_count("world_size", world_size)
+    rank = check_integer("rank", rank)
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank` must be in 0..{world_size - 1}, but is {rank} instead.")
     return rank, world_size
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable `{name}` must be an integer, but is {text!r} instead."
+        ) from None

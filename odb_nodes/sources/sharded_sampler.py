@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_count, check_integer
+from odb_nodes.checks import check_integer
 from odb_nodes.seeds import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.permutation import Permutation
@@ -16,6 +16,7 @@ from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import seal, unseal
 
 _BLOCK = 1024  # indices computed at a time
+_MAX_SIZE = 2**62  # they are computed in 64 bits
 
 
 class ShardedSampler(BaseNode[int]):
@@ -51,10 +52,11 @@ class ShardedSampler(BaseNode[int]):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
-        count = len(size) if isinstance(size, Sized) else check_count("size", size, 0)
-        if count == 0:
+        self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
+        if self._size == 0:
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
-        self._size = count
+        if not 0 < self._size <= _MAX_SIZE:
+            raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
         self._shuffle = bool(shuffle)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)

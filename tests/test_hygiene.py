@@ -1,0 +1,426 @@
+"""Nothing is left behind: no process, thread, file or shared memory, however a run ends."""
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from worker_functions import Program, Texts, dataloader
+
+from odb_nodes import WorkerError
+
+START_METHODS = ["fork", "spawn", "forkserver"]
+ORPHAN_LIMIT_S = 5.0
+EXIT_LIMIT_S = 10.0
+
+
+def assert_nobody_is_left(program, limit_s=ORPHAN_LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while program.running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [" ".join(psutil.Process(pid).cmdline()) for pid in program.running()]
+    assert not left, f"{len(left)} processes still run after {limit_s} s: {left}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts a program, and ends all that it leaves when the test is over."""
+    programs = []
+
+    def start(body, *args, **options):
+        programs.append(Program(tmp_path, body, *args, **options))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.kill()
+
+
+# --- a trainer that is killed ---------------------------------------------------------------------
+
+KILLED = """
+    loaders = {
+        "idle": w.dataloader(w.Texts(), sys.argv[1]),
+        "sleeping": w.dataloader(w.Texts(fault=w.sleep), sys.argv[1]),
+        "computing": w.dataloader(w.Texts(fault=w.compute), sys.argv[1]),
+        "without prefetch": w.dataloader(w.Texts(seconds=0.01), sys.argv[1], prefetch=0),
+    }
+    iterators = [iter(loader) for loader in loaders.values()]
+    next(iterators[0])
+    next(iterators[3])
+    time.sleep(0.5)
+    print(sum(len(loader.worker_pids) for loader in loaders.values()), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_killed_trainer_leaves_no_process(start_method, run):
+    program = run(KILLED, start_method)
+    assert program.line() == "8"
+    assert len(program.running()) > 8
+    os.kill(program.process.pid, signal.SIGKILL)
+    assert_nobody_is_left(program)
+
+
+def test_a_trainer_killed_while_its_workers_write_leaves_no_process(run):
+    program = run("""
+        loader = w.dataloader(w.Texts(), process_fn=w.enlarge, collate_fn=w.keep_ids)
+        next(iter(loader))
+        print("ready", flush=True)
+        for batch in loader:
+            time.sleep(0.01)
+    """)
+    program.line()
+    os.kill(program.process.pid, signal.SIGSTOP)  # so that nobody reads what they write
+    time.sleep(0.5)
+    os.kill(program.process.pid, signal.SIGKILL)
+    assert_nobody_is_left(program)
+
+
+def test_a_trainer_killed_while_its_workers_start_leaves_no_process(run):
+    program = run("""
+        print("ready", flush=True)
+        next(iter(w.dataloader(w.Texts(), "spawn")))
+    """)
+    program.line()
+    deadline = time.monotonic() + 30
+    while len(program.running()) < 4 and time.monotonic() < deadline:  # and the resource tracker
+        time.sleep(0.01)
+    os.kill(program.process.pid, signal.SIGKILL)
+    assert_nobody_is_left(program, 2 * ORPHAN_LIMIT_S)  # which first import torch
+
+
+def test_a_killed_trainer_leaves_no_process_that_is_busy_in_c(run):
+    program = run("""
+        iterator = iter(w.dataloader(w.Texts(fault=w.hold_the_gil)))
+        time.sleep(0.5)
+        print("ready", flush=True)
+        time.sleep(600)
+    """)
+    program.line()
+    os.kill(program.process.pid, signal.SIGKILL)
+    assert_nobody_is_left(program)
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start_method", "doing"),
+    [
+        ("fork", "training"),
+        ("fork", "waiting"),
+        ("spawn", "waiting"),
+        ("forkserver", "training"),
+        ("thread", "training"),
+    ],
+)
+def test_ctrl_c_ends_everything(start_method, doing, run):
+    program = run(
+        """
+        start_method, doing = sys.argv[1:]
+        loader = w.dataloader(w.Texts(2000, fault=w.SleepFrom(40)), start_method)
+        for batch in loader:
+            print("step", flush=True)
+            if doing == "training":
+                time.sleep(600)
+        """,
+        start_method,
+        doing,
+    )
+    program.line()
+    time.sleep(1)
+    os.killpg(program.session, signal.SIGINT)
+    code, _, errors = program.finish(EXIT_LIMIT_S)
+    assert code == -signal.SIGINT
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
+    assert_nobody_is_left(program)
+
+
+def test_sigterm_to_all_is_handled_by_the_trainer_alone(run):
+    # As a cluster announces preemption: the trainer finishes its step, saves and leaves.
+    program = run("""
+        asked = []
+        def handle(*_):
+            print("asked", os.getpid(), flush=True)
+            asked.append(1)
+        signal.signal(signal.SIGTERM, handle)
+        loader = w.dataloader(w.Texts(2000, 0.001))
+        for step, batch in enumerate(loader):
+            if step == 3:
+                os.killpg(0, signal.SIGTERM)
+            if step == 20:
+                break
+        print(len(asked), step, flush=True)
+    """)
+    code, out, errors = program.finish(60)
+    assert (code, errors) == (0, "")
+    assert out.splitlines() == [f"asked {program.process.pid}", "1 20"]
+
+
+# --- a program that just ends ---------------------------------------------------------------------
+
+ENDINGS = """
+    ending, start_method = sys.argv[1:]
+    fault = w.SleepFrom(30) if ending == "busy" else None
+    loader = w.dataloader(w.Texts(500, 0.001, fault), start_method)
+    for step, batch in enumerate(loader):
+        if step == 0 and ending != "end of epoch":
+            break
+    time.sleep(0.5)
+    print("done", flush=True)
+    if ending == "sys.exit":
+        sys.exit(5)
+    if ending == "exception":
+        raise ValueError("loss is NaN")
+    if ending == "next epoch":
+        next(iter(loader))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "start_method"),
+    [
+        ("unfinished", "fork"),
+        ("unfinished", "spawn"),
+        ("unfinished", "forkserver"),
+        ("unfinished", "thread"),
+        ("busy", "fork"),
+        ("busy", "thread"),
+        ("end of epoch", "fork"),
+        ("next epoch", "fork"),
+        ("sys.exit", "fork"),
+        ("exception", "fork"),
+    ],
+)
+def test_a_program_ends_without_close(ending, start_method, run):
+    program = run(ENDINGS, ending, start_method)
+    program.line()
+    code, _, errors = program.finish(EXIT_LIMIT_S)
+    assert code == {"sys.exit": 5, "exception": 1}.get(ending, 0)
+    if ending == "exception":
+        assert errors.startswith("Traceback")
+        assert errors.endswith("ValueError: loss is NaN\n")
+        assert errors.count("Traceback") == 1
+    else:
+        assert errors == ""
+    assert_nobody_is_left(program)
+
+
+def test_a_program_with_a_sigterm_handler_ends_without_close(run):
+    # Whoever uses `weakref.finalize` (here a temporary folder) before multiprocessing is imported
+    # makes multiprocessing clean up first at exit: with SIGTERM, which forked workers handle too.
+    program = run(
+        """
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        loader = w.dataloader(w.Texts(500, 0.001))
+        next(iter(loader))
+        print("done", flush=True)
+        """,
+        header="import tempfile\nfolder = tempfile.TemporaryDirectory()\n",
+    )
+    program.line()
+    code, _, errors = program.finish(EXIT_LIMIT_S)
+    assert (code, errors) == (0, "")
+    assert_nobody_is_left(program)
+
+
+# --- leaks ----------------------------------------------------------------------------------------
+
+EPOCHS = """
+    import multiprocessing, psutil
+
+    def held():
+        files = [(name, os.readlink(f"/proc/self/fd/{name}")) for name in os.listdir("/proc/self/fd")
+                 if os.path.lexists(f"/proc/self/fd/{name}")]
+        return {
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "processes": [child.pid for child in psutil.Process().children(recursive=True)],
+            "files": files,
+            "native threads": os.listdir("/proc/self/task"),
+            "shared memory": sorted(os.listdir("/dev/shm")),
+        }
+
+    start_method, prefetch = sys.argv[1], int(sys.argv[2])
+    if start_method in ("spawn", "forkserver"):
+        # Python's own helper processes, one of each kind, which live until the program ends.
+        helper = multiprocessing.get_context(start_method).Process(target=time.time)
+        helper.start()
+        helper.join()
+        helper.close()
+    before = held()
+    loader = w.dataloader(w.Texts(100), start_method, prefetch=prefetch)
+    steps = set()
+    for epoch in range(10):
+        steps.add(sum(1 for batch in loader))
+        for batch in loader:
+            break
+    assert len(steps) == 1
+    loader.close()
+    after = held()
+    for key in before:
+        more = [thing for thing in after[key] if thing not in before[key]]
+        assert not more, f"{key}: before {before[key]}, after {after[key]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("start_method", "prefetch"),
+    [("fork", 4), ("fork", 0), ("spawn", 4), ("forkserver", 4), ("thread", 4)],
+)
+def test_ten_epochs_leave_nothing_behind(start_method, prefetch, run):
+    code, _, errors = run(EPOCHS, start_method, prefetch).finish(120)
+    assert (code, errors) == (0, "")
+
+
+def own_threads():
+    return [t.name for t in threading.enumerate() if "odb_nodes" in t.name or "_populate" in t.name]
+
+
+def wait_until(condition, limit_s=ORPHAN_LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("method", ["fork", "thread"])
+@pytest.mark.parametrize("when", ["begun", "unfinished", "finished", "broken"])
+def test_a_loader_that_is_forgotten_is_freed(when, method, prefetch):
+    threads = own_threads()
+    fault = None if when != "broken" else divide_by_zero
+    loader = dataloader(Texts(100, fault=fault), method, prefetch=prefetch)
+    iterator = iter(loader)
+    pids = loader.worker_pids
+    if when == "unfinished":
+        next(iterator)
+    elif when == "finished":
+        list(iterator)
+    elif when == "broken":
+        with pytest.raises(ValueError, match="ZeroDivisionError"):
+            next(iterator)
+    del iterator, loader
+    gc.collect()
+    assert wait_until(lambda: own_threads() == threads), own_threads()
+    assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def divide_by_zero(index):
+    return 1 // 0
+
+
+# --- neighbours -----------------------------------------------------------------------------------
+
+
+def ids(batches):
+    return [batch["id"].tolist() for batch in batches]
+
+
+@pytest.fixture
+def alone():
+    with dataloader(Texts(100)) as loader:
+        return ids(loader)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_loaders_one_may_lose_a_worker(victim, alone):
+    # The workers of the second are forked while the pipes of the first are open.
+    with dataloader(Texts(100)) as first, dataloader(Texts(100)) as second:
+        loaders = [first, second]
+        iterators = [iter(loader) for loader in loaders]
+        seen = [ids([next(iterator)]) for iterator in iterators]
+        os.kill(loaders[victim].worker_pids[0], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="-9"):
+            for batch in (*iterators[victim], *loaders[victim]):  # maybe all was processed before
+                seen[victim] += ids([batch])
+        assert time.monotonic() - started < 10
+        assert seen[1 - victim] + ids(iterators[1 - victim]) == alone
+        assert ids(loaders[1 - victim]) == alone
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+def test_of_two_loaders_one_may_be_closed(closed, alone):
+    with dataloader(Texts(100)) as first, dataloader(Texts(100)) as second:
+        loaders = [first, second]
+        iterators = [iter(loader) for loader in loaders]
+        seen = [ids([next(iterator)]) for iterator in iterators]
+        loaders[closed].close()
+        assert seen[1 - closed] + ids(iterators[1 - closed]) == alone
+        assert seen[closed] + ids(loaders[closed]) == alone
+
+
+@pytest.mark.parametrize("methods", [("fork", "fork"), ("fork", "thread"), ("thread", "thread")])
+def test_two_loaders_side_by_side(methods, alone):
+    loaders = [dataloader(Texts(100), method) for method in methods]
+    both = zip(*loaders, strict=True)
+    assert [ids(pair) for pair in both] == [[group, group] for group in alone]
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_process_forked_by_others_keeps_no_worker_alive(run):
+    program = run("""
+        import multiprocessing
+        loader = w.dataloader(w.Texts())
+        iterator = iter(loader)
+        foreign = multiprocessing.get_context("fork").Process(target=w.sleep, args=(0,))
+        foreign.start()  # with the trainer's ends of the pipes
+        print(foreign.pid, *loader.worker_pids, flush=True)
+        time.sleep(600)
+    """)
+    foreign, *workers = map(int, program.line().split())
+    os.kill(program.process.pid, signal.SIGKILL)
+    wait_until(lambda: not set(workers) & set(program.running()))
+    assert program.running() == [foreign]
+
+
+def test_workers_start_while_other_threads_are_busy(run):
+    # A forked child has none of these threads, but their locks as they were. (Not among them: the
+    # lock of a file that threads write to; a forked worker must open its own.)
+    program = run("""
+        import importlib, logging
+        done = threading.Event()
+        matrix = torch.rand(300, 300)
+        logging.basicConfig(handlers=[logging.NullHandler()], level=logging.INFO)
+        torch.set_num_threads(2)
+
+        def log():
+            while not done.is_set():
+                logging.info("a line %s", list(range(100)))
+
+        def multiply():
+            while not done.is_set():
+                matrix @ matrix
+
+        def load():
+            import colorsys
+            while not done.is_set():
+                importlib.reload(colorsys)
+
+        def iterate():
+            with w.dataloader(w.Texts(60)) as loader:
+                while not done.is_set():
+                    list(loader)
+
+        threads = [threading.Thread(target=f) for f in (log, multiply, load, iterate)]
+        for thread in threads:
+            thread.start()
+        expected = None
+        for turn in range(10):
+            with w.dataloader(w.Texts(60), process_fn=w.log_and_multiply) as loader:
+                groups = [batch["id"].tolist() for batch in loader]
+                assert groups == (expected := expected or groups)
+        done.set()
+        for thread in threads:
+            thread.join()
+        print("done")
+    """)
+    code, out, errors = program.finish(100)
+    assert (code, out, errors) == (0, "done\n", "")

@@ -285,7 +285,7 @@ def check_resume(job: Job) -> str:
     """Kill a repetition of the dynamic run, resume it, compare, and return what happened."""
     whole, _ = read_log(job, "dynamic")
     if len(whole) < FEWEST_STEPS:
-        raise SystemExit(f"resume: an epoch must have {FEWEST_STEPS} steps, not {len(whole)}.")
+        raise SystemExit(f"resume: the run must have {FEWEST_STEPS} steps, but has {len(whole)}.")
     save_every = max(3, len(whole) // 8)
     saved = len(whole) // 2 // save_every * save_every
     kill_at = saved + 2
@@ -389,13 +389,18 @@ def plot(job: Job) -> Path:
     for name, color in COLORS.items():
         steps, _ = read_log(job, name)
         samples, widths, tokens = np.array([batch for step in steps for batch in step.batches]).T
-        loss.plot([s.seconds for s in steps], [s.loss for s in steps], color=color, label=name)
+        seconds, losses = np.array([(step.seconds, step.loss) for step in steps]).T
+        loss.plot(seconds, losses, color=color, alpha=0.3, linewidth=1)
+        mean = np.convolve(losses, np.full(6, 1 / 6), "valid")
+        loss.plot(seconds[5:], mean, color=color, label=f"{name}, mean of 6 steps")
         shape.plot(widths, samples, "o", color=color, markersize=4, alpha=0.5, label=name)
         bins = np.linspace(0, job.token_budget, 17).tolist()
         fill.hist(tokens, bins, density=True, color=color, alpha=0.6, label=name)
     loss.set(title="Training loss", xlabel="seconds", ylabel="nats per token")
     shape.set(title="Shapes of batches", xlabel="width, tokens", ylabel="samples")
     fill.set(title="Real tokens in a batch", xlabel="tokens", ylabel="share of batches", yticks=[])
+    shape.xaxis.set_major_formatter("{x:,.0f}")
+    shape.yaxis.set_major_formatter("{x:,.0f}")
     for axes in (loss, shape, fill):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
@@ -419,8 +424,6 @@ def parse_job() -> Job:
     options = parser.parse_args()
     if options.token_budget < MAX_TOKENS:
         parser.error(f"--token-budget must be at least {MAX_TOKENS}, the longest sample")
-    if options.steps is not None and options.steps < FEWEST_STEPS:
-        parser.error(f"--steps must be at least {FEWEST_STEPS}")
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.output.mkdir(parents=True, exist_ok=True)

@@ -92,9 +92,9 @@ class Loader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands. The caller owns the result."""
-        if self._pending is not None:
-            return detach(self._pending)  # type: ignore[no-any-return]
-        state = iter(self).state() if self._it is None else self._it.state()
+        state = self._pending
+        if state is None:
+            state = iter(self).state() if self._it is None else self._it.state()
         return {**detach(state), self.NEXT_EPOCH_KEY: self._next_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -136,7 +136,7 @@ class Loader(Generic[T]):
         it, self._it = self._it, None
         try:
             if it is not None:
-                self._suspend(it)
+                self._pending, self._strict = self._position(it), True
         finally:
             close_nodes(self.root, self._stop_timeout_s)
 
@@ -157,23 +157,21 @@ class Loader(Generic[T]):
             raise StateError(
                 "the graph raised, and nobody knows where it stands: load the last saved state."
             ) from self._lost
-        if self._pending is None and self._it is not None:
-            self._suspend(self._it)
-            before, self._pending = self._pending, None
-        else:
-            before = self._pending
+        state = before = self._pending
+        if before is None and self._it is not None:
+            before = self._position(self._it)
         self._it = None
         try:
             stop_threads(self.root, self._stop_timeout_s)
-            it = self._begin_epoch() if self._pending is None else self._restore(self._pending)
+            it = self._begin_epoch() if state is None else self._restore(state)
         except BaseException:
             self._pending = before
             raise
         self._it, self._pending = it, None
 
-    def _suspend(self, it: LoaderIterator[T]) -> None:
+    def _position(self, it: LoaderIterator[T]) -> dict[str, Any]:
         try:
-            self._pending, self._strict = it.state(), True
+            return it.state()
         except Exception as error:
             self._lost = error
             raise

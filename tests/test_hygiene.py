@@ -236,8 +236,9 @@ EPOCHS = """
     import multiprocessing, psutil
 
     def held():
-        files = [(name, os.readlink(f"/proc/self/fd/{name}")) for name in os.listdir("/proc/self/fd")
-                 if os.path.lexists(f"/proc/self/fd/{name}")]
+        names = os.listdir("/proc/self/fd")
+        paths = [os.path.join("/proc/self/fd", name) for name in names]
+        files = [(path, os.readlink(path)) for path in paths if os.path.lexists(path)]
         return {
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "processes": [child.pid for child in psutil.Process().children(recursive=True)],

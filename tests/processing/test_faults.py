@@ -314,11 +314,12 @@ def test_the_error_tells_item_position_epoch_worker_and_traceback(workers, fault
     assert "in action" in message  # the line of the user's code
 
 
-def test_an_item_that_cannot_be_shown():
-    class Hidden:
-        def __repr__(self):
-            raise RuntimeError("no picture")
+class Hidden:
+    def __repr__(self):
+        raise RuntimeError("no picture")
 
+
+def test_an_item_that_cannot_be_shown():
     for workers in WORKERS.values():
         source = IterableSource([1, 2, Hidden(), 4], 0, 1)
         node = unshuffled(lambda item: item + 1, source=source, **workers)

@@ -1,0 +1,60 @@
+"""How processing runs in parallel."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from odb_nodes.checks import check_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How processing runs in parallel. None of it changes a sample or a group.
+
+    Args:
+        num_workers: workers; 0 processes in the trainer's own thread.
+        method: `"process"`, or `"thread"` for processing that releases the GIL.
+        start_method: of processes: `"fork"`, `"spawn"`, `"forkserver"`, or `None` for the
+            platform's default.
+        chunk_size: samples sent and processed together.
+        in_flight_samples: samples being processed or waiting to be taken, beyond the one in hand;
+            `None` for 4 chunks per worker.
+        timeout_s: seconds to wait for a chunk before it is an error.
+        worker_init_fn: called with the worker's number in each worker process when it starts.
+    """
+
+    num_workers: int = 0
+    method: Literal["process", "thread"] = "process"
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    chunk_size: int = 32
+    in_flight_samples: int | None = None
+    timeout_s: float = 600.0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("num_workers", self.num_workers, 0)
+        check_count("chunk_size", self.chunk_size)
+        if self.in_flight_samples is not None:
+            check_count("in_flight_samples", self.in_flight_samples)
+        if self.method not in ("process", "thread"):
+            raise ValueError(
+                f'`method` must be "process" or "thread", but is {self.method!r} instead.'
+            )
+        known = multiprocessing.get_all_start_methods()
+        if self.start_method is not None and self.start_method not in known:
+            raise ValueError(
+                f"`start_method` must be one of {known} here, but is {self.start_method!r} instead."
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"`timeout_s` must be above 0, but is {self.timeout_s!r} instead.")
+
+    @property
+    def chunks_ahead(self) -> int:
+        """Chunks in flight beyond the one in hand."""
+        if self.num_workers == 0:
+            return 0
+        wanted = self.in_flight_samples or 0
+        return max(-(-wanted // self.chunk_size), 4 * self.num_workers)

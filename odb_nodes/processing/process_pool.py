@@ -1,0 +1,209 @@
+"""Processes that process chunks, with a pipe each.
+
+Why not an executor of the standard library: a worker that is killed while it writes leaves
+`ProcessPoolExecutor` reading half a message for ever, since all its workers share one pipe; and at
+exit it first finishes everything submitted. Here each worker has a pipe whose far end nobody else
+holds, so death is always seen as its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+from odb_nodes.errors import WorkerError
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.options import WorkerOptions
+
+_PARENT_POLL_S = 1.0
+_STOP_S = 5.0
+_starting = threading.Lock()  # see `_WorkerProcess`
+
+
+class ProcessPool:
+    """Worker processes that live until `close`; two threads send chunks and read results."""
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        context = multiprocessing.get_context(options.start_method)
+        self._generation = 0  # workers skip chunks of an older one
+        self._sequence = count()
+        self._workers: list[_WorkerProcess] = []
+        try:
+            for index in range(options.num_workers):
+                setup = (processor, options.worker_init_fn)
+                self._workers.append(_WorkerProcess(context, index, setup))
+        except BaseException:
+            for worker in self._workers:
+                worker.process.kill()
+                worker.process.join(_STOP_S)
+                worker.connection.close()
+            raise
+        self._outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, args=args, name=f"odb_nodes-{name}", daemon=True)
+            for name, target, args in (
+                ("sender", _send_tasks, (self._outbox,)),
+                ("reader", _read_results, (self._workers,)),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk with the next worker in turn."""
+        worker = self._workers[next(self._sequence) % len(self._workers)]
+        message = pickle.dumps((self._generation, task), protocol=5)
+        future = worker.expect()
+        # By a thread: a pipe that is full, since its worker hangs, must not block the trainer.
+        self._outbox.put((worker, message))
+        return future
+
+    def discard(self) -> None:
+        """Skip what is queued and not yet begun."""
+        self._generation += 1
+        message = pickle.dumps((self._generation, None), protocol=5)
+        for worker in self._workers:
+            self._outbox.put((worker, message))
+
+    def close(self) -> None:
+        """Kill the workers and wait until they and the threads are gone."""
+        self._outbox.put(None)
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join(_STOP_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_S)
+
+
+class _WorkerProcess:
+    """One worker process, its pipe, and the futures of the chunks sent to it, in order."""
+
+    def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
+        self.pending: queue.SimpleQueue[Future[ChunkResult]] = queue.SimpleQueue()
+        # One at a time: a sibling that is forked between these lines would hold the far end open,
+        # and the death of this worker would not be seen.
+        with _starting:
+            self.connection, far_end = context.Pipe()
+            try:
+                self.process = context.Process(  # type: ignore[attr-defined]
+                    target=_work,
+                    args=(far_end, index, *setup),
+                    name=f"odb_nodes-worker-{index}",
+                    daemon=True,
+                )
+                self.process.start()
+            except Exception as error:
+                self.connection.close()
+                raise WorkerError(
+                    f"worker {index} could not be started: {type(error).__name__}: {error}. The "
+                    "dataset and the functions must be picklable where `start_method` is not "
+                    '"fork": define them at the top of a module, or use `method="thread"`.'
+                ) from error
+            finally:
+                far_end.close()
+
+    def expect(self) -> Future[ChunkResult]:
+        """Return a future for the next chunk sent to this worker."""
+        future: Future[ChunkResult] = Future()
+        self.pending.put(future)
+        if self.connection.closed:  # The reader has seen it die, and may have failed the others.
+            self.fail_pending()
+        return future
+
+    def fail_pending(self) -> None:
+        """Fail every future of this dead worker."""
+        self.process.join(_STOP_S)
+        error = WorkerError(
+            f"worker process {self.process.pid} died with exit code {self.process.exitcode} "
+            "(negative: killed by that signal; -9 is often out of memory). Nothing is lost: load "
+            "the last state, or iterate again, to go on."
+        )
+        while True:
+            try:
+                future = self.pending.get_nowait()
+            except queue.Empty:
+                return
+            if not future.done():
+                future.set_exception(error)
+
+
+def _send_tasks(outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None]) -> None:
+    while (entry := outbox.get()) is not None:
+        worker, message = entry
+        # A worker that is gone: the reader sees that too, and fails its futures.
+        with contextlib.suppress(OSError):
+            worker.connection.send_bytes(message)
+
+
+def _read_results(workers: list[_WorkerProcess]) -> None:
+    """Hand results to their futures until every worker is gone."""
+    alive: dict[Any, _WorkerProcess] = {worker.connection: worker for worker in workers}
+    while alive:
+        for ready in wait(list(alive)):
+            worker = alive[ready]
+            try:
+                result = pickle.loads(worker.connection.recv_bytes())
+            except (EOFError, OSError):
+                del alive[ready]
+                worker.connection.close()
+                worker.fail_pending()
+                continue
+            worker.pending.get_nowait().set_result(result)
+
+
+def _work(
+    connection: Connection,
+    index: int,
+    processor: ChunkProcessor,
+    worker_init_fn: Callable[[int], None] | None,
+) -> None:
+    """Process chunks until the trainer closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    if worker_init_fn is not None:
+        worker_init_fn(index)
+    waiting: deque[tuple[int, ChunkTask]] = deque()
+    newest = 0
+    try:
+        while True:
+            while not waiting or connection.poll():
+                newest, task = pickle.loads(connection.recv_bytes())
+                if task is not None:
+                    waiting.append((newest, task))
+            generation, task = waiting.popleft()
+            stale = generation != newest
+            result = ChunkResult(b"", None) if stale else processor.run_packed(task)
+            connection.send_bytes(pickle.dumps(result, protocol=5))
+    except (EOFError, OSError):
+        return
+
+
+def _exit_with_parent() -> None:
+    """End this process soon after the trainer's, however that ended."""
+    parent, parent_pid = multiprocessing.parent_process(), os.getppid()
+    while parent is not None and not wait([parent.sentinel], _PARENT_POLL_S):
+        if os.getppid() != parent_pid:
+            break
+    os._exit(1)

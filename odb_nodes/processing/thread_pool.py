@@ -1,0 +1,66 @@
+"""Threads that process chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from concurrent.futures import Future
+
+from odb_nodes.errors import WorkerError
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.options import WorkerOptions
+
+_STOP_S = 5.0
+
+
+class ThreadPool:
+    """Daemon threads that take chunks from one queue."""
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        self._processor = processor
+        self._closed = False
+        self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads = [
+            threading.Thread(target=self._work, name=f"odb_nodes-worker-{index}", daemon=True)
+            for index in range(options.num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk."""
+        future: Future[ChunkResult] = Future()
+        self._tasks.put((task, future))
+        if self._closed:  # Perhaps nobody is left to take it.
+            self.discard()
+        return future
+
+    def discard(self) -> None:
+        """Skip what is queued and not yet begun."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                entry = self._tasks.get_nowait()
+                if entry is not None:
+                    entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
+        if self._closed:
+            self._tasks.put(None)  # which was perhaps taken away from a thread
+
+    def close(self) -> None:
+        """Stop the threads; one that is inside of the user's code stops when that returns."""
+        self._closed = True
+        self.discard()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_S)
+
+    def _work(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            task, future = entry
+            try:
+                future.set_result(self._processor.run(task))
+            except BaseException as error:
+                future.set_exception(error)
+        self._tasks.put(None)  # for the next thread

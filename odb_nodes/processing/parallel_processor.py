@@ -18,7 +18,8 @@ from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.pools import ProcessPool, WorkerPool, start_pool
+from odb_nodes.processing.pools import WorkerPool, start_pool
+from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.transport import unpack
 from odb_nodes.seeds import mix
 from odb_nodes.sources.epochs import EpochCounter

@@ -180,6 +180,7 @@ class ODBDataLoader:
                 num_workers=loader.num_workers,
                 start_method=None if context is None else context.get_start_method(),
                 worker_init_fn=loader.worker_init_fn,
+                timeout_s=loader.timeout or WorkerOptions.timeout_s,
             )
         given.setdefault("pin_memory", loader.pin_memory)
         return cls(loader.dataset, token_budget=token_budget, **given)
@@ -265,6 +266,7 @@ def _source_of(
             "`IterableDataset`, or pass something with `__len__`."
         )
     if sampler is not None:
+        _check_order(sampler)
         return IterableSource(sampler), dataset
     return ShardedSampler(dataset, shuffle, seed), dataset
 
@@ -292,17 +294,23 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
                 "of single samples is not known. Pass `shuffle=` or `sampler=`."
             )
         sampler = loader.batch_sampler.sampler
-    if isinstance(sampler, DistributedSampler):
-        return {"shuffle": sampler.shuffle, "seed": sampler.seed}
-    if isinstance(sampler, SequentialSampler):
-        return {"shuffle": False}
-    if isinstance(sampler, _RANDOM) and not sampler.replacement:
-        if sampler.num_samples == len(sampler.data_source):
-            return {"shuffle": True}
+    whole = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+    if whole is not None and len(whole) == len(loader.dataset):  # type: ignore[arg-type]
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
+            return {"shuffle": sampler.shuffle, "seed": sampler.seed}
+        if isinstance(sampler, SequentialSampler):
+            return {"shuffle": False}
+        if isinstance(sampler, _RANDOM) and not sampler.replacement:
+            if sampler.num_samples == len(whole):
+                return {"shuffle": True}
+    return {"sampler": sampler}
+
+
+def _check_order(sampler: Any) -> None:
+    """Raise a ValueError for a sampler that cannot yield its order again."""
     if isinstance(sampler, (*_RANDOM, SubsetRandomSampler, WeightedRandomSampler)):
         raise ValueError(
-            f"`loader.sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again "
-            "when a run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the "
-            "same order again."
+            f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
+            "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
+            "again."
         )
-    return {"sampler": sampler}

@@ -48,7 +48,11 @@ def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
     Raises:
         TimeoutError: a thread did not come back in time.
     """
-    for node in walk(root):  # Outer nodes first: the inner ones still feed them.
+    nodes = list(walk(root))
+    for node in nodes:
+        if callable(interrupt := getattr(node, "interrupt", None)):
+            interrupt()  # A thread may be waiting for slow processing.
+    for node in nodes:  # Outer nodes first: the inner ones still feed them.
         if isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
             # A reset of theirs that raised has deleted it, and the next one would miss it.
             it = node._it = getattr(node, "_it", None)

@@ -46,7 +46,8 @@ class Loader(Generic[T]):
     NUM_YIELDED_KEY = "num_yielded"
     ENDED_KEY = "ended"
     NEXT_EPOCH_KEY = "next_epoch"
-    STATE_KEYS = (ROOT_KEY, NUM_YIELDED_KEY, ENDED_KEY, NEXT_EPOCH_KEY)
+    LEFT_KEY = "left"
+    STATE_KEYS = (ROOT_KEY, NUM_YIELDED_KEY, ENDED_KEY, NEXT_EPOCH_KEY, LEFT_KEY)
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Loader(Generic[T]):
         """Return where the most recent iterator stands. The caller owns the result."""
         state = self._pending
         if state is None:
-            state = iter(self).state() if self._it is None else self._it.state()
+            state = (iter(self) if self._it is None else self._it).state()
         return {**detach(state), self.NEXT_EPOCH_KEY: self._next_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -120,12 +121,12 @@ class Loader(Generic[T]):
         A loaded state that stands within an epoch wins: it says itself which epoch it is in.
         """
         epoch = check_count("epoch", epoch, 0)
-        within = self._pending is not None and not self._pending[self.ENDED_KEY]
-        if within and self._next_epoch is None:
+        pending = self._pending
+        if pending is not None and not (pending[self.ENDED_KEY] or pending[self.LEFT_KEY]):
             return
         self._next_epoch = epoch
         if self._it is not None:
-            self._it.touched = True
+            self._it.leave()
 
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
@@ -182,13 +183,13 @@ class Loader(Generic[T]):
                 self.root.reset(detach(state[self.ROOT_KEY]))
         except KeyError as error:
             raise StateError(
-                f"a node of the graph finds no {error} in its part of the state. Build the graph "
-                "with the same nodes in the same order as when it was saved."
+                f"a node finds no {error} in its part of the state, or your own code raised this. "
+                "Build the graph with the same nodes in the same order as when it was saved."
             ) from error
         ended = state[self.ENDED_KEY]
         if ended:
             self._see_end()
-        if (ended and self._restart) or self._next_epoch is not None:
+        if (ended and self._restart) or state[self.LEFT_KEY]:
             stop_threads(self.root, self._stop_timeout_s)
             return self._begin_epoch()
         return LoaderIterator(self, state[self.NUM_YIELDED_KEY], ended)
@@ -218,7 +219,13 @@ class LoaderIterator(Iterator[T]):
         self._num_yielded = num_yielded
         self._ended = ended
         self._state: dict[str, Any] | None = None  # as long as it is the present one
-        self.touched = False
+        self.touched = False  # so that the next `iter()` begins an epoch
+        self._left = False  # by `set_epoch`, and not taken up again
+
+    def leave(self) -> None:
+        """Make the next `iter()` begin an epoch, unless this one is taken up again."""
+        self.touched = self._left = True
+        self._state = None
 
     def state(self) -> dict[str, Any]:
         """Return where this iterator stands. Shared: not to be changed or given away."""
@@ -230,16 +237,15 @@ class LoaderIterator(Iterator[T]):
                 num_yielded=self._num_yielded,
                 ended=self._ended,
                 next_epoch=None,
+                left=self._left,
             )
         return self._state
 
     def __next__(self) -> T:
         loader = self._loader
-        if loader._it is not self:
-            raise RuntimeError(
-                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
-                "again, or raised. Use the newest `iter(loader)`."
-            )
+        self._check_valid()
+        if self._left:
+            self._left, self._state = False, None
         self.touched = True
         if self._ended:
             raise StopIteration
@@ -247,10 +253,20 @@ class LoaderIterator(Iterator[T]):
             self.state()  # Should the graph raise, this is where it is taken up again.
             item: T = next(loader.root)
         except StopIteration:
+            self._check_valid()
             self._ended, self._state = True, None
             raise
         except BaseException:
+            self._check_valid()
             loader.close()
             raise
         self._num_yielded, self._state = self._num_yielded + 1, None
         return item
+
+    def _check_valid(self) -> None:
+        """Raise if the loader has gone on without this iterator, perhaps on another thread."""
+        if self._loader._it is not self:
+            raise RuntimeError(
+                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
+                "again, or raised. Use the newest `iter(loader)`."
+            )

@@ -156,10 +156,20 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary, _mode_of(path))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _mode_of(path: Path) -> int:
+    """Return the permissions that a file has, or would have if it were made."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def load_state(path: str | os.PathLike[str]) -> Any:

@@ -177,7 +177,8 @@ def _difference(expected: Any, got: Any) -> str | None:
                 f" is {tuple(got.shape)} {got.dtype} instead of "
                 f"{tuple(expected.shape)} {expected.dtype}"
             )
-        places = np.argwhere(np.asarray(expected != got))
+        both_nan = (expected != expected) & (got != got)
+        places = np.argwhere(np.asarray((expected != got) & ~both_nan))
         if not len(places):
             return None
         place = tuple(places[0].tolist())
@@ -191,7 +192,9 @@ def _difference(expected: Any, got: Any) -> str | None:
             return f" has {len(got)} elements instead of {len(expected)}"
         pairs = list(zip(range(len(expected)), expected, got, strict=True))
     else:
-        same = type(expected) is type(got) and bool(expected == got)
+        same = type(expected) is type(got) and bool(
+            expected == got or (expected != expected and got != got)  # NaN
+        )
         return None if same else f" is {got!r:.500} instead of {expected!r:.500}"
     for key, left, right in pairs:
         if difference := _difference(left, right):

@@ -7,7 +7,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_callable, check_node
-from odb_nodes.errors import SampleError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
 from odb_nodes.sample import Observe, Sample, observe_sample
@@ -82,7 +82,17 @@ class LengthObserver(BaseNode[Sample]):
         return sample
 
     def get_state(self) -> dict[str, Any]:
-        """Return the source's state."""
+        """Return the source's state.
+
+        Raises:
+            StateError: the last sample was not valid. The source is past it, so no state here would
+                bring it back; the `Loader` uses the one before.
+        """
+        if self._failure is not None:
+            raise StateError(
+                f"there is no state after sample {self._position} of the epoch failed: it would be "
+                "lost. Load the last state saved before."
+            )
         return seal(
             type(self).__name__,
             self._config(),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from odb_nodes.checks import check_count
+from odb_nodes.planning.budget import round_up
 from odb_nodes.sample import IGNORE_INDEX, flat
 
 TOKEN_KEYS = (
@@ -27,8 +28,9 @@ TOKEN_KEYS = (
 class PaddingCollate:
     """Pads text samples into a batch; the default collate function.
 
-    The keys with a value per token become (B, T) tensors; `attention_mask`, (B, T) int64, is made
-    where there is none. Numbers become (B,) tensors. Any other key becomes a list of B values.
+    The keys with a value per token become (B, T) tensors, int64 where they are integers;
+    `attention_mask`, (B, T) int64, is made where there is none. Numbers become (B,) tensors. Any
+    other key becomes a list of B values.
 
     Args:
         pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
@@ -66,7 +68,7 @@ class PaddingCollate:
                     f"the samples of a group must have the same keys, but have {sorted(sample)} "
                     f"and {sorted(samples[0])} instead."
                 )
-        lengths = [len(_row(sample["input_ids"])) for sample in samples]
+        lengths = [len(_row("input_ids", sample["input_ids"])) for sample in samples]
         batch = {
             key: self._collate(key, [sample[key] for sample in samples], lengths)
             for key in samples[0]
@@ -81,7 +83,7 @@ class PaddingCollate:
         return self._pad(key, values, lengths) if key in self.token_keys else values
 
     def _pad(self, key: str, values: list[Any], lengths: list[int]) -> torch.Tensor:
-        rows = list(map(_row, values))
+        rows = [_row(key, value) for value in values]
         if (found := list(map(len, rows))) != lengths:
             raise ValueError(
                 f"`{key}` must have the lengths of `input_ids` ({lengths}), but has {found} "
@@ -89,6 +91,8 @@ class PaddingCollate:
             )
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
         dtype = np.result_type(*{row.dtype for row in rows})
+        if dtype.kind in "iu":
+            dtype = np.dtype(np.int64)  # what embeddings and losses take
         padded = np.full((len(rows), self._width(lengths)), fill, dtype=dtype)
         for target, row, length in zip(padded, rows, lengths, strict=True):
             if self.side == "right":
@@ -104,15 +108,15 @@ class PaddingCollate:
         return torch.from_numpy(mask.astype(np.int64))
 
     def _width(self, lengths: list[int]) -> int:
-        return -(-max(lengths) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return round_up(max(lengths), self.pad_to_multiple_of)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Number) or getattr(value, "ndim", None) == 0
 
 
-def _row(value: Any) -> Any:
+def _row(key: str, value: Any) -> Any:
     if type(value) is np.ndarray and value.ndim == 1:
         return value
-    row = flat("a row", value)
+    row = flat(key, value)
     return row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,21 @@ from odb_nodes.sample import Sample
 _SCALARS = (int, str, float, bool, type(None))
 
 
-def encode_sample(sample: Sample) -> tuple[Any, ...]:
-    """Return a copy of a sample that `torch.load(weights_only=True)` can read.
+def encode_sample(sample: Sample) -> bytes:
+    """Return a sample as bytes that `decode_sample` can read, and no code can hide in.
 
     Raises:
         SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
             numbers and strings.
     """
-    return (_encode(sample.data), *sample[1:])
+    buffer = io.BytesIO()
+    torch.save((_encode(sample.data), *sample[1:]), buffer)
+    return buffer.getvalue()
 
 
-def decode_sample(encoded: tuple[Any, ...]) -> Sample:
-    """Return the sample that `encode_sample` was given, sharing nothing with `encoded`."""
-    data, *cost = encoded
+def decode_sample(encoded: bytes) -> Sample:
+    """Return the sample that `encode_sample` was given."""
+    data, *cost = torch.load(io.BytesIO(encoded), weights_only=True)
     return Sample(_decode(data), *cost)
 
 
@@ -34,7 +37,7 @@ def _encode(value: Any) -> Any:
     if kind in _SCALARS:
         return ("is", value)
     if isinstance(value, torch.Tensor):
-        return ("tensor", value.detach().clone())
+        return ("tensor", value.detach().clone())  # and not the storage that it is a view of
     if kind is bytes:
         return ("bytes", _to_tensor(value))
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -56,7 +59,7 @@ def _decode(encoded: tuple[Any, ...]) -> Any:
     if kind == "is":
         return content[0]
     if kind == "tensor":
-        return content[0].clone()
+        return content[0]
     if kind == "array":
         dtype, shape, data = content
         return np.frombuffer(data.numpy().tobytes(), dtype).reshape(shape).copy()

@@ -25,8 +25,7 @@ class ReadAhead(BaseNode[T]):
     def __init__(self, source: BaseNode[T], depth: int) -> None:
         super().__init__()
         check_node("source", source)
-        self._relay = _Relay(source)
-        self._prefetcher = Prefetcher(self._relay, depth)
+        self._prefetcher = Prefetcher(_Relay(source), depth)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
@@ -41,8 +40,9 @@ class ReadAhead(BaseNode[T]):
         except StopIteration:
             raise
         except Exception:
-            if self._relay.error is not None:  # and not its copy in another message
-                raise self._relay.error from None
+            relay = self._prefetcher.source
+            if isinstance(relay, _Relay) and relay.error is not None:
+                raise relay.error from None  # and not its copy in another message
             raise
         return item
 

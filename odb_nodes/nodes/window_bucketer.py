@@ -132,6 +132,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         group = self._pool.take(draining=self._ended)
         if self._ended and not len(self._pool):
             self._end()
+        self._snapshots.at_or_before(self._pool.oldest)  # forgets earlier ones
         return group
 
     def get_state(self) -> dict[str, Any]:
@@ -240,8 +241,14 @@ class WindowBucketer(BaseNode[list[Sample]]):
         return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
 
     def _restore(self, state: dict[str, Any]) -> None:
+        if self._mode == "replay" and state[self.PAYLOAD_KEY]:  # loaded with `strict=False`
+            raise StateError(
+                f'a pool that was saved with `state="payload"` cannot go into a '
+                f'{type(self).__name__} with `state="replay"`, which could not replay it. Change '
+                "this between epochs."
+            )
         self.source.reset(detach(state[self.SOURCE_KEY]))
-        since = state[self.SINCE_KEY]
+        since = self.replayed_samples = state[self.SINCE_KEY]
         base = state[self.PULLED_KEY] - since
         self._snapshots.put(base, state[self.SOURCE_KEY])
         if state[self.MODE_KEY] == "payload":
@@ -271,7 +278,6 @@ class WindowBucketer(BaseNode[list[Sample]]):
             for length, ordinal, size in zip(tokens, ordinals, patches, strict=True)
         }
         kept: dict[int, Sample] = {}
-        self.replayed_samples = count
         logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
         bar = tqdm(range(base, base + count), "replaying samples", leave=False, disable=None)
         for ordinal in bar:
@@ -289,6 +295,11 @@ class WindowBucketer(BaseNode[list[Sample]]):
                     ' seeds the global generators), or save with `state="payload"`.'
                 )
             kept[ordinal] = sample
+        if len(kept) != len(expected):
+            raise StateError(
+                f"{type(self).__name__} cannot restore its pool: the state names samples that a "
+                "replay does not reach. Use an earlier checkpoint."
+            )
         return kept
 
     def _pull_again(self, ordinal: int) -> Sample:

@@ -58,9 +58,14 @@ class TokenBudget:
 
     def width(self, tokens: int) -> int:
         """Return the padded length of a row of `tokens` tokens."""
-        return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return round_up(tokens, self.pad_to_multiple_of)
 
     def is_oversize(self, tokens: int, patches: int = 0) -> bool:
         """Tell whether one sample exceeds the budget on its own."""
         too_long = self.width(tokens) > self.tokens
         return too_long or (self.max_patches is not None and patches > self.max_patches)
+
+
+def round_up(tokens: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `tokens`."""
+    return -(-tokens // multiple) * multiple

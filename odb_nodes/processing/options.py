@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -48,8 +49,13 @@ class WorkerOptions:
             raise ValueError(
                 f"`start_method` must be one of {known} here, but is {self.start_method!r} instead."
             )
-        if not self.timeout_s > 0:
-            raise ValueError(f"`timeout_s` must be above 0, but is {self.timeout_s!r} instead.")
+        if not isinstance(self.timeout_s, (int, float)) or not (
+            0 < self.timeout_s <= threading.TIMEOUT_MAX
+        ):
+            raise ValueError(
+                f"`timeout_s` must be seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}, "
+                f"but is {self.timeout_s!r} instead."
+            )
 
     @property
     def chunks_ahead(self) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_callable, check_integer, check_node
-from odb_nodes.errors import SampleError, WorkerError
+from odb_nodes.errors import SampleError, StateError, WorkerError
 from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
@@ -135,8 +134,7 @@ class ParallelProcessor(BaseNode[T]):
             self._taken = state[self.TAKEN_KEY]
             self._position = self._submitted = state[self.POSITION_KEY]
             self.source.reset(detach(self._source_state))
-            for _ in range(self._taken):
-                next(self.source)  # Taken before: not processed again.
+            self._skip(self._taken)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
             self._pool = start_pool(self._processor, self._workers)
@@ -179,6 +177,7 @@ class ParallelProcessor(BaseNode[T]):
         self._pool, self._finalizer = None, None
 
     def _clear(self) -> None:
+        self._interruption: Future[ChunkResult] = Future()
         self._in_flight: deque[_Chunk] = deque()
         self._ready: Iterator[Any] = iter(())
         self._failure: Exception | None = None
@@ -187,12 +186,29 @@ class ParallelProcessor(BaseNode[T]):
         self._position = 0  # items out in this epoch
         self._submitted = 0  # items read in this epoch
 
+    def _skip(self, count: int) -> None:
+        """Read items that were taken before; they are not processed again."""
+        for read in range(count):
+            try:
+                next(self.source)
+            except StopIteration:
+                raise StateError(
+                    f"the state of {type(self).__name__} stands {count} items after its source's, "
+                    f"which now ends after {read}. Resume over the data it was saved on."
+                ) from None
+
+    def interrupt(self) -> None:
+        """Make a `next` that waits on another thread raise now. A reset takes it back."""
+        if not self._interruption.done():
+            self._interruption.set_result(ChunkResult(None, None))
+
     def _take_chunk(self) -> None:
         """Make the results of the next chunk ready, and read further ahead.
 
         Raises:
             StopIteration: the source has ended and nothing is in flight.
         """
+        self._check_interrupted()
         while not self._source_ended and len(self._in_flight) <= self._workers.chunks_ahead:
             self._read_chunk()
         if not self._in_flight:
@@ -245,17 +261,26 @@ class ParallelProcessor(BaseNode[T]):
             return result.results, result.failure
         first = chunk.task.position
         where = f"samples {first}..{first + chunk.size - 1} of epoch {self._epochs.epoch}"
-        try:
-            result = chunk.future.result(self._workers.timeout_s)
-        except WorkerError as error:
-            raise WorkerError(f"while processing {where}: {error}") from error
-        except FutureTimeoutError as error:
+        waiting = (chunk.future, self._interruption)
+        wait(waiting, self._workers.timeout_s, return_when=FIRST_COMPLETED)
+        self._check_interrupted()
+        if not chunk.future.done():
+            self.close()  # The next reset starts new ones.
             raise WorkerError(
                 f"no result within {self._workers.timeout_s} s (`timeout_s`) for {where}: "
                 "`process_fn` hangs, or needs a longer limit."
-            ) from error
+            )
+        try:
+            result = chunk.future.result()
+        except WorkerError as error:
+            self.close()
+            raise WorkerError(f"while processing {where}: {error}") from error
         packed = isinstance(result.results, bytes)
         return unpack(result.results) if packed else result.results, result.failure
+
+    def _check_interrupted(self) -> None:
+        if self._interruption.done():
+            raise WorkerError("processing was interrupted, since the graph is reset or closed.")
 
     def _config(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ import pickle
 import queue
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
 
 _PARENT_POLL_S = 1.0
+_DEATH_POLL_S = 1.0
 _STOP_S = 5.0
 _starting = threading.Lock()  # see `_WorkerProcess`
 
@@ -100,6 +102,7 @@ class _WorkerProcess:
     """One worker process, its pipe, and the futures of the chunks sent to it, in order."""
 
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
+        self.last_words = ""
         self.pending: queue.SimpleQueue[Future[ChunkResult]] = queue.SimpleQueue()
         # One at a time: a sibling that is forked between these lines would hold the far end open,
         # and the death of this worker would not be seen.
@@ -137,7 +140,7 @@ class _WorkerProcess:
         error = WorkerError(
             f"worker process {self.process.pid} died with exit code {self.process.exitcode} "
             "(negative: killed by that signal; -9 is often out of memory). Nothing is lost: load "
-            "the last state, or iterate again, to go on."
+            f"the last state, or iterate again, to go on.{self.last_words}"
         )
         while True:
             try:
@@ -160,16 +163,26 @@ def _read_results(workers: list[_WorkerProcess]) -> None:
     """Hand results to their futures until every worker is gone."""
     alive: dict[Any, _WorkerProcess] = {worker.connection: worker for worker in workers}
     while alive:
-        for ready in wait(list(alive)):
+        for ready in wait(list(alive), _DEATH_POLL_S) or _dead_in_silence(alive):
             worker = alive[ready]
             try:
+                if worker.process.exitcode is not None and not worker.connection.poll():
+                    raise EOFError
                 result = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, OSError):
                 del alive[ready]
                 worker.connection.close()
                 worker.fail_pending()
                 continue
-            worker.pending.get_nowait().set_result(result)
+            if isinstance(result, str):
+                worker.last_words = f" Its `worker_init_fn` raised:\n{result}"
+            else:
+                worker.pending.get_nowait().set_result(result)
+
+
+def _dead_in_silence(alive: dict[Any, _WorkerProcess]) -> list[Any]:
+    """Return the pipes of dead workers whose own children hold the far end open."""
+    return [pipe for pipe, worker in alive.items() if worker.process.exitcode is not None]
 
 
 def _work(
@@ -180,10 +193,15 @@ def _work(
 ) -> None:
     """Process chunks until the trainer closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and its handler is not for a fork of it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     if worker_init_fn is not None:
-        worker_init_fn(index)
+        try:
+            worker_init_fn(index)
+        except BaseException:
+            connection.send_bytes(pickle.dumps(traceback.format_exc()))
+            return
     waiting: deque[tuple[int, ChunkTask]] = deque()
     newest = 0
     try:

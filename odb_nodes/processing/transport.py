@@ -21,6 +21,10 @@ import torch
 from odb_nodes.sample import Sample
 
 _LENGTH = struct.Struct("<Q")
+_NUMPY_DTYPES = frozenset(
+    torch.from_numpy(np.empty(0, code)).dtype
+    for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+)
 
 
 class _Pickler(pickle.Pickler):
@@ -33,8 +37,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether numpy can hold a tensor, without losing anything of it."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return plain and tensor.dtype is not torch.bfloat16 and not tensor.requires_grad
+    return plain and tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad
 
 
 def pack(items: Sequence[Any]) -> bytes:
@@ -64,7 +69,8 @@ def unpack(message: bytes) -> list[Any]:
         stop = start + _LENGTH.unpack_from(view, _LENGTH.size * (index + 1))[0]
         parts.append(view[start:stop])
         start = stop
-    # Copied one by one: writable, and a large array that outlives the chunk keeps only itself.
+    # Copied one by one: writable, and a large array that outlives the chunk keeps only itself
+    # (a joined column stays whole as long as a sample of it).
     return _from_columns(pickle.loads(parts[0], buffers=[bytearray(part) for part in parts[1:]]))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.seeds import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import detach, seal, unseal
@@ -40,7 +41,8 @@ class IterableSource(BaseNode[T]):
     STARTED_KEY = "started"
     ITERABLE_KEY = "iterable"
     ENDED_KEY = "ended"
-    STATE_KEYS = (EPOCH_KEY, POSITION_KEY, STARTED_KEY, ITERABLE_KEY, ENDED_KEY)
+    DIGEST_KEY = "digest"
+    STATE_KEYS = (EPOCH_KEY, POSITION_KEY, STARTED_KEY, ITERABLE_KEY, ENDED_KEY, DIGEST_KEY)
 
     def __init__(
         self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
@@ -57,7 +59,8 @@ class IterableSource(BaseNode[T]):
         self._position = 0  # items read, other ranks' included
         self._loaded: Any = None  # the iterable's state, until it has yielded again
         self._ended = False
-        self._early: Iterator[T] | None = None  # of the next epoch, begun to see this one's end
+        self._retry = False  # an iterable restored at its end may first iterate the rest: nothing
+        self._digest = 0  # of the order, where the items are indices
         self._it: Iterator[T] | None = None
 
     def __len__(self) -> int:
@@ -85,26 +88,27 @@ class IterableSource(BaseNode[T]):
         if self._loaded is not None and self._it is not None:
             # An iterable that restores itself when its iteration begins would do so too late.
             next(self._it, None)
-        self._it, self._early = self._early if initial_state is None else None, None
-        self._loaded, self._ended = None, False
+        self._retry = self._ended and self._loaded is not None and initial_state is None
+        self._it, self._loaded, self._ended = None, None, False
+        self._position = self._digest = 0
         if initial_state is None:
             self._epochs.advance()
-            self._position = 0
             self._tell_epoch()
             return
         state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._position = state[self.POSITION_KEY]
         self._loaded = state[self.ITERABLE_KEY]
+        self._ended = state[self.ENDED_KEY]
         self._tell_epoch()
         if isinstance(self._iterable, Stateful) and self._loaded is not None:
             self._iterable.load_state_dict(detach(self._loaded))
-            self._it = iter(self._iterable)
+            self._digest = state[self.DIGEST_KEY]
+            if not self._ended:
+                self._it = iter(self._iterable)
         elif self._position:
             self._it = iter(self._iterable)
-            self._fast_forward(self._it)
-        if state[self.ENDED_KEY]:
-            self._see_end()
+            self._fast_forward(self._it, state[self.DIGEST_KEY])
 
     def next(self) -> T:
         """Return the next item of this rank."""
@@ -117,6 +121,9 @@ class IterableSource(BaseNode[T]):
             try:
                 item = next(self._it)
             except StopIteration:
+                if self._retry:
+                    self._it, self._retry = iter(self._iterable), False
+                    continue
                 if self._position == 0:
                     raise SampleError(
                         f"`iterable` (`{type(self._iterable).__name__}`) yielded no sample in "
@@ -124,8 +131,8 @@ class IterableSource(BaseNode[T]):
                     ) from None
                 self._ended = True
                 raise
-            self._loaded = None
-            self._position += 1
+            self._loaded, self._retry = None, False
+            self._count(item)
             if (self._position - 1) % self._world_size == self._rank:
                 return item
 
@@ -142,29 +149,34 @@ class IterableSource(BaseNode[T]):
             started=self._epochs.started,
             iterable=detach(own),
             ended=self._ended,
+            digest=self._digest,
         )
 
     def _tell_epoch(self) -> None:
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):
             set_epoch(self._epochs.epoch)
 
-    def _see_end(self) -> None:
-        """Stand at the end of the epoch, whether the iterable then ends or begins the next one."""
-        self._ended = True
-        it, self._it = self._it, None
-        if it is not None:
-            first = list(islice(it, 1))
-            self._early = chain(first, it) if first else None
+    def _count(self, item: Any) -> None:
+        self._position += 1
+        if type(item) is int:
+            self._digest = mix(self._digest, item) >> 1  # torch's states hold 63 bits
 
-    def _fast_forward(self, it: Iterator[T]) -> None:
-        for read in range(self._position):
-            try:
-                next(it)
-            except StopIteration:
-                raise StateError(
-                    f"the state of {type(self).__name__} stands at item {self._position}, but the "
-                    f"iterable ended after {read}. Resume over the data it was saved on."
-                ) from None
+    def _fast_forward(self, it: Iterator[T], digest: int) -> None:
+        end = self._position
+        self._position = 0
+        for item in islice(it, end):
+            self._count(item)
+        if self._position < end:
+            raise StateError(
+                f"the state of {type(self).__name__} stands at item {end}, but the iterable ended "
+                f"after {self._position}. Resume over the data it was saved on."
+            )
+        if self._digest != digest:
+            raise StateError(
+                f"`{type(self._iterable).__name__}` yielded other indices than when the state of "
+                f"{type(self).__name__} was saved: its order is not seeded. Seed it, "
+                "or use `ShardedSampler`."
+            )
 
     def _config(self) -> dict[str, Any]:
         return {"rank": self._rank, "world_size": self._world_size}

@@ -120,6 +120,26 @@ def test_several_changes_are_named_together():
         next(iter(loader))
 
 
+@pytest.mark.parametrize(("before", "after"), [("replay", "payload"), ("payload", "replay")])
+def test_a_change_of_what_a_state_holds_loses_nothing(before, after):
+    reference = list(Loader(bucketed(state=before)))
+    loader = Loader(bucketed(state=after))
+    loader.load_state_dict(saved(bucketed(state=before)), strict=False)
+    if before == "payload":  # whose source is past the pool: a replay could not reach it
+        with pytest.raises(StateError, match="Change this between epochs"), pytest.warns():
+            next(iter(loader))
+        return
+    with pytest.warns(UserWarning, match="`state`"):
+        groups = [next(iter(loader))]
+    again = Loader(bucketed(state=after))
+    again.load_state_dict(loader.state_dict())
+    assert ids(groups + list(again)) == ids(reference[3:])
+
+
+def ids(groups):
+    return [[sample.data["id"] for sample in group] for group in groups]
+
+
 def test_the_knowing_change_holds_for_one_load_only():
     loader = Loader(bucketed(window=30))
     loader.load_state_dict(saved(bucketed()), strict=False)

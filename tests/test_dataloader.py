@@ -1,4 +1,5 @@
 import random
+import time
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def test_the_order_of_an_existing_dataloader_is_kept():
 )
 def test_an_order_that_cannot_be_drawn_again_is_refused(sampler):
     stock = DataLoader(Dataset(), batch_size=4, sampler=sampler)
-    with pytest.raises(ValueError, match="`loader.sampler` is a .* cannot be drawn again"):
+    with pytest.raises(ValueError, match="`sampler` is a .* cannot be drawn again"):
         ODBDataLoader.from_dataloader(stock, token_budget=256)
 
 
@@ -266,6 +267,39 @@ def test_arguments_that_are_not_valid_are_named(options, error, message):
 def test_an_empty_stream_is_an_error():
     with pytest.raises(ValueError, match="yielded no sample in epoch 0"):
         list(ODBDataLoader(Stream(0), token_budget=256))
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(range(SIZE)), WeightedRandomSampler([1.0], 5)])
+def test_a_sampler_that_cannot_yield_its_order_again_is_refused(sampler):
+    with pytest.raises(ValueError, match="`sampler` is a .* cannot be drawn again"):
+        make_dataloader(sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SequentialSampler(range(30)),
+        DistributedSampler(range(SIZE), 2, 1, shuffle=False),
+    ],
+)
+def test_a_sampler_over_a_part_of_the_data_is_not_widened(sampler):
+    stock = DataLoader(Dataset(), batch_size=4, sampler=sampler)
+    loader = ODBDataLoader.from_dataloader(stock, token_budget=256, window=1)
+    assert sum(ids(loader), []) == list(sampler)
+
+
+def test_a_reset_does_not_wait_for_slow_processing():
+    def slow(index):
+        time.sleep(0.5)
+        return augment(index)
+
+    options = {"process_fn": slow, "workers": WorkerOptions(num_workers=1, chunk_size=8)}
+    with ODBDataLoader(range(SIZE), token_budget=256, window=64, **options) as loader:
+        state = loader.state_dict()  # begins to fill the pool, which takes half a minute
+        loader.load_state_dict(state)
+        start = time.monotonic()
+        iter(loader)
+        assert time.monotonic() - start < 15
 
 
 def test_a_job_of_several_ranks_is_refused(monkeypatch):

@@ -1,6 +1,7 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset
@@ -354,3 +355,16 @@ def test_a_state_of_another_rank_is_refused_by_name(field, value):
 def test_rank_and_world_size_belong_together(given):
     with pytest.raises(ValueError, match="`rank` and `world_size` must be given together"):
         IterableSource([1], **given)
+
+
+def test_an_order_that_is_not_seeded_is_found_out():
+    class Unseeded:
+        def __iter__(self):
+            return iter(torch.randperm(100).tolist())
+
+    node = IterableSource(Unseeded(), 0, 1)
+    node.reset(None)
+    for _ in range(10):
+        next(node)
+    with pytest.raises(StateError, match="`Unseeded` yielded other indices .* not seeded"):
+        IterableSource(Unseeded(), 0, 1).reset(node.state_dict())

@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.nodes import BaseNode
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
-from odb_nodes.checks import check_count
+from odb_nodes.checks import check_callable, check_count
 from odb_nodes.graph import length_of
 from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
@@ -81,8 +81,8 @@ class ODBDataLoader:
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
         prefetch: batches made ahead by a thread, where there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
-        workers: all the options of the workers, instead of `num_workers`. By default up to `window`
-            samples are in flight, so that a refill of the pool never waits for one sample.
+        workers: all the options of the workers, instead of `num_workers`. By default at least
+            `window` samples are in flight, so that a refill of the pool never waits for one sample.
         sampler: yields indices of a map-style dataset in an order of its own, the same when
             iterated again, instead of `shuffle`.
         pin_memory: pin batches, for faster copies to the accelerator.
@@ -116,6 +116,14 @@ class ODBDataLoader:
                 f"`ODBDataLoader` serves one rank, but the job has {world_size}: their batches "
                 "differ in number, so collectives would hang. This version does not align them."
             )
+        if workers is not None and not isinstance(workers, WorkerOptions):
+            raise TypeError(
+                f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
+                "worker processes, use `num_workers`."
+            )
+        check_callable("process_fn", process_fn)
+        check_callable("observe", observe)
+        check_callable("collate_fn", collate_fn)
         if workers is not None and num_workers:
             raise ValueError(
                 "`num_workers` and `workers` must not both be given, but are "
@@ -125,7 +133,9 @@ class ODBDataLoader:
         check_count("window", window)
         options = workers or WorkerOptions(num_workers=num_workers)
         if options.in_flight_samples is None:
-            options = replace(options, in_flight_samples=window)
+            per_worker = 4 * options.chunk_size
+            ahead = max(window, per_worker * options.num_workers)
+            options = replace(options, in_flight_samples=ahead)
         budget = TokenBudget.of(token_budget)
         self.dataset = dataset
         source, items = _source_of(dataset, shuffle, seed, sampler)

@@ -12,8 +12,10 @@ import contextvars
 import copy
 import os
 import pickle
+import re
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,8 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         FileNotFoundError: the folder does not exist.
+        StateError: `state` holds something else than plain data and tensors. A file that was at
+            `path` before is kept.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -156,11 +160,29 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        _check_readable(temporary)
         os.chmod(temporary, _mode_of(path))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _check_readable(path: str) -> None:
+    """Raise if a file cannot be read again: it must not replace one that can."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise StateError(
+            "`state` must hold plain data and tensors only (numpy's are not: use `float(x)` and "
+            f"`torch.from_numpy(x)`), but holds {_refused(error)}."
+        ) from error
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """Return what torch refused to load, out of its long message."""
+    found = re.search(r"Unsupported \w+: (?:GLOBAL )?(\S+)", str(error))
+    return f"`{found[1]}`" if found else type(error).__name__
 
 
 def _mode_of(path: Path) -> int:
@@ -180,13 +202,19 @@ def load_state(path: str | os.PathLike[str]) -> Any:
         StateError: the file is truncated, or holds something else than plain data and tensors.
     """
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"`{path}` is a folder, not a state file.")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"checksum of {damaged}")
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except pickle.UnpicklingError as error:
         raise StateError(
-            f"`{path}` is not a state file: it holds something else than plain data and tensors."
+            f"`{path}` is not a state file: it holds something else than plain data and tensors "
+            f"(numpy's are not): {_refused(error)}."
         ) from error
     except Exception as error:
         raise StateError(

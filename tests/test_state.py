@@ -1,3 +1,6 @@
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from graphs import make, sampler
@@ -73,3 +76,28 @@ def test_a_state_of_another_version_is_refused_at_any_depth():
     again.load_state_dict(state)
     with pytest.raises(StateError, match="WindowBucketer has `version` 0"):
         next(iter(again))
+
+
+@pytest.mark.parametrize("value", [np.float64(1), np.ones(2), Path("x")])
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, value):
+    path = tmp_path / "state.pt"
+    save_state({"step": 1}, path)
+    with pytest.raises(StateError, match="`state` must hold plain data .* but holds `"):
+        save_state({"loss": value}, path)
+    assert load_state(path) == {"step": 1}
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = tmp_path / "state.pt"
+    save_state(Loader(sampler()).state_dict(), path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"position") + 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StateError, match="is truncated or not a state file"):
+        load_state(path)
+
+
+def test_a_file_has_the_permissions_of_any_other(tmp_path):
+    (tmp_path / "other").touch()
+    save_state({}, tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -90,7 +90,10 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
                 f"`{type(group).__name__}` instead. Put a `WindowBucketer` before it."
             )
-        batch = self._collate([sample.data for sample in group])
+        try:
+            batch = self._collate([sample.data for sample in group])
+        except StopIteration as error:  # which would end the epoch here
+            raise RuntimeError("`collate_fn` raised StopIteration.") from error
         if not isinstance(batch, MutableMapping):
             raise TypeError(
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "

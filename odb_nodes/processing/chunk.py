@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from odb_nodes.errors import SampleError
+from odb_nodes.errors import SampleError, WorkerError
 from odb_nodes.processing.transport import pack
 from odb_nodes.seeds import mix, preserved_rngs, seed_rngs
 
+_RNGS_WAIT_S = 600.0
 _global_rngs = threading.RLock()  # the global generators serve one sample at a time
 
 
@@ -61,8 +62,16 @@ class ChunkProcessor:
         if self.seed is None:
             results, failure = self._apply(task, (Exception, SystemExit))
         else:
-            with _global_rngs, preserved_rngs():
-                results, failure = self._apply(task, (Exception, SystemExit))
+            if not _global_rngs.acquire(timeout=_RNGS_WAIT_S):
+                raise WorkerError(
+                    f"no turn with the global random generators within {_RNGS_WAIT_S} s: a thread "
+                    "that processes a sample hangs. Use processes, or `seed=None`."
+                )
+            try:
+                with preserved_rngs():
+                    results, failure = self._apply(task, (Exception, SystemExit))
+            finally:
+                _global_rngs.release()
         return ChunkResult(results, failure)
 
     def run_packed(self, task: ChunkTask) -> ChunkResult:
@@ -101,8 +110,21 @@ class ChunkProcessor:
 def _describe(item: Any, error: BaseException) -> Failure:
     expected = isinstance(error, SampleError)  # which says all there is to say
     return Failure(
-        item=repr(item) if len(repr(item)) <= 80 else repr(item)[:77] + "...",
-        error=str(error) if expected else f"{type(error).__name__}: {error}",
-        details="" if expected else "".join(traceback.format_exception(error)),
+        item=_show(item),
+        error=_show(error, str) if expected else f"{type(error).__name__}: {_show(error, str)}",
+        details="" if expected else _show(error, _format_traceback),
         worker=f"process {os.getpid()}, thread {threading.current_thread().name!r}",
     )
+
+
+def _format_traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _show(value: Any, how: Callable[[Any], str] = repr) -> str:
+    """Return text for a value of the user's, whose own text may be long, or raise."""
+    try:
+        text = how(value)
+    except Exception as error:
+        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+    return text if how is not repr or len(text) <= 80 else text[:77] + "..."

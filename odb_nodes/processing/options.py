@@ -62,5 +62,6 @@ class WorkerOptions:
         """Chunks in flight beyond the one in hand."""
         if self.num_workers == 0:
             return 0
-        wanted = self.in_flight_samples or 0
-        return max(-(-wanted // self.chunk_size), 4 * self.num_workers)
+        if self.in_flight_samples is None:
+            return 4 * self.num_workers
+        return -(-self.in_flight_samples // self.chunk_size)

@@ -194,7 +194,7 @@ class ParallelProcessor(BaseNode[T]):
             except StopIteration:
                 raise StateError(
                     f"the state of {type(self).__name__} stands {count} items after its source's, "
-                    f"which now ends after {read}. Resume over the data it was saved on."
+                    f"which ended after {read}. Resume over the data it was saved on."
                 ) from None
 
     def interrupt(self) -> None:
@@ -224,8 +224,8 @@ class ParallelProcessor(BaseNode[T]):
             position = self._position + len(results)
             self._failure = SampleError(
                 f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}, cannot be "
-                f"processed: {failure.error}\nThe samples before it were delivered. Mend it, then "
-                f"resume. It was processed in {failure.worker}.\n{failure.details}"
+                f"processed: {failure.error}\nNo batch with it was delivered. Mend it, then "
+                f"iterate again or resume. It was processed in {failure.worker}.\n{failure.details}"
             )
         elif chunk.source_error is not None:
             self._failure = chunk.source_error
@@ -250,7 +250,14 @@ class ParallelProcessor(BaseNode[T]):
 
     def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
         if self._pool is not None:
-            return self._pool.submit(task)
+            try:
+                return self._pool.submit(task)
+            except Exception as error:  # of pickling
+                raise self._fail(
+                    f"samples {task.position}..{task.position + len(task.items) - 1} of epoch "
+                    f"{task.epoch} cannot be sent to a worker: {type(error).__name__}: {error}. "
+                    'Let the source yield plain data, or use `method="thread"`.'
+                ) from error
         if self._workers.num_workers == 0:
             return None
         raise WorkerError("the workers were closed: reset the node to start them again.")
@@ -265,18 +272,26 @@ class ParallelProcessor(BaseNode[T]):
         wait(waiting, self._workers.timeout_s, return_when=FIRST_COMPLETED)
         self._check_interrupted()
         if not chunk.future.done():
-            self.close()  # The next reset starts new ones.
-            raise WorkerError(
+            raise self._fail(
                 f"no result within {self._workers.timeout_s} s (`timeout_s`) for {where}: "
                 "`process_fn` hangs, or needs a longer limit."
             )
         try:
             result = chunk.future.result()
+            packed = isinstance(result.results, bytes)
+            return unpack(result.results) if packed else result.results, result.failure
         except WorkerError as error:
-            self.close()
-            raise WorkerError(f"while processing {where}: {error}") from error
-        packed = isinstance(result.results, bytes)
-        return unpack(result.results) if packed else result.results, result.failure
+            raise self._fail(f"while processing {where}: {error}") from error
+        except Exception as error:
+            raise self._fail(
+                f"the results of {where} cannot be unpickled here: {type(error).__name__}: {error}"
+            ) from error
+
+    def _fail(self, message: str) -> WorkerError:
+        """Remember an error, and stop the workers: the next reset starts new ones."""
+        self._failure = WorkerError(message)
+        self.close()
+        return self._failure
 
     def _check_interrupted(self) -> None:
         if self._interruption.done():

@@ -9,11 +9,13 @@ holds, so death is always seen as its end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
@@ -22,6 +24,7 @@ from concurrent.futures import Future
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -46,14 +49,16 @@ class ProcessPool:
         self._workers: list[_WorkerProcess] = []
         try:
             for index in range(options.num_workers):
-                setup = (processor, options.worker_init_fn)
+                by_signal = threading.current_thread() is threading.main_thread()
+                setup = (processor, options.worker_init_fn, by_signal)
                 self._workers.append(_WorkerProcess(context, index, setup))
         except BaseException:
+            _kill(self._workers)
             for worker in self._workers:
-                worker.process.kill()
-                worker.process.join(_STOP_S)
                 worker.connection.close()
             raise
+        # At exit, multiprocessing would send SIGTERM, which workers ignore, and wait for ever.
+        self._at_exit = Finalize(None, _kill, args=(self._workers,), exitpriority=10)
         self._outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, args=args, name=f"odb_nodes-{name}", daemon=True)
@@ -89,10 +94,8 @@ class ProcessPool:
     def close(self) -> None:
         """Kill the workers and wait until they and the threads are gone."""
         self._outbox.put(None)
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join(_STOP_S)
+        self._at_exit.cancel()
+        _kill(self._workers)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_STOP_S)
@@ -151,6 +154,13 @@ class _WorkerProcess:
                 future.set_exception(error)
 
 
+def _kill(workers: list[_WorkerProcess]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join(_STOP_S)
+
+
 def _send_tasks(outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None]) -> None:
     while (entry := outbox.get()) is not None:
         worker, message = entry
@@ -190,11 +200,13 @@ def _work(
     index: int,
     processor: ChunkProcessor,
     worker_init_fn: Callable[[int], None] | None,
+    by_signal: bool,
 ) -> None:
     """Process chunks until the trainer closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and its handler is not for a fork of it
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # Nor is this one ours: a preempted trainer may want to finish its step and save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with_parent(by_signal)
     torch.set_num_threads(1)
     if worker_init_fn is not None:
         try:
@@ -216,6 +228,14 @@ def _work(
             connection.send_bytes(pickle.dumps(result, protocol=5))
     except (EOFError, OSError):
         return
+
+
+def _die_with_parent(by_signal: bool) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    if by_signal and sys.platform == "linux":
+        # Also while a library holds the GIL. Sent when the thread that started us ends.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:

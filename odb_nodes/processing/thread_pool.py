@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from concurrent.futures import Future
 
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
 
-_STOP_S = 5.0
+_STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
 
 
 class ThreadPool:
@@ -52,9 +53,10 @@ class ThreadPool:
         """Stop the threads; one that is inside of the user's code stops when that returns."""
         self._closed = True
         self.discard()
+        deadline = time.monotonic() + _STOP_S
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_STOP_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while (entry := self._tasks.get()) is not None:

@@ -31,15 +31,31 @@ class _Pickler(pickle.Pickler):
     """Pickles CPU tensors as numpy arrays, so that their storage goes out of band."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and _is_plain(value):
-            return torch.from_numpy, (value.detach().contiguous().numpy(),)
+        if type(value) is torch.Tensor:
+            if _is_plain(value):
+                return torch.from_numpy, (value.detach().contiguous().numpy(),)
+            return _load_tensor, (_save_tensor(value),)
+        if type(value) is np.ndarray and not value.flags.writeable:
+            return value.copy().__reduce_ex__(5)  # arrives writable, as all others
         return NotImplemented
+
+
+def _save_tensor(tensor: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    # A copy: not the whole storage that it may be a view of.
+    torch.save(tensor.detach().clone().requires_grad_(tensor.requires_grad), buffer)
+    return buffer.getvalue()
+
+
+def _load_tensor(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether numpy can hold a tensor, without losing anything of it."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return plain and tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return plain and tensor.dtype in _NUMPY_DTYPES and not (tensor.requires_grad or lazy)
 
 
 def pack(items: Sequence[Any]) -> bytes:
@@ -90,7 +106,7 @@ def _dicts_to_columns(items: Sequence[Any]) -> Any:
     if not items or not all(type(item) is dict for item in items):
         return None, list(items)
     keys = tuple(items[0])
-    if any(tuple(item) != keys for item in items):
+    if not keys or any(tuple(item) != keys for item in items):
         return None, list(items)
     return keys, [_to_column([item[key] for item in items]) for key in keys]
 

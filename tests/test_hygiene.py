@@ -425,37 +425,3 @@ def test_workers_start_while_other_threads_are_busy(run):
     """)
     code, out, errors = program.finish(100)
     assert (code, out, errors) == (0, "done\n", "")
-
-
-def test_a_forked_worker_waits_for_no_lock_of_the_c_library(run):
-    # Whatever is used for the first time in a process may register a function for its end, under a
-    # lock of the C library. If a thread of the trainer does so while a worker is forked, that lock
-    # is held in the worker for ever: what a worker needs from torch must have been used before.
-    program = run("""
-        import ctypes
-        library = ctypes.CDLL(None)
-        function = ctypes.cast(library.getpid, ctypes.c_void_p)
-        done = threading.Event()
-
-        def register():
-            for _ in range(4_000_000):
-                library.__cxa_atexit(function, None, None)
-                if done.is_set():
-                    break
-
-        threads = [threading.Thread(target=register) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        options = WorkerOptions(num_workers=2, chunk_size=4, start_method="fork", timeout_s=5)
-        try:
-            for turn in range(12):
-                with w.dataloader(w.Texts(60), workers=options, prefetch=0) as loader:
-                    print(sum(1 for batch in loader))
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join()
-    """)
-    code, out, errors = program.finish(60)
-    assert (code, errors) == (0, "")
-    assert len(out.split()) == 12

@@ -263,10 +263,13 @@ EPOCHS = """
             break
     assert len(steps) == 1
     loader.close()
-    after = held()
-    for key in before:
-        more = [thing for thing in after[key] if thing not in before[key]]
-        assert not more, f"{key}: before {before[key]}, after {after[key]}"
+    def more():
+        return {key: left for key, now in held().items() if (left := {*now} - {*before[key]})}
+
+    deadline = time.monotonic() + 5
+    while more() and time.monotonic() < deadline:
+        time.sleep(0.01)  # A thread that was joined is on its way out for another moment.
+    assert not more(), more()
 """
 
 

@@ -493,8 +493,13 @@ def test_processing_that_hangs(method, fault, hang):
     process_fn = fault(hang)
     node = unshuffled(process_fn, **two(method=method, timeout_s=2.0))
     delivered, message = read_until_error(node, WorkerError)
-    assert delivered == list(range(28))
-    assert "no result within 2.0 s (`timeout_s`) for samples 28..31 of epoch 0" in message
+    if method == "thread":  # The one that hangs may hold what another waits for.
+        assert delivered == list(range(len(delivered)))
+        assert len(delivered) <= 28
+        assert "no result within 2.0 s (`timeout_s`) for samples" in message
+    else:
+        assert delivered == list(range(28))
+        assert "no result within 2.0 s (`timeout_s`) for samples 28..31 of epoch 0" in message
     state = node.state_dict()
     with within():
         node.close()

@@ -60,9 +60,8 @@ class Document(NamedTuple):
     text: str
 
 
-Sample = dict[str, Any]
 Batch = dict[str, Any]
-Encode = Callable[[Document], Sample]
+Encode = Callable[[Document], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ def train_tokenizer(documents: list[Document]) -> ByteLevelBPETokenizer:
     return tokenizer
 
 
-def encode(tokenizer: ByteLevelBPETokenizer, document: Document) -> Sample:
+def encode(tokenizer: ByteLevelBPETokenizer, document: Document) -> dict[str, Any]:
     """Return a document as tokens. Runs in the workers: only now is its length known."""
     ids = [*tokenizer.encode(document.text).ids, tokenizer.token_to_id("<end>")]
     input_ids = np.array(ids[:MAX_TOKENS])
@@ -391,8 +390,9 @@ def plot(job: Job) -> Path:
         samples, widths, tokens = np.array([batch for step in steps for batch in step.batches]).T
         seconds, losses = np.array([(step.seconds, step.loss) for step in steps]).T
         loss.plot(seconds, losses, color=color, alpha=0.3, linewidth=1)
-        mean = np.convolve(losses, np.full(6, 1 / 6), "valid")
-        loss.plot(seconds[5:], mean, color=color, label=f"{name}, mean of 6 steps")
+        recent = min(6, len(steps))
+        mean = np.convolve(losses, np.full(recent, 1 / recent), "valid")
+        loss.plot(seconds[recent - 1 :], mean, color=color, label=f"{name}, mean of {recent} steps")
         shape.plot(widths, samples, "o", color=color, markersize=4, alpha=0.5, label=name)
         bins = np.linspace(0, job.token_budget, 17).tolist()
         fill.hist(tokens, bins, density=True, color=color, alpha=0.6, label=name)

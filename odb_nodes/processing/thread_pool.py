@@ -16,7 +16,7 @@ _STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
 
 
 class ThreadPool:
-    """Daemon threads that take chunks from one queue."""
+    """Daemon threads that take chunks from one queue; a single one where chunks are seeded."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         self._processor = processor
@@ -24,9 +24,12 @@ class ThreadPool:
         self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
             queue.SimpleQueue()
         )
+        # Seeded chunks take turns with the global generators. One thread keeps them in order: of
+        # several, a later chunk that hangs could hold up an earlier one.
+        count = options.num_workers if processor.seed is None else 1
         self._threads = [
             threading.Thread(target=self._work, name=f"odb_nodes-worker-{index}", daemon=True)
-            for index in range(options.num_workers)
+            for index in range(count)
         ]
         for thread in self._threads:
             thread.start()

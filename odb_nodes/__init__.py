@@ -1,19 +1,26 @@
 """Online dynamic batching as stateful `torchdata.nodes`: token budgets, exact resume."""
 
 from odb_nodes.dataloader import ODBDataLoader
-from odb_nodes.errors import SampleError, StateError, WorkerError
+from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.loader import Loader
-from odb_nodes.nodes import GroupCollator, LengthObserver, PaddingCollate, WindowBucketer
+from odb_nodes.nodes import (
+    GroupCollator,
+    LengthObserver,
+    PaddingCollate,
+    RankAligner,
+    WindowBucketer,
+)
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observation, Sample
 from odb_nodes.sources import IterableSource, ShardedSampler
 from odb_nodes.state import load_state, save_state
-from odb_nodes.step_info import StepInfo, pop_step_info
+from odb_nodes.step_info import AlignedGroup, StepInfo, pop_step_info
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlignedGroup",
     "GroupCollator",
     "IterableSource",
     "LengthObserver",
@@ -22,6 +29,8 @@ __all__ = [
     "Observation",
     "PaddingCollate",
     "ParallelProcessor",
+    "PeerError",
+    "RankAligner",
     "Sample",
     "SampleError",
     "ShardedSampler",

@@ -1,6 +1,10 @@
 """What this library raises beside `TypeError` and `ValueError` for bad arguments."""
 
-__all__ = ["SampleError", "StateError", "WorkerError"]
+__all__ = ["PeerError", "SampleError", "StateError", "WorkerError"]
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, left, was lost, or did not come in time."""
 
 
 class SampleError(ValueError):

@@ -1,4 +1,4 @@
-"""Random numbers from identity: the same sample draws the same numbers, whoever processes it."""
+"""The global random generators: seeded for a sample, and kept for everybody else."""
 
 from __future__ import annotations
 
@@ -9,20 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["mix", "preserved_rngs", "seed_rngs"]
-
-_MASK64 = 2**64 - 1
-
-
-def mix(*values: int) -> int:
-    """Return a 64-bit hash of integers: SplitMix64 (Steele et al., 2014), absorbing one by one."""
-    state = 0
-    for value in values:
-        state = (state + (value & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return state
+__all__ = ["preserved_rngs", "seed_rngs"]
 
 
 def seed_rngs(seed: int) -> None:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["STEP_INFO_KEY", "StepInfo", "pop_step_info"]
+from odb_nodes.sample import Sample
+
+__all__ = ["STEP_INFO_KEY", "AlignedGroup", "StepInfo", "pop_step_info"]
 
 STEP_INFO_KEY = "odb_step_info"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """Counts of one step.
+    """Counts of one step, and what its loss weighs.
+
+    An optimizer step is made of `micro_steps` steps; it is one unless gradients are accumulated.
+    "All" is over the ranks of the `RankAligner`, or this rank alone where there is none.
 
     Attributes:
-        step: number of the step in its epoch, from 0.
-        local_samples: samples of this rank.
-        local_targets: supervised tokens of this rank.
+        step: number of the step in its epoch, from 0, the same on all ranks.
+        local_samples: samples of this rank; 0 in a filler step.
+        local_targets: supervised tokens of this rank; 0 in a filler step.
         all_samples_this_step: samples of all ranks.
         all_targets: supervised tokens of all ranks.
-        loss_scale: multiplies this rank's mean loss over its supervised tokens.
-        is_filler: a step without samples of its own, whose loss weighs nothing.
+        loss_scale: multiplies this rank's mean loss over its supervised tokens, so that the mean of
+            the gradients over ranks, summed over the micro-steps, is the gradient of the mean loss
+            over all supervised tokens of the optimizer step.
+        is_filler: this rank has no samples left for the step. Its batch is a real one, so that all
+            ranks compute the same; its loss weighs nothing.
+        micro_step: number of the step in its optimizer step, from 0.
+        micro_steps: steps of this optimizer step; fewer than `accumulate` at the end of an epoch.
+        optimizer_samples: samples of all ranks and micro-steps of this optimizer step.
+        optimizer_targets: supervised tokens of all ranks and micro-steps of this optimizer step.
+        modalities: those that are in the step's batch of any rank, as the `RankAligner` names them.
     """
 
     step: int
@@ -32,6 +45,37 @@ class StepInfo:
     all_targets: int
     loss_scale: float = 1.0
     is_filler: bool = False
+    micro_step: int = 0
+    micro_steps: int = 1
+    optimizer_samples: int
+    optimizer_targets: int
+    modalities: tuple[str, ...] = ()
+
+    @property
+    def ends_optimizer_step(self) -> bool:
+        """Whether the optimizer steps after this step's backward."""
+        return self.micro_step == self.micro_steps - 1
+
+    @classmethod
+    def of_one_rank(cls, samples: Sequence[Sample], step: int) -> StepInfo:
+        """Return the counts of a step that is not shared with other ranks."""
+        targets = sum(sample.targets for sample in samples)
+        return cls(
+            step=step,
+            local_samples=len(samples),
+            local_targets=targets,
+            all_samples_this_step=len(samples),
+            all_targets=targets,
+            optimizer_samples=len(samples),
+            optimizer_targets=targets,
+        )
+
+
+class AlignedGroup(NamedTuple):
+    """A group with the `StepInfo` of its step: what a `RankAligner` yields."""
+
+    samples: list[Sample]
+    info: StepInfo
 
 
 def pop_step_info(batch: MutableMapping[str, Any]) -> StepInfo:

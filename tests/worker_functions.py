@@ -181,14 +181,16 @@ class Program:
         body: of its main function.
         args: of the command line; `sys.argv[1:]` there.
         header: what stands before the imports.
+        environment: variables on top of the present ones.
     """
 
-    def __init__(self, folder, body, *args, header=""):
+    def __init__(self, folder, body, *args, header="", environment=None):
         path = Path(folder, "program.py")
         body = textwrap.indent(textwrap.dedent(body), "    ")
         path.write_text(_PROGRAM.format(header=header, body=body))
         roots = [Path(odb_nodes.__file__).parents[1], Path(__file__).parent]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))}
+        path_variable = {"PYTHONPATH": os.pathsep.join(map(str, roots))}
+        environment = {**os.environ, **path_variable, **(environment or {})}
         self.process = subprocess.Popen(
             [sys.executable, str(path), *map(str, args)],
             stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.nodes.padding_collate import PaddingCollate
 from odb_nodes.sample import Sample
 from odb_nodes.state import seal, unseal
-from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
+from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 Collate = Callable[[list[Any]], MutableMapping[str, Any]]
 
@@ -25,7 +25,8 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
     State: the source's, and the number of the step.
 
     Args:
-        source: node that yields groups, `list[Sample]`: a `WindowBucketer`.
+        source: node that yields groups: a `RankAligner`, or a `WindowBucketer` where there is one
+            rank.
         collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
             Default: `PaddingCollate()`.
     """
@@ -33,14 +34,20 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
     SOURCE_KEY = "source"
     STEP_KEY = "step"
 
-    def __init__(self, source: BaseNode[list[Sample]], collate_fn: Collate | None = None) -> None:
+    def __init__(
+        self,
+        source: BaseNode[list[Sample]] | BaseNode[AlignedGroup],
+        collate_fn: Collate | None = None,
+    ) -> None:
         super().__init__()
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
         self._collate = collate_fn or PaddingCollate()
         self._step = 0
-        self._held: list[Sample] | None = None  # taken from the source, and not out yet
+        self._held: list[Sample] | AlignedGroup | None = (
+            None  # taken from the source, and not out yet
+        )
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands."""
@@ -84,11 +91,12 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         source = self.source.state_dict()
         return seal(type(self).__name__, {}, source=source, step=self._step)
 
-    def _batch(self, group: list[Sample]) -> MutableMapping[str, Any]:
+    def _batch(self, item: list[Sample] | AlignedGroup) -> MutableMapping[str, Any]:
+        group, info = item if isinstance(item, AlignedGroup) else (item, None)
         if not isinstance(group, list) or not all(isinstance(one, Sample) for one in group):
             raise TypeError(
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
-                f"`{type(group).__name__}` instead. Put a `WindowBucketer` before it."
+                f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
         try:
             batch = self._collate([sample.data for sample in group])
@@ -99,12 +107,5 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
-        targets = sum(sample.targets for sample in group)
-        batch[STEP_INFO_KEY] = StepInfo(
-            step=self._step,
-            local_samples=len(group),
-            local_targets=targets,
-            all_samples_this_step=len(group),
-            all_targets=targets,
-        )
+        batch[STEP_INFO_KEY] = info or StepInfo.of_one_rank(group, self._step)
         return batch

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from odb_nodes.checks import check_count, check_node
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.graph import length_of
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
@@ -92,6 +93,15 @@ class WindowBucketer(BaseNode[list[Sample]]):
     def oversize_samples(self) -> int:
         """Samples of this epoch that exceeded the budget on their own so far."""
         return self._oversize
+
+    @property
+    def remaining_samples(self) -> int:
+        """Samples of this epoch in the pool, and those not pulled yet where their number is known."""
+        try:
+            unpulled = length_of(self.source) - self._pool.pulled
+        except TypeError:
+            unpulled = 0
+        return len(self._pool) + unpulled
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.

@@ -1,6 +1,16 @@
-"""Decide which samples form a group. Knows integers and numpy; knows neither torch nor samples."""
+"""Decide which samples form a group, and which groups a step. Knows integers and numpy alone."""
 
+from odb_nodes.planning.alignment import GroupCost, Offer, RoundPlan, make_offer, plan_round
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 
-__all__ = ["MAX_AGE_WINDOWS", "RollingPool", "TokenBudget"]
+__all__ = [
+    "MAX_AGE_WINDOWS",
+    "GroupCost",
+    "Offer",
+    "RollingPool",
+    "RoundPlan",
+    "TokenBudget",
+    "make_offer",
+    "plan_round",
+]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes.errors import SampleError, WorkerError
+from odb_nodes.hashing import mix
 from odb_nodes.processing.transport import pack
-from odb_nodes.seeds import mix, preserved_rngs, seed_rngs
+from odb_nodes.seeds import preserved_rngs, seed_rngs
 
 _RNGS_WAIT_S = 600.0
 _global_rngs = threading.RLock()  # the global generators serve one sample at a time

@@ -14,13 +14,13 @@ from torchdata.nodes import BaseNode
 from odb_nodes.checks import check_callable, check_integer, check_node
 from odb_nodes.errors import SampleError, StateError, WorkerError
 from odb_nodes.graph import length_of
+from odb_nodes.hashing import mix
 from odb_nodes.names import name_of
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.transport import unpack
-from odb_nodes.seeds import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import detach, seal, unseal

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.seeds import mix
+from odb_nodes.hashing import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import detach, seal, unseal

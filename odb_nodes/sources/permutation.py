@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.seeds import mix
+from odb_nodes.hashing import mix
 
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.

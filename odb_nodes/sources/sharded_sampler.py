@@ -9,7 +9,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_integer
-from odb_nodes.seeds import mix
+from odb_nodes.hashing import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.permutation import Permutation
 from odb_nodes.sources.rank import resolve_rank

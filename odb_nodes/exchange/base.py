@@ -1,0 +1,73 @@
+"""The interface of an exchange, and the one of a single rank."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+class Interrupted(RuntimeError):
+    """A wait was given up, because the graph is reset or closed."""
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """An all-gather among ranks.
+
+    The n-th call of one rank meets the n-th call of every other. A call that was interrupted still
+    counts: the others receive what it sent, and the next call of the rank meets their next one.
+
+    Attributes:
+        rank: this one, in `range(world_size)`.
+        world_size: how many there are.
+        timeout_s: seconds until a call gives up.
+    """
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def connect(self, size: int) -> None:
+        """Meet the other ranks; all of them give the `size` of their rows. Later calls do nothing.
+
+        Raises:
+            PeerError: a rank did not come within `timeout_s`, or came with another size.
+        """
+
+    def all_gather(self, row: IntArray) -> IntArray:
+        """Return the rows of all ranks: (n,) int64 -> (world_size, n) int64.
+
+        Raises:
+            PeerError: a rank was lost, or did not come within `timeout_s`.
+            Interrupted: `interrupt` was called.
+        """
+
+    def interrupt(self) -> None:
+        """Make calls raise, also one that waits on another thread now, until `resume`."""
+
+    def resume(self) -> None:
+        """Take `interrupt` back."""
+
+
+class LocalExchange:
+    """One rank, with nobody to wait for."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
+
+    def connect(self, size: int) -> None:
+        """Do nothing."""
+
+    def all_gather(self, row: IntArray) -> IntArray:
+        """Return (1, n)."""
+        return row[None]
+
+    def interrupt(self) -> None:
+        """Do nothing: no call ever waits."""
+
+    def resume(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,237 @@
+"""Which group of which rank goes to which step, decided by every rank alike from a few integers.
+
+A rank offers its groups of a round, and a ladder of splits: what its groups would become if it had
+to make one more of them, and one more again. Every rank then knows how every other will split, so
+one exchange settles a round, the tail of the data included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+
+from odb_nodes.hashing import mix
+from odb_nodes.planning.pool import IntArray
+
+T = TypeVar("T")
+
+Uneven = Literal["fill", "join", "stop"]
+
+SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
+COLUMNS = 5
+"""Integers per group of an offer."""
+FLAG_BITS = 30
+_FLAG_MASK = (1 << FLAG_BITS) - 1
+FILLER = -1
+"""In place of the index of a group: the rank has none left for this step."""
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What the other ranks need to know of a group.
+
+    Attributes:
+        samples: how many there are.
+        targets: supervised tokens.
+        cost: what a step with it takes, in any unit that all ranks share.
+        flags: bit mask of the modalities in it.
+    """
+
+    samples: int
+    targets: int
+    cost: int
+    flags: int = 0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank tells the others about a round.
+
+    Attributes:
+        table: (groups + splits, 5) int64. A row of a group holds samples, targets, cost, 0, flags.
+            A row of a split holds the same of the part that is split off, in column 3 the cost of
+            the rest, and in column 4 the flags of both.
+        groups: how many rows are groups.
+        ended: the rank has no more after these.
+    """
+
+    table: IntArray
+    groups: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The steps of a round.
+
+    Attributes:
+        totals: samples, targets and flags of all ranks, (steps, 3) int64.
+        groups: for each rank and step the index of its group, or `FILLER`, (ranks, steps) int64.
+        costs: of those, (ranks, steps) int64.
+        splits: by rank, how many steps of its ladder it has to go.
+        last: the epoch ends with this round.
+    """
+
+    totals: IntArray
+    groups: IntArray
+    costs: IntArray
+    splits: list[int]
+    last: bool
+
+
+def make_offer(
+    groups: Sequence[Sequence[T]],
+    *,
+    most: int,
+    ended: bool,
+    measure: Callable[[Sequence[T]], GroupCost],
+    tokens: Callable[[T], int],
+) -> tuple[Offer, SplitLadder[T]]:
+    """Return what a rank offers for a round, and its groups as they will be split.
+
+    Args:
+        groups: of this rank, in the order they came.
+        most: steps of a full round: the ladder does not go further.
+        ended: there are no more groups after these.
+        measure: group -> its cost.
+        tokens: sample -> its length, by which a group is split.
+    """
+    ladder = SplitLadder(groups, measure, tokens)
+    rows = [(one.samples, one.targets, one.cost, 0, one.flags) for one in ladder.costs]
+    if ended:
+        while len(rows) < most and (split := ladder.split()) is not None:
+            off, rest = split
+            flags = off.flags << FLAG_BITS | rest.flags
+            rows.append((off.samples, off.targets, off.cost, rest.cost, flags))
+    table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
+    return Offer(table, len(groups), ended), ladder
+
+
+class SplitLadder(Generic[T]):
+    """Groups, and what they become when they are split one after the other.
+
+    Each split takes the group of the highest cost that has two samples or more, orders it by
+    length, and cuts it in the middle: the shorter half becomes a group of its own, at the end.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[T]],
+        measure: Callable[[Sequence[T]], GroupCost],
+        tokens: Callable[[T], int],
+    ) -> None:
+        self._measure = measure
+        self._tokens = tokens
+        self._groups = [list(group) for group in groups]
+        self.costs = [measure(group) for group in groups]
+        self._parts: list[tuple[int, list[T], list[T]]] = []
+        self._after = list(self.costs)
+
+    def split(self) -> tuple[GroupCost, GroupCost] | None:
+        """Go one split further and return the costs of both parts; `None` where none is left."""
+        parent = _parent(
+            np.array([one.cost for one in self._after], np.int64),
+            np.array([one.samples for one in self._after], np.int64),
+        )
+        if parent is None:
+            return None
+        off, rest = self._halves(self.groups(len(self._parts))[parent])
+        self._parts.append((parent, off, rest))
+        costs = self._measure(off), self._measure(rest)
+        self._after[parent] = costs[1]
+        self._after.append(costs[0])
+        return costs
+
+    def groups(self, splits: int) -> list[list[T]]:
+        """Return the groups after that many splits."""
+        groups = list(self._groups)
+        for parent, off, rest in self._parts[:splits]:
+            groups[parent] = rest
+            groups.append(off)
+        return groups
+
+    def _halves(self, group: list[T]) -> tuple[list[T], list[T]]:
+        """Return the shorter and the longer half, each in the order of the group."""
+        by_length = sorted(range(len(group)), key=lambda index: self._tokens(group[index]))
+        short = set(by_length[: len(group) // 2])
+        return (
+            [sample for index, sample in enumerate(group) if index in short],
+            [sample for index, sample in enumerate(group) if index not in short],
+        )
+
+
+def plan_round(offers: Sequence[Offer], *, uneven: Uneven, key: int) -> RoundPlan:
+    """Return the plan of a round, the same on every rank.
+
+    Steps are matched by cost: each rank's dearest group goes to the same step as every other's, its
+    second to the same, and so on, which makes the sum of the dearest groups of all steps as small
+    as it can be. Then one permutation shuffles the steps.
+
+    Args:
+        offers: by rank.
+        uneven: what happens where ranks have different numbers of groups. `"fill"`: those with
+            fewer split, then fill. `"stop"`: all end with the first. `"join"`: each ends with its
+            own last group.
+        key: of the permutation; any integer.
+    """
+    ended = [offer.ended for offer in offers]
+    steps, last = max(offer.groups for offer in offers), all(ended)
+    if uneven == "stop" and any(ended):
+        steps, last = min(offer.groups for offer in offers if offer.ended), True
+    splits = [
+        min(max(0, steps - offer.groups), len(offer.table) - offer.groups)
+        if uneven == "fill"
+        else 0
+        for offer in offers
+    ]
+    pieces = np.zeros((len(offers), steps, COLUMNS), dtype=np.int64)
+    sizes = np.zeros((len(offers), 1), dtype=np.int64)
+    for rank, offer in enumerate(offers):
+        rows = _apply(offer, splits[rank])[:steps]
+        pieces[rank, : len(rows)] = rows
+        sizes[rank] = len(rows)
+    if len(offers) == 1 or (uneven == "join" and any(ended)):
+        # In the order they came: there is nothing to match, or a rank leaves within the round,
+        # and must have gone through all of its groups by then.
+        order = np.broadcast_to(np.arange(steps), (len(offers), steps))
+    else:
+        order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
+    chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
+    totals = (
+        chosen[:, :, SAMPLES].sum(axis=0),
+        chosen[:, :, TARGETS].sum(axis=0),
+        np.bitwise_or.reduce(chosen[:, :, FLAGS], axis=0),
+    )
+    groups = np.where(order < sizes, order, FILLER)
+    return RoundPlan(np.stack(totals, axis=1), groups, chosen[:, :, COST], splits, last)
+
+
+def shuffled(count: int, key: int) -> IntArray:
+    """Return a permutation of `range(count)` that depends on nothing but integers."""
+    return np.array(sorted(range(count), key=lambda index: mix(key, index)), dtype=np.int64)
+
+
+def _apply(offer: Offer, splits: int) -> IntArray:
+    """Return the rows of an offer's groups after that many splits."""
+    rows = offer.table[: offer.groups].copy()
+    for row in offer.table[offer.groups : offer.groups + splits]:
+        parent = _parent(rows[:, COST], rows[:, SAMPLES])
+        if parent is None:
+            raise ValueError("an offer must not hold more splits than its groups allow.")
+        off, rest = row.copy(), rows[parent].copy()
+        off[REST_COST], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
+        rest[:REST_COST] -= off[:REST_COST]
+        rest[COST], rest[FLAGS] = row[REST_COST], row[FLAGS] & _FLAG_MASK
+        rows[parent] = rest
+        rows = np.concatenate((rows, off[None]))
+    return rows
+
+
+def _parent(costs: IntArray, samples: IntArray) -> int | None:
+    """Return which group is split next; `None` where none has two samples."""
+    candidates = np.where(samples > 1, costs, -1)
+    parent = int(candidates.argmax()) if len(candidates) else -1
+    return parent if parent >= 0 and candidates[parent] >= 0 else None

@@ -1,0 +1,162 @@
+"""Whatever goes wrong on one rank is an error on all of them, soon, and none hangs."""
+
+import os
+import signal
+import time
+
+import pytest
+from rank_jobs import RankJob
+
+EXIT_LIMIT_S = 30
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts a job, and ends all that it leaves when the test is over."""
+    jobs = []
+
+    def start(body, world_size, *args, **options):
+        jobs.append(RankJob(tmp_path, body, world_size, *args, **options))
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.kill()
+
+
+def errors_of(results, ranks):
+    """The last line that each of `ranks` complained, which is its error."""
+    found = []
+    for rank in ranks:
+        code, _, errors = results[rank]
+        assert code == 1, (rank, code, errors)
+        found.append(errors.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank(victim, read_ahead, job):
+    run = job(
+        """
+        loader = r.make_loader(400, read_ahead=int(sys.argv[1]), timeout_s=20)
+        for batch in loader:
+            print("step", flush=True)
+            time.sleep(0.05)
+        """,
+        4,
+        read_ahead,
+    )
+    for program in run.ranks:
+        for _ in range(6):
+            program.line()
+    os.kill(run.ranks[victim].process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    others = [rank for rank in range(4) if rank != victim]
+    results = run.results(EXIT_LIMIT_S)
+    assert time.monotonic() - start < 20
+    for error in errors_of(results, others):
+        assert "PeerError: round" in error and "was lost" in error
+        assert f"rank {victim} was lost" in error or victim == 0
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_a_source_that_raises(read_ahead, job):
+    run = job(
+        """
+        loader = r.make_loader(100, read_ahead=int(sys.argv[1]), timeout_s=20, budget=40)
+        if rank == 1:
+            aligner = next(node for node in r.walk(loader.root) if isinstance(node, RankAligner))
+            samples = aligner.source.source.source.iterable
+            samples[60]["input_ids"] = []
+        for batch in loader:
+            pass
+        """,
+        3,
+        read_ahead,
+    )
+    results = run.results(EXIT_LIMIT_S)
+    own, *_ = errors_of(results, [1])
+    assert "SampleError: sample 60" in own
+    for error in errors_of(results, [0, 2]):
+        assert "PeerError: rank 1 failed in round" in error and "sample 60" in error
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_a_rank_that_stops_early(read_ahead, job):
+    run = job(
+        """
+        loader = r.make_loader(400, read_ahead=int(sys.argv[1]), timeout_s=4)
+        for step, batch in enumerate(loader):
+            if rank == 1 and step == 5:
+                time.sleep(15)
+                sys.exit(1)
+        """,
+        3,
+        read_ahead,
+    )
+    start = time.monotonic()
+    results = run.results(EXIT_LIMIT_S)
+    for error in errors_of(results, [0, 2]):
+        assert "PeerError: round" in error and "rank 1 was lost" in error
+        assert "did not come within 4" in error
+
+
+def test_a_rank_that_never_arrives(job):
+    run = job(
+        """
+        if rank == 1:
+            time.sleep(10)
+            sys.exit(1)
+        next(iter(r.make_loader(400, timeout_s=4)))
+        """,
+        3,
+    )
+    results = run.results(EXIT_LIMIT_S)
+    for error in errors_of(results, [0, 2]):
+        assert "PeerError: rank 1 did not come to the first exchange within 4" in error
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_leaving_in_the_middle_of_a_wait_does_not_hang(read_ahead, job):
+    run = job(
+        """
+        loader = r.make_loader(400, read_ahead=int(sys.argv[1]), timeout_s=60)
+        for step, batch in enumerate(loader):
+            if step == 5:
+                break
+        if rank == 1:
+            time.sleep(8)
+        r.finish()
+        """,
+        3,
+        read_ahead,
+    )
+    start = time.monotonic()
+    for rank in (0, 2):
+        code, _, errors = run.ranks[rank].finish(EXIT_LIMIT_S)
+        assert (code, errors) == (0, "")
+    assert run.ranks[1].finish(EXIT_LIMIT_S)[0] == 0
+    assert time.monotonic() - start < 25
+
+
+@pytest.mark.parametrize("read_ahead", [0, 3])
+def test_breaking_out_and_beginning_again(read_ahead, job):
+    run = job(
+        """
+        import random
+        sizes = [90, 60, 75]
+        loader = r.make_loader(sizes[rank], read_ahead=int(sys.argv[1]), timeout_s=20)
+        for stop in (3, 0, 5, 1, 9, 2):
+            for step, batch in enumerate(loader):
+                time.sleep(random.random() / 50)
+                if step == stop:
+                    break
+        r.check_epochs(sizes, r.epochs_of(loader))
+        loader.close()
+        r.finish()
+        """,
+        3,
+        read_ahead,
+    )
+    run.finish()

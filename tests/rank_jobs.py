@@ -1,0 +1,165 @@
+"""Jobs of real processes, one per rank, over gloo on 127.0.0.1; and what their programs import."""
+
+import json
+import os
+import socket
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torchdata.nodes import IterableWrapper
+from worker_functions import Program
+
+from odb_nodes.graph import walk  # noqa: F401
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    RankAligner,
+    WindowBucketer,
+    pop_step_info,
+)
+from odb_nodes.nodes.read_ahead import ReadAhead
+
+_BODY = """
+import torch.distributed as dist
+import rank_jobs as r
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+"""
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+class RankJob:
+    """One program per rank, as torchrun would start them.
+
+    Args:
+        folder: where the files go.
+        body: of the program, after torch.distributed is initialised. It has `rank` and
+            `world_size`, and the names of this module as `r`.
+        world_size: number of ranks.
+        args: of the command line; `sys.argv[1:]` there.
+        init: initialise torch.distributed.
+    """
+
+    def __init__(self, folder, body, world_size, *args, init=True):
+        import textwrap
+
+        before = _BODY if init else _BODY.rpartition("dist.init")[0]
+        port = str(free_port())
+        self.ranks = []
+        for rank in range(world_size):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            path = folder / f"rank{rank}"
+            path.mkdir(exist_ok=True)
+            program = Program(path, before + textwrap.dedent(body), *args, environment=environment)
+            self.ranks.append(program)
+
+    def finish(self, timeout_s=120):
+        """The output of each rank that ends well; an AssertionError shows the first that does not."""
+        results = self.results(timeout_s)
+        for rank, (code, out, errors) in enumerate(results):
+            assert code == 0, f"rank {rank} ended with {code}:\n{out}\n{errors}"
+        return [out for _, out, _ in results]
+
+    def results(self, timeout_s=120):
+        """Exit code, output and complaints of each rank."""
+        deadline = time.monotonic() + timeout_s
+        return [program.finish(max(0.1, deadline - time.monotonic())) for program in self.ranks]
+
+    def kill(self):
+        for program in self.ranks:
+            program.kill()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.kill()
+
+
+def run_ranks(folder, body, world_size, *args, timeout_s=120, **options):
+    """What each rank of a job printed as its last line, from JSON."""
+    with RankJob(folder, body, world_size, *args, **options) as job:
+        return [json.loads(out.splitlines()[-1]) for out in job.finish(timeout_s)]
+
+
+# --- what the programs use ------------------------------------------------------------------------
+
+
+def samples_of(rank, size, seed=0):
+    """Samples of one rank, whose lengths come from their ids; some labels are masked."""
+    samples = []
+    for index in range(size):
+        length = 2 + (7 * index + 5 * seed + 3 * rank) % 23
+        labels = [-100 if (index + place) % 3 == 0 else 1 for place in range(length)]
+        samples.append({"input_ids": [1] * length, "labels": labels, "id": 1000 * rank + index})
+    return samples
+
+
+def make_loader(size, *, seed=0, read_ahead=0, timeout_s=60.0, budget=60, window=8, **options):
+    """The loader of this rank, over `size` samples of its own."""
+    source = LengthObserver(IterableWrapper(samples_of(dist.get_rank(), size, seed)))
+    bucketer = WindowBucketer(source, budget, window)
+    node = GroupCollator(RankAligner(bucketer, timeout_s=timeout_s, **options))
+    return Loader(ReadAhead(node, read_ahead) if read_ahead else node)
+
+
+def describe(batch):
+    """A batch as plain data: ids, whether it fills, the totals."""
+    info = pop_step_info(batch)
+    return [
+        batch["id"].tolist(),
+        info.is_filler,
+        info.step,
+        info.all_samples_this_step,
+        info.all_targets,
+        info.loss_scale,
+    ]
+
+
+def epochs_of(loader, epochs=2):
+    return [[describe(batch) for batch in loader] for _ in range(epochs)]
+
+
+def real_ids(epoch):
+    return sorted(index for ids, is_filler, *_ in epoch if not is_filler for index in ids)
+
+
+def gathered(value):
+    """The value of every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_epochs(sizes, epochs):
+    """Equal steps on all ranks, every sample once; on every rank."""
+    for epoch in zip(*gathered(epochs), strict=True):
+        assert len({len(steps) for steps in epoch}) == 1, [len(steps) for steps in epoch]
+        for rank, steps in enumerate(epoch):
+            assert real_ids(steps) == [1000 * rank + index for index in range(sizes[rank])]
+        for step in zip(*epoch, strict=True):
+            assert (
+                len({(index, samples, targets) for _, _, index, samples, targets, _ in step}) == 1
+            )
+            assert step[0][3] == sum(len(ids) for ids, is_filler, *_ in step if not is_filler)
+
+
+def finish(value=None):
+    """End as a program should: print a result, and leave the job."""
+    print(json.dumps(value), flush=True)
+    dist.destroy_process_group()

@@ -1,17 +1,13 @@
 """Jobs of real processes, one per rank, over gloo on 127.0.0.1; and what their programs import."""
 
 import json
-import os
 import socket
-import sys
 import time
 
-import torch
 import torch.distributed as dist
 from torchdata.nodes import IterableWrapper
 from worker_functions import Program
 
-from odb_nodes.graph import walk  # noqa: F401
 from odb_nodes import (
     GroupCollator,
     LengthObserver,
@@ -20,6 +16,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
+from odb_nodes.graph import walk  # noqa: F401
 from odb_nodes.nodes.read_ahead import ReadAhead
 
 _BODY = """
@@ -69,7 +66,7 @@ class RankJob:
             self.ranks.append(program)
 
     def finish(self, timeout_s=120):
-        """The output of each rank that ends well; an AssertionError shows the first that does not."""
+        """The output of each rank; an AssertionError shows the first that did not end well."""
         results = self.results(timeout_s)
         for rank, (code, out, errors) in enumerate(results):
             assert code == 0, f"rank {rank} ended with {code}:\n{out}\n{errors}"

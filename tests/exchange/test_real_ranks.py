@@ -1,7 +1,7 @@
 """Alignment with real processes over gloo."""
 
 import pytest
-from rank_jobs import RankJob, run_ranks
+from rank_jobs import run_ranks
 
 SHAPES = """
     shapes = {

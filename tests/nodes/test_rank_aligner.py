@@ -1,29 +1,19 @@
 """The alignment of ranks over the in-process exchange: one thread per rank."""
 
-import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchdata.nodes import IterableWrapper, Prefetcher
+from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
-    GroupCollator,
-    IterableSource,
     LengthObserver,
     Loader,
-    PeerError,
     RankAligner,
-    SampleError,
-    ShardedSampler,
-    StateError,
     WindowBucketer,
-    pop_step_info,
 )
 from odb_nodes.exchange import InProcessHub
-from odb_nodes.testing import assert_resumes_exactly
 
 TIMEOUT_S = 20.0
 

@@ -334,7 +334,7 @@ def alone():
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_of_two_loaders_one_may_lose_a_worker(victim, alone):
-    # The workers of the second are forked while the pipes of the first are open.
+    # The workers of the second are forked while the sockets of the first are open.
     with dataloader(Texts(100)) as first, dataloader(Texts(100)) as second:
         loaders = [first, second]
         iterators = [iter(loader) for loader in loaders]
@@ -375,7 +375,7 @@ def test_a_process_forked_by_others_keeps_no_worker_alive(run):
         loader = w.dataloader(w.Texts())
         iterator = iter(loader)
         foreign = multiprocessing.get_context("fork").Process(target=w.sleep, args=(0,))
-        foreign.start()  # with the trainer's ends of the pipes
+        foreign.start()  # with the trainer's ends of the sockets
         print(foreign.pid, *loader.worker_pids, flush=True)
         time.sleep(600)
     """)

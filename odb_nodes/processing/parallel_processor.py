@@ -278,7 +278,7 @@ class ParallelProcessor(BaseNode[T]):
             )
         try:
             result = chunk.future.result()
-            packed = isinstance(result.results, bytes)
+            packed = isinstance(self._pool, ProcessPool)
             return unpack(result.results) if packed else result.results, result.failure
         except WorkerError as error:
             raise self._fail(f"while processing {where}: {error}") from error

@@ -1,8 +1,8 @@
-"""Processes that process chunks, with a pipe each.
+"""Processes that process chunks, with a socket each.
 
 Why not an executor of the standard library: a worker that is killed while it writes leaves
 `ProcessPoolExecutor` reading half a message for ever, since all its workers share one pipe; and at
-exit it first finishes everything submitted. Here each worker has a pipe whose far end nobody else
+exit it first finishes everything submitted. Here each worker has a socket whose far end nobody else
 holds, so death is always seen as its end.
 """
 
@@ -15,6 +15,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
+from odb_nodes.processing.transport import receive, send
 
 _PARENT_POLL_S = 1.0
 _DEATH_POLL_S = 1.0
@@ -80,7 +82,7 @@ class ProcessPool:
         worker = self._workers[next(self._sequence) % len(self._workers)]
         message = pickle.dumps((self._generation, task), protocol=5)
         future = worker.expect()
-        # By a thread: a pipe that is full, since its worker hangs, must not block the trainer.
+        # By a thread: a socket that is full, since its worker hangs, must not block the trainer.
         self._outbox.put((worker, message))
         return future
 
@@ -102,7 +104,7 @@ class ProcessPool:
 
 
 class _WorkerProcess:
-    """One worker process, its pipe, and the futures of the chunks sent to it, in order."""
+    """One worker process, its socket, and the futures of the chunks sent to it, in order."""
 
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
         self.last_words = ""
@@ -110,7 +112,8 @@ class _WorkerProcess:
         # One at a time: a sibling that is forked between these lines would hold the far end open,
         # and the death of this worker would not be seen.
         with _starting:
-            self.connection, far_end = context.Pipe()
+            self.connection, far_end = socket.socketpair()
+            self.connection.settimeout(None)  # whatever `socket.setdefaulttimeout` says
             try:
                 self.process = context.Process(  # type: ignore[attr-defined]
                     target=_work,
@@ -133,7 +136,8 @@ class _WorkerProcess:
         """Return a future for the next chunk sent to this worker."""
         future: Future[ChunkResult] = Future()
         self.pending.put(future)
-        if self.connection.closed:  # The reader has seen it die, and may have failed the others.
+        if self.connection.fileno() < 0:
+            # Closed: the reader has seen it die, and may have failed the others.
             self.fail_pending()
         return future
 
@@ -166,7 +170,7 @@ def _send_tasks(outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None]) 
         worker, message = entry
         # A worker that is gone: the reader sees that too, and fails its futures.
         with contextlib.suppress(OSError):
-            worker.connection.send_bytes(message)
+            send(worker.connection, [message])
 
 
 def _read_results(workers: list[_WorkerProcess]) -> None:
@@ -176,56 +180,58 @@ def _read_results(workers: list[_WorkerProcess]) -> None:
         for ready in wait(list(alive), _DEATH_POLL_S) or _dead_in_silence(alive):
             worker = alive[ready]
             try:
-                if worker.process.exitcode is not None and not worker.connection.poll():
+                if worker.process.exitcode is not None and not wait([worker.connection], 0):
                     raise EOFError
-                result = pickle.loads(worker.connection.recv_bytes())
+                head, *results = receive(worker.connection)
             except (EOFError, OSError):
                 del alive[ready]
                 worker.connection.close()
                 worker.fail_pending()
                 continue
-            if isinstance(result, str):
-                worker.last_words = f" Its `worker_init_fn` raised:\n{result}"
+            outcome = pickle.loads(head)
+            if isinstance(outcome, str):
+                worker.last_words = f" Its `worker_init_fn` raised:\n{outcome}"
             else:
-                worker.pending.get_nowait().set_result(result)
+                worker.pending.get_nowait().set_result(ChunkResult(results, outcome))
 
 
 def _dead_in_silence(alive: dict[Any, _WorkerProcess]) -> list[Any]:
-    """Return the pipes of dead workers whose own children hold the far end open."""
-    return [pipe for pipe, worker in alive.items() if worker.process.exitcode is not None]
+    """Return the sockets of dead workers whose own children hold the far end open."""
+    return [near_end for near_end, worker in alive.items() if worker.process.exitcode is not None]
 
 
 def _work(
-    connection: Connection,
+    connection: socket.socket,
     index: int,
     processor: ChunkProcessor,
     worker_init_fn: Callable[[int], None] | None,
     by_signal: bool,
 ) -> None:
-    """Process chunks until the trainer closes the pipe or dies."""
+    """Process chunks until the trainer closes the socket or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
     # Nor is this one ours: a preempted trainer may want to finish its step and save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent(by_signal)
+    connection.settimeout(None)
     torch.set_num_threads(1)
     if worker_init_fn is not None:
         try:
             worker_init_fn(index)
         except BaseException:
-            connection.send_bytes(pickle.dumps(traceback.format_exc()))
+            send(connection, [pickle.dumps(traceback.format_exc())])
             return
     waiting: deque[tuple[int, ChunkTask]] = deque()
     newest = 0
     try:
         while True:
-            while not waiting or connection.poll():
-                newest, task = pickle.loads(connection.recv_bytes())
+            while not waiting or wait([connection], 0):
+                newest, task = pickle.loads(*receive(connection))
                 if task is not None:
                     waiting.append((newest, task))
             generation, task = waiting.popleft()
             stale = generation != newest
-            result = ChunkResult(b"", None) if stale else processor.run_packed(task)
-            connection.send_bytes(pickle.dumps(result, protocol=5))
+            result = ChunkResult([], None) if stale else processor.run_packed(task)
+            send(connection, [pickle.dumps(result.failure), *result.results])
     except (EOFError, OSError):
         return
 

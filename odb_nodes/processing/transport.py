@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import socket
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,7 +21,6 @@ import torch
 
 from odb_nodes.sample import Sample
 
-_LENGTH = struct.Struct("<Q")
 _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
     for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
@@ -58,36 +58,55 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and tensor.dtype in _NUMPY_DTYPES and not (tensor.requires_grad or lazy)
 
 
-def pack(items: Sequence[Any]) -> bytes:
-    """Return `items` as bytes for `unpack`.
+def pack(items: Sequence[Any]) -> list[memoryview]:
+    """Return `items` as the parts of a message, for `unpack`.
 
     Raises:
         Exception: whatever pickling one of them raised.
     """
-    buffers: list[memoryview] = []
     body = io.BytesIO()
-    pickler = _Pickler(
-        body, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())
-    )
+    parts: list[memoryview] = []
+    pickler = _Pickler(body, protocol=5, buffer_callback=lambda buffer: parts.append(buffer.raw()))
     pickler.dump(_to_columns(items))
-    parts = [body.getbuffer(), *buffers]
-    lengths = b"".join(_LENGTH.pack(part.nbytes) for part in parts)
-    return b"".join((_LENGTH.pack(len(parts)), lengths, *parts))
+    return [body.getbuffer(), *parts]
 
 
-def unpack(message: bytes) -> list[Any]:
-    """Return the items of a message of `pack`, with memory of their own."""
-    view = memoryview(message)
-    count = _LENGTH.unpack_from(view)[0]
-    start = _LENGTH.size * (count + 1)
-    parts = []
-    for index in range(count):
-        stop = start + _LENGTH.unpack_from(view, _LENGTH.size * (index + 1))[0]
-        parts.append(view[start:stop])
-        start = stop
-    # Copied one by one: writable, and a large array that outlives the chunk keeps only itself
-    # (a joined column stays whole as long as a sample of it).
-    return _from_columns(pickle.loads(parts[0], buffers=[bytearray(part) for part in parts[1:]]))
+def unpack(parts: Sequence[bytearray]) -> list[Any]:
+    """Return the items of a message of `pack`, whose parts become their memory."""
+    return _from_columns(pickle.loads(parts[0], buffers=parts[1:]))
+
+
+def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    """Write a message; blocks while the other side has no room for it."""
+    sizes = [memoryview(part).nbytes for part in parts]
+    connection.sendall(struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes))
+    for part in parts:
+        connection.sendall(part)
+
+
+def receive(connection: socket.socket) -> list[bytearray]:
+    """Read a message.
+
+    Each part has memory of its own: writable, and a large array that outlives the chunk keeps only
+    itself (a joined column stays whole as long as a sample of it).
+
+    Raises:
+        EOFError: the other side has closed, or has died.
+    """
+    (count,) = struct.unpack("<Q", _read(connection, 8))
+    sizes = struct.unpack(f"<{count}Q", _read(connection, 8 * count))
+    return [_read(connection, size) for size in sizes]
+
+
+def _read(connection: socket.socket, size_bytes: int) -> bytearray:
+    buffer = bytearray(size_bytes)
+    rest = memoryview(buffer)
+    while rest:
+        read = connection.recv_into(rest, 0, socket.MSG_WAITALL)
+        if read == 0:
+            raise EOFError("the other side has closed.")
+        rest = rest[read:]
+    return buffer
 
 
 def _to_columns(items: Sequence[Any]) -> Any:

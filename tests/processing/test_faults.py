@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,8 @@ import pytest
 from worker_functions import Logged, Texts, processor, same
 
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
+from odb_nodes.processing import process_pool
+from odb_nodes.processing.transport import send
 
 SIZE = 60
 AT = 30  # the item with the fault, third of its chunk
@@ -117,16 +118,22 @@ def signal_itself(number):
 def die_while_writing():
     """As the kernel kills for memory: in the middle of sending a result of several megabytes."""
 
-    def send_half(self, data):
-        os.write(self._handle, data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
+    class Half:
+        def __init__(self, connection):
+            self.connection = connection
 
-    Connection._send = send_half
+        def sendall(self, part):
+            if len(part) < 1_000_000:
+                return self.connection.sendall(part)
+            self.connection.sendall(part[: len(part) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process_pool.send = lambda connection, parts: send(Half(connection), parts)
     return np.zeros(8_000_000)
 
 
 def die_with_a_child_alive():
-    """The child holds on to everything that was open, the pipe to the trainer included."""
+    """The child holds on to everything that was open, the socket to the trainer included."""
     if os.fork() == 0:
         for _ in range(200):
             time.sleep(0.1)

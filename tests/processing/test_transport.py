@@ -1,4 +1,6 @@
 import copy
+import socket
+import threading
 import warnings
 from collections import OrderedDict
 from itertools import pairwise
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from odb_nodes import Sample
-from odb_nodes.processing.transport import pack, unpack
+from odb_nodes.processing.transport import pack, receive, send, unpack
 
 TENSOR_DTYPES = [
     torch.bool,
@@ -39,7 +41,12 @@ def moved(items):
     """The items after a journey; they must neither need a warning nor leave one behind."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return unpack(pack(items))
+        return unpack([bytearray(part) for part in pack(items)])
+
+
+def size_bytes(items):
+    """What the items weigh on their journey."""
+    return sum(part.nbytes for part in pack(items))
 
 
 def bits(tensor):
@@ -96,16 +103,14 @@ def extent(leaf):
     return leaf.data_ptr(), leaf.data_ptr() + last * leaf.element_size()
 
 
-def assert_owned(items, message):
-    """Every leaf can be written, and writing it changes neither the message nor another leaf."""
+def assert_owned(items):
+    """Every leaf can be written, and writing it changes no other leaf."""
     present = [leaf for leaf in leaves(items) if leaf.nbytes]
     for leaf in present:
         assert not isinstance(leaf, np.ndarray) or leaf.flags.writeable
     extents = sorted([extent(leaf) for leaf in present])
     for (_, stop), (start, _) in pairwise(extents):
         assert stop <= start, "two leaves share memory"
-    low, high = extent(np.frombuffer(message, np.uint8))
-    assert all(stop <= low or high <= start for start, stop in extents)
 
 
 # --- hypothesis ---------------------------------------------------------------------------------
@@ -223,13 +228,10 @@ chunks = st.one_of(
 @given(items=chunks)
 def test_anything_arrives_as_it_left_in_memory_of_its_own(items):
     before = copy.deepcopy(items) if not any_requires_grad(items) else items
-    message = pack(items)
+    arrived = moved(items)
     assert_same(items, before, "the original")  # nothing happens to it
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        arrived = unpack(message)
     assert_same(arrived, items)
-    assert_owned(arrived, message)
+    assert_owned(arrived)
 
 
 def any_requires_grad(items):
@@ -316,13 +318,11 @@ def test_tensors_that_numpy_cannot_hold():
 def test_views_of_one_array_arrive_apart():
     base = np.zeros((4, 3))
     items = [{"row": base[index], "all": base} for index in range(4)]
-    message = pack(items)
-    arrived = unpack(message)
+    arrived = moved(items)
     assert_same(arrived, items)
-    assert_owned([item["row"] for item in arrived], message)
+    assert_owned([item["row"] for item in arrived])
     tensor = torch.zeros(4, 3)
-    message = pack([[tensor[0], tensor[1]], [tensor[:2]]])
-    assert_owned(unpack(message), message)
+    assert_owned(moved([[tensor[0], tensor[1]], [tensor[:2]]]))
 
 
 def test_a_read_only_array_arrives_writable():
@@ -336,8 +336,8 @@ def test_a_read_only_array_arrives_writable():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_slice_travels_without_the_rest(dtype):
     whole = torch.zeros(1000, 1000, dtype=dtype)
-    assert len(pack([whole[0], {"row": whole[1]}])) < 20_000
-    assert len(pack([{"row": whole[0]}, {"row": whole[1]}])) < 20_000
+    assert size_bytes([whole[0], {"row": whole[1]}]) < 20_000
+    assert size_bytes([{"row": whole[0]}, {"row": whole[1]}]) < 20_000
 
 
 def test_a_large_array_does_not_keep_the_chunk_alive():
@@ -354,10 +354,41 @@ def test_ordinary_samples_cost_little_more_than_their_bytes():
         Sample({"input_ids": np.arange(100), "labels": torch.arange(100)}, 100, 99)
         for _ in range(64)
     ]
-    assert len(pack(items)) < 1.1 * 64 * 2 * 100 * 8
+    assert size_bytes(items) < 1.1 * 64 * 2 * 100 * 8
 
 
 def test_what_cannot_be_pickled_raises():
     for value in (lambda: None, (index for index in range(3))):
         with pytest.raises(Exception, match="pickle"):
             pack([{"a": value}])
+
+
+# --- over a socket --------------------------------------------------------------------------------
+
+
+def test_a_message_arrives_part_by_part_in_memory_of_its_own():
+    near, far = socket.socketpair()
+    messages = [[], [b""], [b"head", memoryview(bytes(5_000_000)), b"", b"tail"], [b"next"]]
+    with near, far:
+        sender = threading.Thread(target=lambda: [send(near, parts) for parts in messages])
+        sender.start()
+        for parts in messages:
+            got = receive(far)
+            assert got == list(map(bytes, parts))
+            assert all(type(part) is bytearray for part in got)
+        sender.join()
+
+
+@pytest.mark.parametrize("sent", [0, 5, 12, 20, 1000])
+def test_a_message_that_breaks_off_is_the_end(sent):
+    near, far = socket.socketpair()
+    with far:
+        with near:
+            send(near, [bytes(2000)])
+        whole = b"".join(iter(lambda: far.recv(4096), b""))
+    near, far = socket.socketpair()
+    with far:
+        with near:
+            near.sendall(whole[:sent])
+        with pytest.raises(EOFError):
+            receive(far)

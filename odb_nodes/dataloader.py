@@ -43,11 +43,16 @@ class _Process:
     """From an item of the source to a `Sample`: look it up, process it, observe it."""
 
     def __init__(
-        self, dataset: Any, process_fn: Callable[[Any], Any] | None, observe: Observe | None
+        self,
+        dataset: Any,
+        process_fn: Callable[[Any], Any] | None,
+        observe: Observe | None,
+        prepare: Callable[[Any], Any] | None,
     ) -> None:
         self._dataset = dataset  # None: the items are samples already
         self._process_fn = process_fn
         self._observe = observe
+        self._prepare = prepare  # what the collate function would do with each sample
         parts = {"process_fn": process_fn, "observe": observe}
         names = [f"{key}={name_of(part)}" for key, part in parts.items() if part is not None]
         self.__qualname__ = f"sample({', '.join(names)})"
@@ -56,7 +61,12 @@ class _Process:
         data = item if self._dataset is None else self._dataset[item]
         if self._process_fn is not None:
             data = self._process_fn(data)
-        return observe_sample(data, self._observe)
+        if self._prepare is None:
+            return observe_sample(data, self._observe)
+        if self._observe is None:
+            return observe_sample(self._prepare(data))  # counts arrays faster than lists
+        sample = observe_sample(data, self._observe)
+        return sample._replace(data=self._prepare(data))
 
 
 class ODBDataLoader:
@@ -70,7 +80,8 @@ class ODBDataLoader:
         dataset: map-style (`__getitem__` and `__len__`), or iterable.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
-            `PaddingCollate` with the budget's `pad_to_multiple_of`.
+            `PaddingCollate` with the budget's `pad_to_multiple_of`. The workers do the `prepare` of
+            a `PaddingCollate`; any other function gets the samples as processing returned them.
         shuffle: a map-style dataset anew in each epoch; an iterable's order is its own.
         seed: of the shuffling, and of the random numbers of processing.
         num_workers: worker processes; 0 processes in the trainer's own thread, with no thread
@@ -139,14 +150,16 @@ class ODBDataLoader:
         budget = TokenBudget.of(token_budget)
         self.dataset = dataset
         source, items = _source_of(dataset, shuffle, seed, sampler)
-        process = _Process(items, process_fn, observe)
-        self._processor = ParallelProcessor(source, process, seed=seed, workers=options)
-        self._bucketer = WindowBucketer(self._processor, budget, window, state)
         collate: Collate = (
             PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
             if collate_fn is None
             else collate_fn
         )
+        # Not of a subclass, whose `__call__` may expect the samples as they were.
+        prepare = collate.prepare if type(collate) is PaddingCollate else None
+        process = _Process(items, process_fn, observe, prepare)
+        self._processor = ParallelProcessor(source, process, seed=seed, workers=options)
+        self._bucketer = WindowBucketer(self._processor, budget, window, state)
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
         root: BaseNode[Any] = GroupCollator(self._bucketer, collate)

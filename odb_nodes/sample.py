@@ -99,7 +99,9 @@ def flat(name: str, values: Any) -> Any:
             f"`{name}` must have shape (L,) or (1, L), but has {tuple(values.shape)} instead."
         )
     try:
-        nested = len(values) > 0 and hasattr(values[0], "__len__")
+        if isinstance(values, str):
+            raise TypeError
+        nested = len(values) > 0 and hasattr(values[0], "__len__") and type(values[0]) is not str
     except TypeError:
         raise SampleError(
             f"`{name}` must be a list, an array or a tensor, but is {values!r} instead."

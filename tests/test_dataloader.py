@@ -16,7 +16,15 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from odb_nodes import ODBDataLoader, TokenBudget, WorkerOptions, pop_step_info
+from odb_nodes import (
+    ODBDataLoader,
+    PaddingCollate,
+    SampleError,
+    TokenBudget,
+    WorkerOptions,
+    pop_step_info,
+)
+from odb_nodes.testing import assert_resumes_exactly
 
 
 def ids(loader):
@@ -87,6 +95,62 @@ def test_groups_do_not_depend_on_how_the_ids_come(workers):
             return [batch["input_ids"].tolist() for batch in loader]
 
     assert all(batches(kind) == batches("list") for kind in KINDS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
+    def listed(index):
+        return {"input_ids": tokens(index), "id": index}
+
+    def observe(sample):
+        assert type(sample["input_ids"]) is list  # what processing returned
+        return len(sample["input_ids"])
+
+    def own(samples):
+        assert all(type(sample["input_ids"]) is list for sample in samples)
+        return PaddingCollate()(samples)
+
+    class Subclass(PaddingCollate):
+        __call__ = staticmethod(own)
+
+    def batches(**options):
+        given = {"token_budget": 256, "window": 24, "num_workers": workers, **options}
+        with ODBDataLoader(range(SIZE), process_fn=listed, **given) as loader:
+            pooled = []
+            for batch in loader:
+                pooled += [s.data["input_ids"] for s in loader._bucketer._pool.items().values()]
+                yield batch["input_ids"].tolist()
+            kinds.append({type(row) for row in pooled})
+
+    kinds = []
+    expected = list(batches())
+    for options in ({"collate_fn": PaddingCollate()}, {"observe": observe}):
+        assert list(batches(**options)) == expected
+    assert kinds == [{np.ndarray}] * 3
+    kinds.clear()
+    for collate_fn in (own, Subclass()):
+        assert list(batches(collate_fn=collate_fn, observe=observe)) == expected
+    assert kinds == [{list}] * 2
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+def test_converted_ids_resume_exactly(state):
+    def listed(index):
+        ids = augment(index)["input_ids"].tolist()
+        return {"input_ids": ids, "labels": ids, "id": index}
+
+    def make():
+        return ODBDataLoader(
+            range(SIZE), token_budget=256, window=24, process_fn=listed, state=state
+        )
+
+    assert_resumes_exactly(make)
+
+
+def test_ids_that_cannot_be_converted_name_key_value_and_item():
+    loader = ODBDataLoader([{"input_ids": ["a", "b"]}], token_budget=256)
+    with pytest.raises(SampleError, match=r"item 0.*: `input_ids` must hold integers.*'a', 'b'"):
+        next(iter(loader))
 
 
 def test_groups_do_not_depend_on_the_names_of_keys():

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from odb_nodes.checks import check_count
+from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import round_up
 from odb_nodes.sample import IGNORE_INDEX, flat
 
@@ -56,6 +57,7 @@ class PaddingCollate:
             TypeError: a sample is no mapping with `input_ids`.
             ValueError: the samples differ in their keys, or a key with a value per token has
                 another length than `input_ids`.
+            SampleError: the values of such a key are not numbers, or `input_ids` no integers.
         """
         for index, sample in enumerate(samples):
             if not isinstance(sample, Mapping) or "input_ids" not in sample:
@@ -68,7 +70,7 @@ class PaddingCollate:
                     f"the samples of a group must have the same keys, but have {sorted(sample)} "
                     f"and {sorted(samples[0])} instead."
                 )
-        lengths = [len(_row("input_ids", sample["input_ids"])) for sample in samples]
+        lengths = [len(flat("input_ids", sample["input_ids"])) for sample in samples]
         batch = {
             key: self._collate(key, [sample[key] for sample in samples], lengths)
             for key in samples[0]
@@ -76,6 +78,25 @@ class PaddingCollate:
         if "attention_mask" not in batch:
             batch["attention_mask"] = self._attention_mask(lengths)
         return batch
+
+    def prepare(self, sample: Any) -> Any:
+        """Return a sample with its values per token as (L,) arrays, which collating only copies.
+
+        `ODBDataLoader` calls this in its workers: lists take long to convert. What is no mapping is
+        returned as it is, and so is a sample that has nothing to convert.
+
+        Raises:
+            SampleError: values per token are not numbers, or `input_ids` no integers.
+        """
+        if not isinstance(sample, Mapping):
+            return sample
+        rows = {
+            key: _row(key, value)
+            for key in self.token_keys
+            if (value := sample.get(key)) is not None and not _is_number(value)
+        }
+        converted = any(row is not sample[key] for key, row in rows.items())
+        return {**sample, **rows} if converted else sample
 
     def _collate(self, key: str, values: list[Any], lengths: list[int]) -> Any:
         if all(map(_is_number, values)):
@@ -116,7 +137,21 @@ def _is_number(value: Any) -> bool:
 
 
 def _row(key: str, value: Any) -> Any:
+    """Return values per token as an (L,) array."""
     if type(value) is np.ndarray and value.ndim == 1:
-        return value
-    row = flat(key, value)
-    return row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
+        row = value
+    else:
+        row = flat(key, value)
+        try:
+            row = row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
+        except (TypeError, ValueError):  # numpy lacks the dtype, or the list is ragged
+            row = np.empty(0, object)
+        if row.shape == (0,) and row.dtype == np.float64:
+            row = row.astype(np.int64)  # an empty list says nothing of its kind
+    if row.ndim != 1 or row.dtype.kind not in ("iu" if key == "input_ids" else "biuf"):
+        rule = "integers" if key == "input_ids" else "numbers"
+        raise SampleError(
+            f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
+            "in processing, or pass a `collate_fn` of your own."
+        )
+    return row

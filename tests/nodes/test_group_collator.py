@@ -5,7 +5,15 @@ import pytest
 import torch
 from torchdata.nodes import IterableWrapper
 
-from odb_nodes import GroupCollator, Loader, PaddingCollate, Sample, StateError, pop_step_info
+from odb_nodes import (
+    GroupCollator,
+    Loader,
+    PaddingCollate,
+    Sample,
+    SampleError,
+    StateError,
+    pop_step_info,
+)
 
 ROWS = [[1, 2, 3], [4], [5, 6]]
 
@@ -67,6 +75,52 @@ def test_rows_of_different_dtypes_lose_nothing():
 def test_samples_that_do_not_go_together_are_an_error(samples, error, message):
     with pytest.raises(error, match=message):
         PaddingCollate()(samples)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"input_ids": ["a", "b"]}, r"`input_ids` must hold integers.* is \['a', 'b'\] instead"),
+        ({"input_ids": "text"}, "`input_ids` must be a list, .* but is 'text' instead"),
+        ({"input_ids": [1, None]}, r"`input_ids` must hold integers, one per token, but is \[1, N"),
+        ({"input_ids": [1, [2]]}, "`input_ids` must hold integers"),
+        ({"input_ids": [0.5, 1.0]}, r"`input_ids` must hold integers.*\[0.5, 1.0\].* processing"),
+        ({"input_ids": np.ones(2)}, "`input_ids` must hold integers"),
+        ({"input_ids": torch.ones(1, 2)}, "`input_ids` must hold integers"),
+        ({"input_ids": [True]}, "`input_ids` must hold integers"),
+        ({"input_ids": [1], "labels": ["x"]}, "`labels` must hold numbers.* is .'x'. instead"),
+        ({"input_ids": [1], "labels": torch.ones(1, dtype=torch.bfloat16)}, "`labels` must hold n"),
+    ],
+)
+def test_ids_that_are_no_integers_are_named_with_their_key(sample, message):
+    for use in (PaddingCollate().prepare, lambda sample: PaddingCollate()([sample])):
+        with pytest.raises(SampleError, match=message):
+            use(sample)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda row: [row]])
+def test_prepared_samples_give_the_same_batch(kind):
+    samples = [
+        {"input_ids": kind(row), "labels": kind(row), "attention_mask": [True] * len(row), "n": 1}
+        for row in ROWS
+    ]
+    collate = PaddingCollate(pad_to_multiple_of=4)
+    prepared = [collate.prepare(sample) for sample in samples]
+    assert all(type(sample["input_ids"]) is np.ndarray for sample in prepared)
+    assert all(type(sample["labels"]) is np.ndarray for sample in prepared)
+    assert {type(sample["input_ids"]) for sample in samples} == {type(kind([1]))}  # as they were
+    expected, got = collate(samples), collate(prepared)
+    assert list(got) == list(expected)
+    for key, value in expected.items():
+        assert got[key].dtype == value.dtype
+        assert got[key].tolist() == value.tolist()
+
+
+def test_what_needs_no_preparation_is_returned_as_it_is():
+    ready = {"input_ids": np.arange(3), "labels": 1, "token_type_ids": None, "name": "x"}
+    for sample in (ready, "text", 5, {"text": [1]}, {"input_ids": None}):
+        assert PaddingCollate().prepare(sample) is sample
+    assert PaddingCollate().prepare({"input_ids": []})["input_ids"].dtype == np.int64
 
 
 def test_an_attention_mask_of_the_samples_own_is_kept():

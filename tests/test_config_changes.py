@@ -1,6 +1,7 @@
 """Each field that decides the groups is refused when it changes between save and load."""
 
 import warnings
+from functools import partial
 
 import pytest
 from graphs import Dataset, augment, process, sampler
@@ -17,6 +18,7 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
+from odb_nodes.names import name_of
 from odb_nodes.sources import IterableSource
 
 
@@ -167,3 +169,37 @@ def test_what_decides_no_group_may_change(change):
         warnings.simplefilter("error")
         loader.load_state_dict(state)
         assert [batch["id"].tolist() for batch in loader] == expected
+
+
+def crop(sample, tokens=40, side="left", **_):
+    return {**sample, "input_ids": sample["input_ids"][:tokens]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"observe": by_id}, r"'sample\(\)' when saved, but is 'sample\(observe=by_id\)'"),
+        ({"process_fn": crop}, {}, r"'sample\(process_fn=crop\)' when saved, but is 'sample\(\)'"),
+        (
+            {"process_fn": partial(crop, tokens=40)},
+            {"process_fn": partial(crop, side="right", tokens=30)},
+            r"crop\(tokens=40\)\)' when saved, but is .*crop\(side='right', tokens=30\)\)",
+        ),
+    ],
+)
+def test_a_change_of_what_the_workers_do_says_what_changed(before, after, message):
+    def make(options):
+        return ODBDataLoader(Dataset(), token_budget=256, window=24, **options)
+
+    reference = make(before)
+    next(iter(reference))
+    loader = make(after)
+    loader.load_state_dict(reference.state_dict())
+    with pytest.raises(StateError, match=message):
+        next(iter(loader))
+
+
+def test_a_partial_is_named_with_its_plain_arguments():
+    assert name_of(partial(crop, 5, side="left", other=[1])) == "crop(5, other=<list>, side='left')"
+    assert name_of(partial(partial(crop, 5), None)) == "crop(5, None)"
+    assert name_of(partial(crop)) == "crop()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MAX_COUNT = 2**31 - 1
@@ -36,6 +37,22 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     if not minimum <= count <= MAX_COUNT:
         raise ValueError(f"`{name}` must be in {minimum}..{MAX_COUNT}, but is {count} instead.")
     return count
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return `value`, or raise a `TypeError` where it is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, but is {value!r} instead.")
+    return value
+
+
+def check_iterable(name: str, value: object) -> None:
+    """Raise a `TypeError` unless `value` can be iterated again and again."""
+    if isinstance(value, Iterator) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"`{name}` must be an iterable that can be iterated once per epoch, but is "
+            f"`{type(value).__name__}` instead. Wrap a generator in an `IterableDataset`."
+        )
 
 
 def check_callable(name: str, value: Any) -> None:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.nodes import BaseNode
-from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes.checks import check_callable, check_count
 from odb_nodes.graph import length_of
@@ -33,10 +21,8 @@ from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe, Sample, observe_sample
-from odb_nodes.sources import IterableSource, ShardedSampler
+from odb_nodes.sources.datasets import order_of, source_of
 from odb_nodes.sources.rank import resolve_rank
-
-_RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
 
 class _Process:
@@ -82,7 +68,8 @@ class ODBDataLoader:
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
             `PaddingCollate` with the budget's `pad_to_multiple_of`. The workers do the `prepare` of
             a `PaddingCollate`; any other function gets the samples as processing returned them.
-        shuffle: a map-style dataset anew in each epoch; an iterable's order is its own.
+        shuffle: a map-style dataset anew in each epoch; the default without a `sampler`. An
+            iterable's order is its own.
         seed: of the shuffling, and of the random numbers of processing.
         num_workers: worker processes; 0 processes in the trainer's own thread, with no thread
             beside it.
@@ -109,7 +96,7 @@ class ODBDataLoader:
         *,
         token_budget: int | TokenBudget,
         collate_fn: Collate | None = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         num_workers: int = 0,
         window: int = 1024,
@@ -147,9 +134,9 @@ class ODBDataLoader:
             per_worker = 4 * options.chunk_size
             ahead = max(window, per_worker * options.num_workers)
             options = replace(options, in_flight_samples=ahead)
-        budget = TokenBudget.of(token_budget)
+        budget = TokenBudget.of(token_budget, "token_budget")
         self.dataset = dataset
-        source, items = _source_of(dataset, shuffle, seed, sampler)
+        source, items = source_of(dataset, shuffle, seed, sampler)
         collate: Collate = (
             PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
             if collate_fn is None
@@ -173,9 +160,10 @@ class ODBDataLoader:
     ) -> ODBDataLoader:
         """Return a loader over the dataset of a `DataLoader` or `StatefulDataLoader`.
 
-        Its dataset, order, collate function, workers and pinning are taken over; its batch size and
-        `drop_last` are not, since the budget takes their place. torch's own collate function, which
-        cannot pad, is replaced by the default one.
+        Its dataset, order, collate function, workers and pinning are taken over. Its batch size and
+        `drop_last` are not, since the budget takes their place, nor is its `prefetch_factor`, which
+        counts batches of each worker: see `WorkerOptions.in_flight_samples` and `prefetch`. torch's
+        own collate function, which cannot pad, is replaced by the default one.
 
         Args:
             loader: the loader that a framework has built; it is not iterated.
@@ -196,7 +184,7 @@ class ODBDataLoader:
         if not isinstance(loader.dataset, IterableDataset) and not {"sampler", "shuffle"} & {
             *given
         }:
-            given = {**_order_of(loader), **given}
+            given = {**order_of(loader), **given}
         if "workers" not in given and "num_workers" not in given:
             context = loader.multiprocessing_context
             given["workers"] = WorkerOptions(
@@ -275,25 +263,6 @@ class ODBDataLoader:
         self.close()
 
 
-def _source_of(
-    dataset: Any, shuffle: bool, seed: int, sampler: Iterable[int] | None
-) -> tuple[BaseNode[Any], Any]:
-    """Return the source node, and what its items are looked up in: `None` for nothing."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        if sampler is not None:
-            raise ValueError("`sampler` must be None for an iterable dataset.")
-        return IterableSource(dataset), None
-    if not isinstance(dataset, Sized):
-        raise TypeError(
-            f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
-            "`IterableDataset`, or pass something with `__len__`."
-        )
-    if sampler is not None:
-        _check_order(sampler)
-        return IterableSource(sampler), dataset
-    return ShardedSampler(dataset, shuffle, seed), dataset
-
-
 class _PinningCollate:
     """Pins what a collate function returns, for the device that is current now."""
 
@@ -304,36 +273,3 @@ class _PinningCollate:
     def __call__(self, samples: list[Any]) -> Any:
         with torch.cuda.device(self._device):
             return pin_memory(self._collate(samples))
-
-
-def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
-    sampler: Any = loader.sampler
-    if loader.batch_sampler is not None and loader.batch_size is None:
-        # One of the user's own: torch then has a `sampler` that says nothing.
-        if type(loader.batch_sampler) is not BatchSampler:
-            raise ValueError(
-                f"`loader.batch_sampler` is a `{type(loader.batch_sampler).__name__}`, whose order "
-                "of single samples is not known. Pass `shuffle=` or `sampler=`."
-            )
-        sampler = loader.batch_sampler.sampler
-    whole = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
-    if whole is not None and len(whole) == len(loader.dataset):  # type: ignore[arg-type]
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
-            return {"shuffle": sampler.shuffle, "seed": sampler.seed}
-        if isinstance(sampler, SequentialSampler):
-            return {"shuffle": False}
-        if isinstance(sampler, _RANDOM) and not sampler.replacement:
-            if sampler.num_samples == len(whole):
-                return {"shuffle": True}
-    return {"sampler": sampler}
-
-
-def _check_order(sampler: Any) -> None:
-    """Raise a ValueError for a sampler that cannot yield its order again."""
-    if isinstance(sampler, (*_RANDOM, SubsetRandomSampler, WeightedRandomSampler)):
-        raise ValueError(
-            f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
-            "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
-            "again."
-        )

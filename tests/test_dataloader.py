@@ -311,10 +311,17 @@ def test_a_stateful_dataloader_is_taken_over(shuffle):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dataset": []}, ValueError, "the dataset is empty"),
-        ({"dataset": iter([1])}, TypeError, "can be iterated once per epoch|iterated"),
-        ({"dataset": 5}, TypeError, "`iterable`"),
-        ({"token_budget": -1}, ValueError, "`tokens`"),
+        ({"dataset": []}, ValueError, "`dataset` must have at least 1 sample, but is empty"),
+        ({"dataset": iter([1])}, TypeError, "`dataset` must .* once per epoch, .*`list_iterator`"),
+        ({"dataset": 5}, TypeError, "`dataset`.*`int`"),
+        ({"token_budget": -1}, ValueError, "`token_budget`"),
+        ({"token_budget": "x"}, TypeError, "`token_budget` must be an integer, but is 'x'"),
+        ({"sampler": 5}, TypeError, "`sampler`.*`int`"),
+        ({"sampler": iter([5])}, TypeError, "`sampler`.*once per epoch"),
+        ({"sampler": [5], "shuffle": True}, ValueError, "`sampler` must be None where `shuffle`"),
+        ({"dataset": Stream(), "shuffle": True}, ValueError, "`shuffle` must not be True for an"),
+        ({"shuffle": "no"}, TypeError, "`shuffle` must be True or False, but is 'no' instead"),
+        ({"dataset": Stream(), "shuffle": 0}, TypeError, "`shuffle` must be True or False"),
         ({"num_workers": -1}, ValueError, "`num_workers`"),
         ({"num_workers": 2, "workers": WorkerOptions()}, ValueError, "must not both be given"),
         ({"window": 0}, ValueError, "`window`"),
@@ -331,6 +338,11 @@ def test_arguments_that_are_not_valid_are_named(options, error, message):
 def test_an_empty_stream_is_an_error():
     with pytest.raises(ValueError, match="yielded no sample in epoch 0"):
         list(ODBDataLoader(Stream(0), token_budget=256))
+
+
+def test_what_says_that_an_order_is_not_shuffled_may_be_given_anywhere():
+    for options in ({"dataset": Stream()}, {"sampler": [5, 3]}, {}):
+        ODBDataLoader(**{"dataset": Dataset(), "token_budget": 256, "shuffle": False, **options})
 
 
 @pytest.mark.parametrize("sampler", [RandomSampler(range(SIZE)), WeightedRandomSampler([1.0], 5)])

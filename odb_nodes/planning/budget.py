@@ -52,9 +52,13 @@ class TokenBudget:
             )
 
     @classmethod
-    def of(cls, budget: int | TokenBudget) -> TokenBudget:
-        """Return `budget` itself, or a budget of that many padded tokens."""
-        return budget if isinstance(budget, TokenBudget) else cls(budget)
+    def of(cls, budget: int | TokenBudget, name: str = "budget") -> TokenBudget:
+        """Return `budget` itself, or a budget of that many padded tokens.
+
+        Raises:
+            TypeError, ValueError: it is neither; names it `name`.
+        """
+        return budget if isinstance(budget, TokenBudget) else cls(check_count(name, budget))
 
     def width(self, tokens: int) -> int:
         """Return the padded length of a row of `tokens` tokens."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Stateful
 
+from odb_nodes.checks import check_iterable
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.hashing import mix
 from odb_nodes.sources.epochs import EpochCounter
@@ -48,11 +49,7 @@ class IterableSource(BaseNode[T]):
         self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
     ) -> None:
         super().__init__()
-        if isinstance(iterable, Iterator) or not isinstance(iterable, Iterable):
-            raise TypeError(
-                "`iterable` must be an iterable that can be iterated once per epoch, but is "
-                f"`{type(iterable).__name__}` instead. Wrap a generator in an `IterableDataset`."
-            )
+        check_iterable("iterable", iterable)
         self._iterable = iterable
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self._epochs = EpochCounter()

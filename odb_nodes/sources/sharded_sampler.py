@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_integer
+from odb_nodes.checks import check_bool, check_integer
 from odb_nodes.hashing import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.permutation import Permutation
@@ -35,7 +35,7 @@ class ShardedSampler(BaseNode[int]):
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
 
     Raises:
-        TypeError: `size` is neither an integer nor sized.
+        TypeError: `size` is neither an integer nor sized, or `shuffle` is no bool.
         ValueError: `size` is 0, or `rank` is not in `range(world_size)`.
     """
 
@@ -57,7 +57,7 @@ class ShardedSampler(BaseNode[int]):
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
         if not 0 < self._size <= _MAX_SIZE:
             raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
-        self._shuffle = bool(shuffle)
+        self._shuffle = check_bool("shuffle", shuffle)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self._epochs = EpochCounter()

@@ -244,7 +244,7 @@ def test_what_is_no_sample_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 0}, "`tokens`"),
+        ({"budget": 0}, "`budget`"),
         ({"window": 0}, "`window`"),
         ({"window": 2.5}, "`window`"),
         ({"state": "pickle"}, "`state`"),

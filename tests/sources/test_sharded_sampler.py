@@ -473,3 +473,8 @@ def test_a_rank_of_the_environment_that_is_no_integer_is_refused_by_name(environ
     environment.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK"):
         ShardedSampler(5)
+
+
+def test_a_shuffle_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match="`shuffle` must be True or False, but is 'no' instead"):
+        sampler(5, shuffle="no")

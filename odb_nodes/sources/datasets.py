@@ -1,0 +1,96 @@
+"""From a dataset, or torch's `DataLoader` over one, to a source node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.nodes import BaseNode
+from torchdata.stateful_dataloader import sampler as stateful_sampler
+
+from odb_nodes.checks import check_bool, check_iterable
+from odb_nodes.sources.iterable_source import IterableSource
+from odb_nodes.sources.sharded_sampler import ShardedSampler
+
+_RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
+
+
+def source_of(
+    dataset: Any, shuffle: bool | None, seed: int, sampler: Iterable[int] | None
+) -> tuple[BaseNode[Any], Any]:
+    """Return the source node, and what its items are looked up in: `None` for nothing.
+
+    Raises:
+        TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
+    """
+    if shuffle is not None:
+        check_bool("shuffle", shuffle)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        check_iterable("dataset", dataset)
+        if sampler is not None:
+            raise ValueError("`sampler` must be None for an iterable dataset.")
+        if shuffle:
+            raise ValueError(
+                "`shuffle` must not be True for an iterable dataset, whose order is its own: "
+                "shuffle in the dataset, seeded by its `set_epoch`."
+            )
+        return IterableSource(dataset), None
+    if not isinstance(dataset, Sized):
+        raise TypeError(
+            f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
+            "`IterableDataset`, or pass something with `__len__`."
+        )
+    if len(dataset) == 0:
+        raise ValueError("`dataset` must have at least 1 sample, but is empty.")
+    if sampler is None:
+        return ShardedSampler(dataset, shuffle is not False, seed), dataset
+    if shuffle:
+        raise ValueError(
+            "`sampler` must be None where `shuffle` is True: its order is its own. Leave one out."
+        )
+    check_iterable("sampler", sampler)
+    _check_order(sampler)
+    return IterableSource(sampler), dataset
+
+
+def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        # One of the user's own: torch then has a `sampler` that says nothing.
+        if type(loader.batch_sampler) is not BatchSampler:
+            raise ValueError(
+                f"`loader.batch_sampler` is a `{type(loader.batch_sampler).__name__}`, whose order "
+                "of single samples is not known. Pass `shuffle=` or `sampler=`."
+            )
+        sampler = loader.batch_sampler.sampler
+    whole = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+    if whole is not None and len(whole) == len(loader.dataset):  # type: ignore[arg-type]
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
+            return {"shuffle": bool(sampler.shuffle), "seed": sampler.seed}
+        if isinstance(sampler, SequentialSampler):
+            return {"shuffle": False}
+        if isinstance(sampler, _RANDOM) and not sampler.replacement:
+            if sampler.num_samples == len(whole):
+                return {"shuffle": True}
+    return {"sampler": sampler}
+
+
+def _check_order(sampler: Any) -> None:
+    """Raise a ValueError for a sampler that cannot yield its order again."""
+    if isinstance(sampler, (*_RANDOM, SubsetRandomSampler, WeightedRandomSampler)):
+        raise ValueError(
+            f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
+            "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
+            "again."
+        )

@@ -92,7 +92,7 @@ class ParallelProcessor(BaseNode[T]):
         self._processor = ChunkProcessor(process_fn, own_seed)
         self._epochs = EpochCounter()
         self._pool: WorkerPool | None = None
-        self._finalizer: weakref.finalize[[], Any] | None = None
+        self._finalizer: Callable[[], Any] | None = None
         self._clear()
 
     def __len__(self) -> int:

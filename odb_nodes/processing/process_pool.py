@@ -38,6 +38,10 @@ from odb_nodes.processing.transport import receive, send
 _PARENT_POLL_S = 1.0
 _DEATH_POLL_S = 1.0
 _STOP_S = 5.0
+_GUARD = (
+    ' Where the start method is not "fork", each worker imports the program\'s main module: guard '
+    'what it does by `if __name__ == "__main__":`.'
+)
 _starting = threading.Lock()  # see `_WorkerProcess`
 
 
@@ -108,6 +112,7 @@ class _WorkerProcess:
 
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
         self.last_words = ""
+        self.hint = "" if context.get_start_method() == "fork" else _GUARD  # until it has answered
         self.pending: queue.SimpleQueue[Future[ChunkResult]] = queue.SimpleQueue()
         # One at a time: a sibling that is forked between these lines would hold the far end open,
         # and the death of this worker would not be seen.
@@ -128,6 +133,7 @@ class _WorkerProcess:
                     f"worker {index} could not be started: {type(error).__name__}: {error}. The "
                     "dataset and the functions must be picklable where `start_method` is not "
                     '"fork": define them at the top of a module, or use `method="thread"`.'
+                    f"{self.hint}"
                 ) from error
             finally:
                 far_end.close()
@@ -144,10 +150,13 @@ class _WorkerProcess:
     def fail_pending(self) -> None:
         """Fail every future of this dead worker."""
         self.process.join(_STOP_S)
+        code = self.process.exitcode
+        killed = code is not None and code < 0
+        cause = " (negative: killed by that signal; -9 is often out of memory)" if killed else ""
         error = WorkerError(
-            f"worker process {self.process.pid} died with exit code {self.process.exitcode} "
-            "(negative: killed by that signal; -9 is often out of memory). Nothing is lost: load "
-            f"the last state, or iterate again, to go on.{self.last_words}"
+            f"worker process {self.process.pid} died with exit code {code}{cause}. Nothing is "
+            "lost: load the last state, or iterate again, to go on."
+            f"{self.last_words or ('' if killed else self.hint)}"
         )
         while True:
             try:
@@ -189,6 +198,7 @@ def _read_results(workers: list[_WorkerProcess]) -> None:
                 worker.fail_pending()
                 continue
             outcome = pickle.loads(head)
+            worker.hint = ""
             if isinstance(outcome, str):
                 worker.last_words = f" Its `worker_init_fn` raised:\n{outcome}"
             else:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from worker_functions import Logged, Texts, processor, same
 
+import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
 from odb_nodes.processing import process_pool
 from odb_nodes.processing.transport import send
@@ -423,7 +426,8 @@ def test_workers_killed_while_idle(victims):
     more, message = read_until_error(node, WorkerError)
     delivered += more
     assert delivered == list(range(len(delivered)))
-    assert "exit code -9" in message
+    assert "exit code -9 (negative: killed" in message
+    assert "__main__" not in message
     state = node.state_dict()
     node.close()
     assert_goes_on(delivered, state, same)
@@ -594,6 +598,23 @@ def test_a_process_fn_that_cannot_be_unpickled():
     with within(60), pytest.raises(WorkerError, match="exit code 1"):
         next(node)
     node.close()
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_program_without_a_guard_is_told_of_it(start_method, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(
+        "from odb_nodes import ODBDataLoader, WorkerOptions\n"
+        f"workers = WorkerOptions(num_workers=1, start_method={start_method!r})\n"
+        "data = [{'input_ids': [1]}] * 5\n"
+        "list(ODBDataLoader(data, token_budget=9, workers=workers))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(odb_nodes.__file__).parents[1])}
+    program = [sys.executable, str(path)]
+    result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
+    last = result.stderr[result.stderr.rindex("WorkerError: ") :]
+    assert "exit code 1. Nothing" in last
+    assert "by `if __name__ ==" in last
 
 
 # --- the same through the whole graph, with a thread that reads ahead -----------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
+from odb_nodes.checks import check_count
 from odb_nodes.loader import Loader
 
 __all__ = ["ResumeReport", "assert_resumes_exactly"]
@@ -57,7 +58,7 @@ def assert_resumes_exactly(
         epochs: epochs of the uninterrupted run, at least 1.
         every: resume from every n-th state only.
         horizon: items and ends to compare after each resume; `None` for all that are left.
-        chain: resumes in a chain.
+        chain: resumes in a chain; 0 for none.
 
     Returns:
         What was gone through.
@@ -65,7 +66,20 @@ def assert_resumes_exactly(
     Raises:
         AssertionError: names the state, the item that differs, and both values; or the run yielded
             no item at all.
+        TypeError, ValueError: an argument is not what is said above, or `make_graph` returned the
+            same graph twice.
     """
+    check_count("epochs", epochs)
+    check_count("every", every)
+    check_count("chain", chain, 0)
+    if horizon is not None:
+        check_count("horizon", horizon)
+    if not callable(make_graph):
+        raise TypeError(
+            f"`make_graph` must be a function that returns a new graph, but is {make_graph!r} "
+            "instead. Pass the function itself, not what it returns."
+        )
+    make_graph = _Maker(make_graph)
     reference, states = _uninterrupted(make_graph, epochs)
     steps = sum(event is not _END for event in reference)
     if not steps:
@@ -84,6 +98,24 @@ def assert_resumes_exactly(
             resumes += 1
         _resume(make_graph, state, reference, at, len(reference))
     return ResumeReport(steps=steps, resumes=resumes, state_bytes=max(map(len, states)))
+
+
+class _Maker:
+    """Makes graphs, and sees that they are new: one that has run could not show a bad resume."""
+
+    def __init__(self, make_graph: Callable[[], Any]) -> None:
+        self._make_graph = make_graph
+        self._first: Any = None
+
+    def __call__(self) -> Any:
+        graph = self._make_graph()
+        if graph is self._first and graph is not None:
+            raise ValueError(
+                f"`make_graph` must return a new graph each time, but returned the same "
+                f"`{type(graph).__name__}` twice. Build graph and nodes within it."
+            )
+        self._first = graph if self._first is None else self._first
+        return graph
 
 
 def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[bytes]]:

@@ -110,3 +110,26 @@ def test_a_graph_that_does_not_resume_exactly_is_found_out():
         assert_resumes_exactly(graph)
     with pytest.raises(AssertionError, match="no items"):
         assert_resumes_exactly(lambda: Loader(ShardedSampler(1, rank=1, world_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "`every`"),
+        ({"epochs": 0}, ValueError, "`epochs`"),
+        ({"epochs": 1.5}, TypeError, "`epochs`"),
+        ({"chain": -1}, ValueError, "`chain`"),
+        ({"horizon": 0}, ValueError, "`horizon`"),
+        ({"make_graph": make_dataloader()}, TypeError, "`make_graph` must be a function"),
+        ({"make_graph": None}, TypeError, "`make_graph` must be a function"),
+    ],
+)
+def test_arguments_of_the_assertion_that_are_not_valid_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        assert_resumes_exactly(**{"make_graph": make_dataloader, **options})
+
+
+def test_a_graph_that_is_not_new_is_refused():
+    loader = make_dataloader()
+    with pytest.raises(ValueError, match="must return a new graph each time, .*`ODBDataLoader`"):
+        assert_resumes_exactly(lambda: loader)

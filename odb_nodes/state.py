@@ -147,10 +147,16 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         path: the file; its folder must exist.
 
     Raises:
+        TypeError: `path` is no path.
         FileNotFoundError: the folder does not exist.
         StateError: `state` holds something else than plain data and tensors. A file that was at
             `path` before is kept.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"`path` must be a path, but is a `{type(path).__name__}` instead. The state comes "
+            "first: `save_state(state, path)`."
+        )
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`{path.parent}` is no folder: make it before saving into it.")

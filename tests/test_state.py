@@ -87,6 +87,11 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, value):
     assert load_state(path) == {"step": 1}
 
 
+def test_a_state_and_a_path_that_are_swapped_are_told_apart(tmp_path):
+    with pytest.raises(TypeError, match=r"`path` must be a path, .* `dict` .*save_state\(state, p"):
+        save_state(tmp_path / "state.pt", {"step": 1})
+
+
 def test_a_damaged_file_is_named(tmp_path):
     path = tmp_path / "state.pt"
     save_state(Loader(sampler()).state_dict(), path)

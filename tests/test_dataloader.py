@@ -335,6 +335,17 @@ def test_arguments_that_are_not_valid_are_named(options, error, message):
         ODBDataLoader(**{"dataset": Dataset(), "token_budget": 256, **options})
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*exceeds.*")
+def test_an_epoch_without_a_batch_is_an_error_each_time(workers):
+    budget = TokenBudget(2, oversize="drop")
+    with make_dataloader(token_budget=budget, num_workers=workers) as loader:
+        for _ in range(2):
+            with pytest.raises(SampleError, match=f"all {SIZE} samples of the epoch exceed"):
+                list(loader)
+            loader.load_state_dict(loader.state_dict())
+
+
 def test_an_empty_stream_is_an_error():
     with pytest.raises(ValueError, match="yielded no sample in epoch 0"):
         list(ODBDataLoader(Stream(0), token_budget=256))

@@ -123,8 +123,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
         """Return the next group, oldest sample first.
 
         Raises:
-            SampleError: the next sample is no `Sample`, or too large under `oversize="error"`.
-                This, and whatever the source raises, is raised again until the next reset.
+            SampleError: the next sample is no `Sample`, or too large under `oversize="error"`; or
+                the epoch ends, and `oversize="drop"` has left out all of it. This, and whatever the
+                source raises, is raised again until the next reset.
         """
         if self._failure is not None:
             raise self._failure
@@ -138,6 +139,12 @@ class WindowBucketer(BaseNode[list[Sample]]):
             raise
         if not len(self._pool):
             self._end()
+            if self._dropped and self._dropped == self._pool.pulled:
+                self._failure = SampleError(
+                    f"all {self._dropped} samples of the epoch exceed {self._budget} on their own: "
+                    'they were dropped. Raise the budget, or set `oversize` to "alone".'
+                )
+                raise self._failure
             raise StopIteration
         group = self._pool.take(draining=self._ended)
         if self._ended and not len(self._pool):

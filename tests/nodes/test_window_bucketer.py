@@ -188,6 +188,25 @@ def test_oversize_drop_gives_one_warning_and_a_count_that_the_state_keeps():
     assert (again.oversize_samples, again.dropped_samples) == (2, 2)
 
 
+@pytest.mark.parametrize("mode", ["replay", "payload"])
+@pytest.mark.filterwarnings("ignore:.*exceeds.*")
+def test_an_epoch_whose_samples_were_all_dropped_is_an_error(mode):
+    lengths, budget = [200] * 50, TokenBudget(100, oversize="drop")
+    node = bucketer(lengths, budget, state=mode)
+    before = node.state_dict()
+    for _ in range(2):
+        with pytest.raises(SampleError, match=r"all 50 samples .*TokenBudget\(tokens=100.*dropped"):
+            next(node)
+        after = node.state_dict()
+        for state in (before, after, None):  # resumed, and in the next epoch
+            again = bucketer(lengths, budget, state=mode)
+            again.reset(state)
+            with pytest.raises(SampleError, match="all 50 samples"):
+                next(again)
+    assert sum(map(len, bucketer([*lengths, 5], budget))) == 1
+    assert list(bucketer([], budget)) == []
+
+
 def test_oversize_error_names_the_sample_and_loses_nothing():
     lengths = [5] * 30 + [300] + [5] * 30
     node = bucketer(lengths, TokenBudget(100, oversize="error"))

@@ -1,7 +1,5 @@
 """A processed sample with what grouping needs to know of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -41,7 +39,7 @@ class Observation(NamedTuple):
     patches: int | None = None
 
 
-Observe = Callable[[Any], "int | Observation | tuple[int, ...]"]
+Observe = Callable[[Any], int | Observation | tuple[int, ...]]
 
 
 def observe_sample(data: Any, observe: Observe | None = None) -> Sample:

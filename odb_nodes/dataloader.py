@@ -11,18 +11,19 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_callable, check_count
+from odb_nodes.checks import check_bool, check_callable, check_count
+from odb_nodes.exchange import group_rank
 from odb_nodes.graph import length_of
 from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
-from odb_nodes.nodes import GroupCollator, PaddingCollate, WindowBucketer
+from odb_nodes.nodes import GroupCollator, PaddingCollate, RankAligner, WindowBucketer
 from odb_nodes.nodes.group_collator import Collate
+from odb_nodes.nodes.rank_aligner import LossScaling
 from odb_nodes.nodes.read_ahead import ReadAhead
-from odb_nodes.planning import TokenBudget
+from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe, Sample, observe_sample
 from odb_nodes.sources.datasets import order_of, source_of
-from odb_nodes.sources.rank import resolve_rank
 
 
 class _Process:
@@ -59,8 +60,10 @@ class ODBDataLoader:
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     The graph is `ShardedSampler` (or `IterableSource`) -> `ParallelProcessor` -> `WindowBucketer`
-    -> `GroupCollator` -> `Prefetcher` -> `Loader`, with the lengths observed in the workers. The
-    batches depend on data, seed and configuration alone, never on the number of workers.
+    -> `RankAligner` -> `GroupCollator` -> `Prefetcher` -> `Loader`, with the lengths observed in the
+    workers. The batches depend on data, seed and configuration alone, never on the number of
+    workers. Under torch.distributed each rank makes one, over its share of the dataset, and all
+    take the same steps.
 
     Args:
         dataset: map-style (`__getitem__` and `__len__`), or iterable.
@@ -84,10 +87,17 @@ class ODBDataLoader:
         sampler: yields indices of a map-style dataset in an order of its own, the same when
             iterated again, instead of `shuffle`.
         pin_memory: pin batches, for faster copies to the accelerator.
+        process_group: the ranks that share the data; see `RankAligner`. Default: all of the job.
+        sharded: `dataset` or `sampler` yields the samples of this rank alone, so they are not split
+            over the ranks here.
+        uneven: what happens where ranks have different amounts of data; see `RankAligner`.
+        loss_scaling: what `StepInfo.loss_scale` is; see `RankAligner`.
+        accumulate: batches of an optimizer step.
+        round_size: steps between two messages of the ranks; see `RankAligner`.
+        timeout_s: seconds until a rank that does not come is an error on the others.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above, or the dataset is empty.
-        RuntimeError: the job has several ranks, whose steps this version does not align.
     """
 
     def __init__(
@@ -107,13 +117,14 @@ class ODBDataLoader:
         workers: WorkerOptions | None = None,
         sampler: Iterable[int] | None = None,
         pin_memory: bool = False,
+        process_group: Any = None,
+        sharded: bool = False,
+        uneven: Uneven = "fill",
+        loss_scaling: LossScaling = "exact",
+        accumulate: int = 1,
+        round_size: int = 32,
+        timeout_s: float = 1800.0,
     ) -> None:
-        world_size = resolve_rank(None, None)[1]
-        if world_size > 1:
-            raise RuntimeError(
-                f"`ODBDataLoader` serves one rank, but the job has {world_size}: their batches "
-                "differ in number, so collectives would hang. This version does not align them."
-            )
         if workers is not None and not isinstance(workers, WorkerOptions):
             raise TypeError(
                 f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
@@ -136,7 +147,9 @@ class ODBDataLoader:
             options = replace(options, in_flight_samples=ahead)
         budget = TokenBudget.of(token_budget, "token_budget")
         self.dataset = dataset
-        source, items = source_of(dataset, shuffle, seed, sampler)
+        rank, world_size = group_rank(process_group)
+        shard = (0, 1) if check_bool("sharded", sharded) else (rank, world_size)
+        source, items = source_of(dataset, shuffle, seed, sampler, shard)
         collate: Collate = (
             PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
             if collate_fn is None
@@ -145,11 +158,23 @@ class ODBDataLoader:
         # Not of a subclass, whose `__call__` may expect the samples as they were.
         prepare = collate.prepare if type(collate) is PaddingCollate else None
         process = _Process(items, process_fn, observe, prepare)
-        self._processor = ParallelProcessor(source, process, seed=seed, workers=options)
+        self._processor = ParallelProcessor(
+            source, process, seed=seed, workers=options, rank=rank, world_size=world_size
+        )
         self._bucketer = WindowBucketer(self._processor, budget, window, state)
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
-        root: BaseNode[Any] = GroupCollator(self._bucketer, collate)
+        self._aligner = RankAligner(
+            self._bucketer,
+            process_group,
+            round_size,
+            uneven,
+            loss_scaling,
+            accumulate,
+            seed,
+            timeout_s,
+        )
+        root: BaseNode[Any] = GroupCollator(self._aligner, collate)
         if prefetch and options.num_workers:
             root = ReadAhead(root, prefetch)
         self._loader: Loader[Any] = Loader(root)
@@ -184,7 +209,7 @@ class ODBDataLoader:
         if not isinstance(loader.dataset, IterableDataset) and not {"sampler", "shuffle"} & {
             *given
         }:
-            given = {**order_of(loader), **given}
+            given = {**order_of(loader, group_rank(given.get("process_group"))), **given}
         if "workers" not in given and "num_workers" not in given:
             context = loader.multiprocessing_context
             given["workers"] = WorkerOptions(
@@ -234,6 +259,16 @@ class ODBDataLoader:
     def dropped_samples(self) -> int:
         """Samples pulled in this epoch so far that `oversize="drop"` left out."""
         return self._bucketer.dropped_samples
+
+    @property
+    def unemitted_samples(self) -> int:
+        """Samples of this rank and epoch that `uneven="stop"` left over."""
+        return self._aligner.unemitted_samples
+
+    @property
+    def exchange_wait_s(self) -> float:
+        """Seconds spent waiting for other ranks so far, on whatever thread makes the batches."""
+        return self._aligner.exchange_wait_s
 
     @property
     def worker_pids(self) -> list[int]:

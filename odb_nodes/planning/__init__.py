@@ -1,6 +1,13 @@
 """Decide which samples form a group, and which groups a step. Knows integers and numpy alone."""
 
-from odb_nodes.planning.alignment import GroupCost, Offer, RoundPlan, make_offer, plan_round
+from odb_nodes.planning.alignment import (
+    GroupCost,
+    Offer,
+    RoundPlan,
+    Uneven,
+    make_offer,
+    plan_round,
+)
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 
@@ -11,6 +18,7 @@ __all__ = [
     "RollingPool",
     "RoundPlan",
     "TokenBudget",
+    "Uneven",
     "make_offer",
     "plan_round",
 ]

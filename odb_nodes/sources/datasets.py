@@ -26,9 +26,20 @@ _RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
 
 def source_of(
-    dataset: Any, shuffle: bool | None, seed: int, sampler: Iterable[int] | None
+    dataset: Any,
+    shuffle: bool | None,
+    seed: int,
+    sampler: Iterable[int] | None,
+    shard: tuple[int, int],
 ) -> tuple[BaseNode[Any], Any]:
     """Return the source node, and what its items are looked up in: `None` for nothing.
+
+    Args:
+        dataset: map-style or iterable.
+        shuffle: a map-style one; `None`: where there is no `sampler`.
+        seed: of the shuffling.
+        sampler: of indices into a map-style one.
+        shard: which one of how many the source yields.
 
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
@@ -44,7 +55,7 @@ def source_of(
                 "`shuffle` must not be True for an iterable dataset, whose order is its own: "
                 "shuffle in the dataset, seeded by its `set_epoch`."
             )
-        return IterableSource(dataset), None
+        return IterableSource(dataset, *shard), None
     if not isinstance(dataset, Sized):
         raise TypeError(
             f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
@@ -53,18 +64,23 @@ def source_of(
     if len(dataset) == 0:
         raise ValueError("`dataset` must have at least 1 sample, but is empty.")
     if sampler is None:
-        return ShardedSampler(dataset, shuffle is not False, seed), dataset
+        return ShardedSampler(dataset, shuffle is not False, seed, *shard), dataset
     if shuffle:
         raise ValueError(
             "`sampler` must be None where `shuffle` is True: its order is its own. Leave one out."
         )
     check_iterable("sampler", sampler)
     _check_order(sampler)
-    return IterableSource(sampler), dataset
+    return IterableSource(sampler, *shard), dataset
 
 
-def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
+def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
+    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`.
+
+    Args:
+        loader: of this rank.
+        shard: which rank of how many this is.
+    """
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None and loader.batch_size is None:
         # One of the user's own: torch then has a `sampler` that says nothing.
@@ -76,13 +92,18 @@ def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
         sampler = loader.batch_sampler.sampler
     whole = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
     if whole is not None and len(whole) == len(loader.dataset):  # type: ignore[arg-type]
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
+        if isinstance(sampler, DistributedSampler) and shard == (
+            sampler.rank,
+            sampler.num_replicas,
+        ):  # It is replaced, since it repeats samples to make the shards equal.
             return {"shuffle": bool(sampler.shuffle), "seed": sampler.seed}
         if isinstance(sampler, SequentialSampler):
             return {"shuffle": False}
         if isinstance(sampler, _RANDOM) and not sampler.replacement:
             if sampler.num_samples == len(whole):
                 return {"shuffle": True}
+    if isinstance(sampler, DistributedSampler):
+        return {"sampler": sampler, "sharded": sampler.num_replicas > 1}
     return {"sampler": sampler}
 
 

@@ -121,7 +121,7 @@ class IterableSource(BaseNode[T]):
                 if self._retry:
                     self._it, self._retry = iter(self._iterable), False
                     continue
-                if self._position == 0:
+                if self._position == 0 and resolve_rank(None, None)[1] == 1:
                     raise SampleError(
                         f"`iterable` (`{type(self._iterable).__name__}`) yielded no sample in "
                         f"epoch {self._epochs.epoch}: it is empty, or can be iterated only once."

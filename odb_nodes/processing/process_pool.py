@@ -111,6 +111,8 @@ class _WorkerProcess:
     """One worker process, its socket, and the futures of the chunks sent to it, in order."""
 
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
+        # The system tells an exit code once: a second thread that asks meanwhile gets None.
+        self._reaping = threading.Lock()
         self.last_words = ""
         self.hint = "" if context.get_start_method() == "fork" else _GUARD  # until it has answered
         self.pending: queue.SimpleQueue[Future[ChunkResult]] = queue.SimpleQueue()
@@ -149,8 +151,9 @@ class _WorkerProcess:
 
     def fail_pending(self) -> None:
         """Fail every future of this dead worker."""
-        self.process.join(_STOP_S)
-        code = self.process.exitcode
+        with self._reaping:
+            self.process.join(_STOP_S)
+            code = self.process.exitcode
         killed = code is not None and code < 0
         cause = " (negative: killed by that signal; -9 is often out of memory)" if killed else ""
         error = WorkerError(

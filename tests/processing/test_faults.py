@@ -17,6 +17,7 @@ from worker_functions import Logged, Texts, processor, same
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
 from odb_nodes.processing import process_pool
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.transport import send
 
 SIZE = 60
@@ -586,6 +587,20 @@ def test_a_process_fn_that_cannot_be_pickled():
             assert node.worker_pids == []
         node.close()
     assert multiprocessing.active_children() == before
+
+
+def test_every_chunk_sent_to_a_dead_worker_fails_with_its_exit_code():
+    options = WorkerOptions(num_workers=1, start_method="fork")
+    task = ChunkTask([1], 0, 0)
+    for _ in range(20):  # The reader sees the death while more is sent.
+        pool = process_pool.ProcessPool(ChunkProcessor(same, None), options)
+        pool.submit(task).result(LIMIT_S)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        end, futures = time.monotonic() + 0.03, []
+        while time.monotonic() < end:
+            futures.append(pool.submit(task))
+        assert all("exit code -9" in str(future.exception(LIMIT_S)) for future in futures)
+        pool.close()
 
 
 class CallableBomb(Bomb):

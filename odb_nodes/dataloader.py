@@ -59,11 +59,11 @@ class _Process:
 class ODBDataLoader:
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
-    The graph is `ShardedSampler` (or `IterableSource`) -> `ParallelProcessor` -> `WindowBucketer`
-    -> `RankAligner` -> `GroupCollator` -> `Prefetcher` -> `Loader`, with the lengths observed in the
+    The graph: `ShardedSampler` (or `IterableSource`), `ParallelProcessor`, `WindowBucketer`,
+    `RankAligner`, `GroupCollator`, `Prefetcher`, `Loader`, with the lengths observed in the
     workers. The batches depend on data, seed and configuration alone, never on the number of
-    workers. Under torch.distributed each rank makes one, over its share of the dataset, and all
-    take the same steps.
+    workers. Under torch.distributed each rank makes one loader, over its share of the dataset, and
+    all take the same steps.
 
     Args:
         dataset: map-style (`__getitem__` and `__len__`), or iterable.

@@ -96,7 +96,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
 
     @property
     def remaining_samples(self) -> int:
-        """Samples of this epoch in the pool, and those not pulled yet where their number is known."""
+        """Samples of this epoch in the pool, and those not yet pulled where that is known."""
         try:
             unpulled = length_of(self.source) - self._pool.pulled
         except TypeError:

@@ -95,7 +95,6 @@ def test_a_rank_that_stops_early(read_ahead, job):
         3,
         read_ahead,
     )
-    start = time.monotonic()
     results = run.results(EXIT_LIMIT_S)
     for error in errors_of(results, [0, 2]):
         assert "PeerError: round" in error and "rank 1 was lost" in error

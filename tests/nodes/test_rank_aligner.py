@@ -1,19 +1,28 @@
 """The alignment of ranks over the in-process exchange: one thread per rank."""
 
+import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchdata.nodes import IterableWrapper
+from torchdata.nodes import IterableWrapper, Prefetcher
 
 from odb_nodes import (
+    GroupCollator,
     LengthObserver,
     Loader,
+    PeerError,
     RankAligner,
+    SampleError,
+    ShardedSampler,
+    StateError,
     WindowBucketer,
+    pop_step_info,
 )
 from odb_nodes.exchange import InProcessHub
+from odb_nodes.testing import assert_resumes_exactly
 
 TIMEOUT_S = 20.0
 
@@ -35,7 +44,7 @@ def cut(sample):
 def graph(exchange, samples, *, budget=60, window=8, **options):
     source = LengthObserver(IterableWrapper([cut(sample) for sample in samples]))
     bucketer = WindowBucketer(source, budget, window)
-    return RankAligner(bucketer, exchange, timeout_s=TIMEOUT_S, **options)
+    return RankAligner(bucketer, exchange, **{"timeout_s": TIMEOUT_S, **options})
 
 
 def on_ranks(world_size, run, timeout_s=TIMEOUT_S):
@@ -169,18 +178,14 @@ def test_every_step_resumes_on_every_rank(sizes, accumulate):
     events, states = zip(*runs, strict=True)
     assert len({len(of_rank) for of_rank in states}) == 1
     for start in range(len(states[0])):
-        resumed = on_ranks(
-            world_size,
-            lambda exchange: resume_from(
-                exchange,
-                shard(exchange.rank, sizes[exchange.rank]),
-                accumulate,
-                states[exchange.rank][start],
-                len(events[0]) - start,
-            ),
-        )
-        for rank in range(world_size):
-            assert resumed[rank] == events[rank][start:]
+        left = len(events[0]) - start
+
+        def resume(exchange, start=start, left=left):
+            samples = shard(exchange.rank, sizes[exchange.rank])
+            return resume_from(exchange, samples, accumulate, states[exchange.rank][start], left)
+
+        resumed = on_ranks(world_size, resume)
+        assert resumed == [of_rank[start:] for of_rank in events]
 
 
 def describe(item):
@@ -208,3 +213,242 @@ def resume_from(exchange, samples, accumulate, state, count):
             events.append(describe(item))
         events.append("end")
     return events
+
+
+# --- ranks that end alone, or all with the first --------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[30, 90], [60, 61, 60], [90, 5, 40]])
+def test_join_ends_each_rank_with_its_data(sizes):
+    def run(exchange):
+        samples = shard(exchange.rank, sizes[exchange.rank])
+        return epochs_of(exchange, samples, epochs=3, uneven="join")
+
+    for epoch in zip(*on_ranks(len(sizes), run), strict=True):
+        for rank, items in enumerate(epoch):
+            assert sorted(ids(items)) == [sample["id"] for sample in shard(rank, sizes[rank])]
+            assert not any(item.info.is_filler for item in items)
+        for step in range(max(map(len, epoch))):
+            infos = [items[step].info for items in epoch if step < len(items)]
+            assert {info.all_targets for info in infos} == {
+                sum(info.local_targets for info in infos)
+            }
+
+
+@pytest.mark.parametrize("sizes", [[30, 90], [60, 61, 60], [40, 0]])
+def test_stop_ends_all_with_the_first_and_counts_the_rest(sizes):
+    def run(exchange):
+        aligner = graph(exchange, shard(exchange.rank, sizes[exchange.rank]), uneven="stop")
+        loader, epochs = Loader(aligner), []
+        for _ in range(2):
+            epochs.append((list(loader), aligner.unemitted_samples))
+        return epochs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = on_ranks(len(sizes), run)
+    for epoch in zip(*runs, strict=True):
+        assert len({len(items) for items, _ in epoch}) == 1
+        for rank, (items, unemitted) in enumerate(epoch):
+            assert len(ids(items)) + unemitted == sizes[rank]
+            assert len({*ids(items)}) == len(ids(items))
+        assert any(unemitted == 0 for _, unemitted in epoch)
+
+
+def test_stop_warns_of_what_is_left_over():
+    with pytest.warns(UserWarning, match="samples of rank 1 are not emitted in epoch 0"):
+        on_ranks(2, lambda e: epochs_of(e, shard(e.rank, [30, 90][e.rank]), 1, uneven="stop"))
+
+
+# --- ranks that are not alike ---------------------------------------------------------------------
+
+
+def errors_on_ranks(world_size, run):
+    def caught(exchange):
+        try:
+            run(exchange)
+        except Exception as error:
+            return error
+        return None
+
+    return on_ranks(world_size, caught)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("seed", [0, 1]), ("accumulate", [1, 2]), ("uneven", ["fill", "stop"])],
+)
+def test_another_configuration_is_the_same_error_on_all_ranks(field, values):
+    errors = errors_on_ranks(
+        2, lambda e: epochs_of(e, shard(e.rank, 40), **{field: values[e.rank]})
+    )
+    assert {type(error) for error in errors} == {StateError}
+    assert len({str(error) for error in errors}) == 1
+    assert f"`{field}` is" in str(errors[0]) and "on rank 1" in str(errors[0])
+
+
+def test_another_round_size_is_an_error_on_all_ranks():
+    errors = errors_on_ranks(2, lambda e: epochs_of(e, shard(e.rank, 40), round_size=32 << e.rank))
+    assert {type(error) for error in errors} == {PeerError}
+    assert all("different sizes" in str(error) for error in errors)
+
+
+def test_resuming_from_different_steps_is_the_same_error_on_all_ranks():
+    runs = on_ranks(2, lambda e: states_of(e, shard(e.rank, 60), 1))
+
+    def run(exchange):
+        loader = Loader(graph(exchange, shard(exchange.rank, 60)))
+        loader.load_state_dict(runs[exchange.rank][1][3 + 2 * exchange.rank])
+        next(iter(loader))
+
+    errors = errors_on_ranks(2, run)
+    assert {type(error) for error in errors} == {StateError}
+    assert len({str(error) for error in errors}) == 1
+    assert "`step` is 3 on rank 0, 5 on rank 1" in str(errors[0])
+
+
+def test_another_world_size_is_an_error_on_all_ranks():
+    runs = on_ranks(2, lambda e: states_of(e, shard(e.rank, 60), 1))
+
+    def run(exchange):
+        loader = Loader(graph(exchange, shard(exchange.rank, 60)))
+        loader.load_state_dict(runs[exchange.rank % 2][1][5])
+        next(iter(loader))
+
+    errors = errors_on_ranks(3, run)
+    assert {type(error) for error in errors} == {StateError}
+    assert all("`world_size` was 2 when saved, but is 3 now" in str(error) for error in errors)
+
+
+def test_a_state_that_one_rank_cannot_load_is_an_error_on_all():
+    runs = on_ranks(2, lambda e: states_of(e, shard(e.rank, 60), 1))
+
+    def run(exchange):
+        loader = Loader(graph(exchange, shard(exchange.rank, 60), window=8 + exchange.rank))
+        loader.load_state_dict(runs[exchange.rank][1][5])
+        next(iter(loader))
+
+    errors = errors_on_ranks(2, run)
+    assert {type(error) for error in errors} == {StateError}
+    assert all("`window` was 8 when saved, but is 9 now" in str(error) for error in errors)
+
+
+def test_after_an_error_of_one_rank_all_go_on_where_they_were():
+    broken = threading.Event()
+    broken.set()
+
+    def run(exchange):
+        def observe(sample):
+            if exchange.rank == 1 and sample["id"] == 1050 and broken.is_set():
+                raise OSError("not there")
+            return len(sample["input_ids"])
+
+        source = LengthObserver(IterableWrapper(shard(exchange.rank, 80)), observe)
+        bucketer = WindowBucketer(source, 60, 8)
+        loader, items = Loader(RankAligner(bucketer, exchange, timeout_s=TIMEOUT_S)), []
+        with pytest.raises(SampleError if exchange.rank else PeerError, match="not there"):
+            for item in loader:
+                items.append(item)
+        broken.clear()
+        return items + list(loader)
+
+    runs = on_ranks(2, run)
+    assert len({len(items) for items in runs}) == 1
+    for rank, items in enumerate(runs):
+        assert sorted(ids(items)) == [sample["id"] for sample in shard(rank, 80)]
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_breaking_out_and_beginning_again(read_ahead):
+    sizes = [90, 40, 60]
+
+    def run(exchange):
+        node = graph(exchange, shard(exchange.rank, sizes[exchange.rank]))
+        loader = Loader(Prefetcher(node, 2) if read_ahead else node)
+        for stop in (3, 0, 5, 1, 8):
+            for step, _ in enumerate(loader):
+                if step == stop:
+                    break
+        items = list(loader)
+        loader.close()
+        return items
+
+    for rank, items in enumerate(on_ranks(3, run)):
+        assert sorted(ids(items)) == [sample["id"] for sample in shard(rank, sizes[rank])]
+
+
+def test_a_rank_that_never_comes_is_named():
+    def run(exchange):
+        if exchange.rank != 1:
+            next(iter(Loader(graph(exchange, shard(exchange.rank, 40)))))
+
+    hub = InProcessHub(3, timeout_s=1.0)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(run, hub.exchange(rank)) for rank in range(3)]
+        for rank in (0, 2):
+            with pytest.raises(PeerError, match=r"rank \[1\]"):
+                futures[rank].result(20)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"round_size": 0}, ValueError, "`round_size`"),
+        ({"accumulate": 0}, ValueError, "`accumulate`"),
+        ({"uneven": "x"}, ValueError, "`uneven` must be one of"),
+        ({"loss_scaling": "x"}, ValueError, "`loss_scaling` must be one of"),
+        ({"timeout_s": 0}, ValueError, "`timeout_s`"),
+        ({"seed": "x"}, TypeError, "`seed`"),
+        ({"cost_fn": 3}, TypeError, "`cost_fn`"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        graph(None, shard(0, 5), **options)
+
+
+def test_a_source_of_something_else_is_an_error():
+    with pytest.raises(TypeError, match="must yield groups"):
+        list(Loader(RankAligner(IterableWrapper([1, 2]))))
+
+
+def test_a_source_that_shards_over_other_ranks_is_an_error():
+    source = LengthObserver(ShardedSampler(10, rank=0, world_size=2), lambda index: 1 + index)
+    with pytest.raises(RuntimeError, match="`ShardedSampler` is one of 2 ranks.*aligns 1"):
+        iter(Loader(RankAligner(WindowBucketer(source, 20))))
+
+
+def test_modalities_of_any_rank_are_known_on_all():
+    def run(exchange):
+        samples = [
+            {"input_ids": [1] * 5, "image": exchange.rank == 1 and i == 7} for i in range(40)
+        ]
+        source = LengthObserver(IterableWrapper(samples))
+        modalities = {
+            "audio": lambda sample: False,
+            "image": lambda sample: sample.data["image"],
+        }
+        bucketer = WindowBucketer(source, 20, 8)
+        aligner = RankAligner(bucketer, exchange, modalities=modalities)
+        return [item.info.modalities for item in Loader(aligner)]
+
+    first, second = on_ranks(2, run)
+    assert first == second
+    assert sorted(first)[-1] == ("image",) and first.count(("image",)) == 1
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+def test_one_rank_resumes_exactly(state):
+    def make():
+        sampler = ShardedSampler(90, seed=3, rank=0, world_size=1)
+        source = LengthObserver(sampler, lambda index: 1 + 7 * index % 23)
+        bucketer = WindowBucketer(source, 60, 8, state)
+        node = RankAligner(bucketer, accumulate=3)
+        return Loader(GroupCollator(node, lambda indices: {"id": indices}))
+
+    assert_resumes_exactly(make, epochs=3)
+    sizes = [pop_step_info(batch).micro_steps for batch in make()]
+    assert set(sizes[:-3]) == {3}

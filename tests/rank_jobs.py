@@ -20,6 +20,7 @@ from odb_nodes.graph import walk  # noqa: F401
 from odb_nodes.nodes.read_ahead import ReadAhead
 
 _BODY = """
+import json
 import torch.distributed as dist
 import rank_jobs as r
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,0 +1,98 @@
+"""Real ranks resumed: at every step, from files after a kill, from a distributed checkpoint."""
+
+import json
+import os
+import signal
+
+import pytest
+from rank_jobs import RankJob, run_ranks
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3, "read_ahead": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [[45, 46], [20, 70], [40, 0]], ids=str)
+def test_every_step(sizes, options, tmp_path):
+    # In rounds, at their edges, in the tail, after the end of the epoch, and in the next one.
+    body = """
+    size, options = json.loads(sys.argv[1])[rank], json.loads(sys.argv[2])
+    def events(loader, count):
+        found = []
+        while len(found) < count:
+            for batch in loader:
+                found.append(r.describe(batch))
+                yield found[-1]
+            found.append("end")
+            yield "end"
+    loader = r.make_loader(size, **options)
+    expected, states = [], [loader.state_dict()]
+    for event in events(loader, 2 * len(list(r.make_loader(size, **options))) + 2):
+        expected.append(event)
+        states.append(loader.state_dict())
+    loader.close()
+    for start, state in enumerate(states):
+        loader = r.make_loader(size, **options)
+        loader.load_state_dict(state)
+        left = expected[start:]
+        got = [event for event, _ in zip(events(loader, len(left)), left)]
+        assert got == left, (start, got, left)
+        loader.close()
+    r.finish(len(states))
+    """
+    steps = run_ranks(tmp_path, body, 2, json.dumps(sizes), json.dumps(options))
+    assert steps[0] == steps[1] > 15
+
+
+TRAINER = """
+    from odb_nodes.checkpoint import load_rank_state, save_rank_state
+    folder, size = sys.argv[1], [150, 110][rank]
+    loader = r.make_loader(size, read_ahead=2)
+    if os.path.isdir(folder):
+        loader.load_state_dict(load_rank_state(folder))
+    for epoch in range(2):
+        for batch in loader:
+            event = r.describe(batch)
+            print(json.dumps(event), flush=True)
+            if event[2] % 4 == 3:
+                dist.barrier()  # so that the files of all ranks are of one step
+                save_rank_state(loader.state_dict(), folder)
+                dist.barrier()
+        print("end", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kill_after", [7, 18, 30])
+def test_killing_all_ranks_and_starting_again_from_files(kill_after, tmp_path):
+    with RankJob(tmp_path, TRAINER, 2, tmp_path / "whole") as job:
+        expected = [out.splitlines() for out in job.finish()]
+    folder = tmp_path / "killed"
+    with RankJob(tmp_path, TRAINER, 2, folder) as job:
+        for _ in range(kill_after):
+            for program in job.ranks:
+                program.line()
+        for program in job.ranks:
+            os.kill(program.process.pid, signal.SIGKILL)
+    with RankJob(tmp_path, TRAINER, 2, folder) as job:
+        resumed = [out.splitlines() for out in job.finish()]
+    for whole, rest in zip(expected, resumed, strict=True):
+        assert 0 < len(rest) < len(whole)
+        assert rest == whole[-len(rest) :]
+
+
+def test_a_distributed_checkpoint(tmp_path):
+    body = """
+    import torch.distributed.checkpoint as dcp
+    from odb_nodes.checkpoint import DistributedState
+    def loader():
+        return r.make_loader([60, 45][rank])
+    whole = loader()
+    iterator = iter(whole)
+    for _ in range(7):
+        next(iterator)
+    dcp.save({"loader": DistributedState(whole)}, checkpoint_id=sys.argv[1])
+    left = [r.describe(batch) for batch in iterator]
+    resumed = loader()
+    dcp.load({"loader": DistributedState(resumed)}, checkpoint_id=sys.argv[1])
+    assert [r.describe(batch) for batch in resumed] == left
+    r.finish(len(left))
+    """
+    assert min(run_ranks(tmp_path, body, 2, tmp_path / "checkpoint")) > 3

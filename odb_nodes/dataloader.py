@@ -17,8 +17,8 @@ from odb_nodes.graph import length_of
 from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
 from odb_nodes.nodes import GroupCollator, PaddingCollate, RankAligner, WindowBucketer
+from odb_nodes.nodes.aligned_round import LossScaling
 from odb_nodes.nodes.group_collator import Collate
-from odb_nodes.nodes.rank_aligner import LossScaling
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions

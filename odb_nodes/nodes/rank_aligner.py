@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_callable, check_count, check_integer, check_node
-from odb_nodes.errors import PeerError, SampleError, StateError
-from odb_nodes.exchange import Channel, Exchange, Interrupted, group_rank, resolve_exchange
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.graph import walk
 from odb_nodes.hashing import mix
 from odb_nodes.names import name_of
-from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.nodes.group_reader import GroupReader
+from odb_nodes.nodes.payload import decode_sample
+from odb_nodes.nodes.peers import Peers
 from odb_nodes.planning.alignment import (
-    COLUMNS,
-    FILLER,
     FLAG_BITS,
     GroupCost,
     Offer,
@@ -28,18 +26,13 @@ from odb_nodes.planning.alignment import (
     Uneven,
     make_offer,
     plan_round,
+    round_steps,
 )
 from odb_nodes.planning.budget import round_up
-from odb_nodes.planning.pool import IntArray
 from odb_nodes.sample import Sample
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.state import detach, seal, unseal
-from odb_nodes.step_info import AlignedGroup, StepInfo
-
-LossScaling = Literal["exact", "approx", "none"]
-
-_FIRST_ROUND_STEPS = 4  # so that the first batch does not wait for a whole round
-_ROWS, _GROUPS, _ENDED, _NEEDS_FILLER, _HEADER = range(5)
+from odb_nodes.step_info import AlignedGroup
 
 
 def padded_tokens(group: Sequence[Sample]) -> int:
@@ -149,17 +142,14 @@ class RankAligner(BaseNode[AlignedGroup]):
                 f"`modalities` must be at most {FLAG_BITS}, but are {len(self._modalities)}."
             )
         self.source = source
-        self._process_group = process_group
-        self._accumulate = check_count("accumulate", accumulate)
-        self._round_size = round_up(check_count("round_size", round_size), self._accumulate)
-        self._uneven, self._loss_scaling = uneven, loss_scaling
+        accumulate = check_count("accumulate", accumulate)
+        self._round_size = round_up(check_count("round_size", round_size), accumulate)
+        self._uneven = uneven
+        self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self._timeout_s = timeout_s
         self._cost_fn = cost_fn
-        self._exchange: Exchange | None = None
-        self._channel: Channel | None = None
+        self._peers = Peers(process_group, timeout_s, self._round_size)
         self._epochs = EpochCounter()
-        self._attendance: threading.Thread | None = None
         self._failure: Exception | None = None
         self._clear()
 
@@ -171,7 +161,7 @@ class RankAligner(BaseNode[AlignedGroup]):
     @property
     def exchange_wait_s(self) -> float:
         """Seconds spent waiting for other ranks so far."""
-        return 0.0 if self._channel is None else self._channel.wait_s
+        return self._peers.wait_s
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins."""
@@ -187,8 +177,8 @@ class RankAligner(BaseNode[AlignedGroup]):
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         super().reset(initial_state)
-        channel = self._connect()
-        self._end_attendance()
+        self._peers.find(self.source)
+        self._rule = replace(self._rule, world_size=self._peers.world_size)
         self._clear()
         try:
             if initial_state is None:
@@ -197,9 +187,10 @@ class RankAligner(BaseNode[AlignedGroup]):
                 self._hold_source()
             else:
                 name = type(self).__name__
-                self._restore(unseal(initial_state, name, self._config(), self.STATE_KEYS))
+                state = unseal(initial_state, name, self._config(), self.STATE_KEYS)
+                self._restore(state, initial_state["config"])
         except Exception as error:
-            channel.fail(error, "reset")
+            self._peers.fail(error, "reset")
             raise
 
     def next(self) -> AlignedGroup:
@@ -213,15 +204,20 @@ class RankAligner(BaseNode[AlignedGroup]):
         if self._failure is not None:
             raise self._failure
         try:
-            while self._emitted == len(self._plan):
+            while self._emitted == len(self._steps):
                 self._begin_round()
             self._agree()
+            item = self._steps.take(self._emitted, self._step, self._rule, tuple(self._modalities))
+            self._emitted += 1
+            self._step += 1
+            if self._emitted == len(self._steps):
+                self._end_round()
+            return item
         except StopIteration:
             raise
         except Exception as error:
             self._failure = error
             raise
-        return self._emit()
 
     def get_state(self) -> dict[str, Any]:
         """Return the source's state before this round, and the plan of the round."""
@@ -234,7 +230,7 @@ class RankAligner(BaseNode[AlignedGroup]):
             round=self._round,
             step=self._step,
             emitted=self._emitted,
-            plan=self._plan.astype("<i8").tobytes() or None,
+            plan=self._steps.to_bytes(),
             splits=self._splits,
             last=self._last,
             drained=self._drained,
@@ -247,30 +243,24 @@ class RankAligner(BaseNode[AlignedGroup]):
 
         A rank that has ended before others (`uneven="join"`) first waits until they have ended.
         """
-        self._end_attendance()
-        if self._exchange is not None:
-            self._exchange.interrupt()
+        self._peers.interrupt()
 
     def close(self) -> None:
         """Stop waiting for other ranks. The connections stay: a later reset goes on with them."""
-        if self._exchange is not None:
-            self._exchange.interrupt()
+        self._peers.close()
 
     # --- beginning ----------------------------------------------------------------------------
 
     def _clear(self) -> None:
         self._source_state: Any = None
         self._round = 0
-        self._step = 0
-        self._plan: IntArray = np.empty((0, 4), dtype=np.int64)  # group, samples, targets, flags
-        self._emitted = 0  # steps of the plan that are out
-        self._groups: list[list[Sample]] = []
-        self._splits = 0
+        self._step = 0  # of the epoch
+        self._reader = GroupReader(self.source)
+        self._steps = AlignedRound()
+        self._emitted = 0  # steps of the round that are out
+        self._splits = 0  # of this rank's groups in the round
         self._last = False  # there is no round after this one
-        self._ahead: list[Sample] | None = None  # first group of the next round
-        self._next_source_state: Any = None  # before that group
-        self._ended = False  # the source has no groups after this round's
-        self._drained = False  # the source had none left for this round
+        self._drained = False  # the source had no groups left for this round
         self._filler: Sample | None = None
         self._received: bytes | None = None  # the filler, where it is another rank's
         self._unemitted = 0
@@ -278,64 +268,45 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._agreed = False
         self._failure = None
 
-    def _connect(self) -> Channel:
-        """Find out who the other ranks are. They need not be there yet."""
-        exchange = self._exchange
-        if exchange is None or exchange.world_size == 1:  # The job may have been set up since.
-            exchange = resolve_exchange(self._process_group, self._timeout_s)
-        if self._channel is None or exchange is not self._exchange:
-            self._exchange = exchange
-            self._channel = Channel(exchange, _HEADER + COLUMNS * self._round_size)
-        for node in walk(self.source):
-            shards = getattr(node, "_world_size", 1)
-            if shards not in (1, exchange.world_size):
-                raise RuntimeError(
-                    f"`{type(node).__name__}` is one of {shards} ranks, but the `RankAligner` over "
-                    f"it aligns {exchange.world_size}. Give both the same ranks: "
-                    "`process_group=` here, `rank=` and `world_size=` there."
-                )
-        exchange.resume()
-        return self._channel
-
     def _agree(self) -> None:
-        """Make sure, once after a reset, that all ranks go on from the same place."""
-        if self._agreed or self._channel is None:
-            return
-        fields = {
-            "world_size": self._channel.world_size,
-            "round_size": self._round_size,
-            "accumulate": self._accumulate,
-            "uneven": get_args(Uneven).index(self._uneven),
-            "loss_scaling": get_args(LossScaling).index(self._loss_scaling),
-            "seed": mix(self._seed) >> 1,
-            "epoch": self._epochs.epoch,
-            "round": self._round,
-            "step": self._step,
-        }
-        self._channel.agree(fields)
-        self._agreed = True
+        self._peers.agree(
+            {
+                "round_size": self._round_size,
+                "accumulate": self._rule.accumulate,
+                "uneven": get_args(Uneven).index(self._uneven),
+                "loss_scaling": get_args(LossScaling).index(self._rule.scaling),
+                "seed": mix(self._seed) >> 1,
+                "epoch": self._epochs.epoch,
+                "round": self._round,
+                "step": self._step,
+            }
+        )
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: dict[str, Any], saved_config: Mapping[str, Any]) -> None:
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._source_state = state[self.SOURCE_KEY]
         self._round, self._step = state[self.ROUND_KEY], state[self.STEP_KEY]
-        self._plan = np.frombuffer(state[self.PLAN_KEY] or b"", "<i8").reshape(-1, 4)
+        self._steps = AlignedRound.from_bytes(state[self.PLAN_KEY])
         self._emitted, self._splits = state[self.EMITTED_KEY], state[self.SPLITS_KEY]
         self._last, self._drained = state[self.LAST_KEY], state[self.DRAINED_KEY]
-        self._received, self._unemitted = state[self.FILLER_KEY], state[self.UNEMITTED_KEY]
+        self._unemitted = state[self.UNEMITTED_KEY]
+        at_end = self._emitted == len(self._steps) and self._last
+        if not at_end:
+            _check_ranks(saved_config, self._config())
         self.source.reset(detach(self._source_state))
-        if self._emitted == len(self._plan) and self._last:
-            return  # It stands at the end of the epoch.
-        if self._received is not None:
-            self._filler = decode_sample(self._received)
-        elif self._drained or self._emitted < len(self._plan):
-            self._pull_again()
+        if at_end:
+            return
+        if state[self.FILLER_KEY] is not None:
+            self._receive(state[self.FILLER_KEY])
+            self._steps.fill([], self._filler)
+        elif self._drained or len(self._steps):
+            self._read_again()
 
-    def _pull_again(self) -> None:
-        """Pull the groups of the round that the state stands in, or those to fill from."""
+    def _read_again(self) -> None:
+        """Read the groups of the round that the state stands in, or those to fill from."""
         most = self._round_size if self._drained else self._round_steps()
-        groups = self._pull(most)
-        needed = 1 if self._drained else int(self._plan[:, 0].max()) + 1 - self._splits
+        groups = self._reader.read(most)
+        needed = 1 if self._drained else self._steps.groups_needed - self._splits
         if len(groups) < needed:
             raise StateError(
                 f"{type(self).__name__} cannot restore round {self._round} of epoch "
@@ -343,9 +314,9 @@ class RankAligner(BaseNode[AlignedGroup]):
                 f"was saved, but yields {len(groups)} now. Resume over the data that it was saved "
                 "on."
             )
-        self._settle(groups, self._ladder(groups, most)[1])
-        if self._drained:
-            self._groups = []
+        self._filler = _cheapest(groups) if groups else None
+        ladder = self._offer(groups, most)[1]
+        self._steps.fill(ladder.groups(self._splits), self._filler)
 
     # --- a round ------------------------------------------------------------------------------
 
@@ -357,134 +328,75 @@ class RankAligner(BaseNode[AlignedGroup]):
         """
         if self._last:
             if self._peers_go_on:
-                self._attend()
+                self._peers_go_on = False
+                self._peers.attend(self._offer([], 0)[0])
             raise StopIteration
-        channel = self._channel
-        assert channel is not None
         where = f"round {self._round} of epoch {self._epochs.epoch} (from step {self._step})"
         try:
             most = self._round_steps()
-            groups = [] if self._drained else self._pull(most)
-            offer, ladder = self._ladder(groups, most)
+            groups = [] if self._drained else self._reader.read(most)
+            offer, ladder = self._offer(groups, most)
         except Exception as error:
-            channel.fail(error, where)
+            self._peers.fail(error, where)
             raise
         self._agree()
-        empty = not groups and self._filler is None
-        header = [len(offer.table), offer.groups, offer.ended, empty and self._uneven == "fill"]
-        rows = channel.gather(np.array([*header, *offer.table.ravel()], dtype=np.int64), where)
-        offers = [_read_offer(row) for row in rows]
+        offers = self._peers.offers(offer, where)
+        if not (self._step or any(one.groups for one in offers)):
+            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}.")
         key = mix(self._seed, self._epochs.epoch, self._round)
         plan = plan_round(offers, uneven=self._uneven, key=key)
-        if len(plan.totals):
-            self._share_filler(rows, groups, where)
-        own = offer.groups if self._uneven == "join" else len(plan.totals)
-        self._plan = np.column_stack((plan.groups[channel.rank], plan.totals))[:own]
-        self._emitted, self._splits = 0, plan.splits[channel.rank]
-        self._last = plan.last or (self._uneven == "join" and offer.ended)
-        self._peers_go_on = not plan.last
-        self._settle(groups, ladder)
-        if self._uneven == "stop" and plan.last:
-            self._count_unemitted([*self._groups[len(self._plan) :], self._ahead or []])
-        if not len(self._plan):
-            self._end_round()
-
-    def _pull(self, most: int) -> list[list[Sample]]:
-        """Return the next round's groups, and look one group further for whether there are more.
-
-        Without that, a rank could find out too late that it should have kept a sample to fill with.
-        """
-        groups = [] if self._ahead is None else [self._ahead]
-        while len(groups) < most and (group := self._pull_one()) is not None:
-            groups.append(group)
-        self._next_source_state = detach(self.source.state_dict())
-        self._ahead = self._pull_one() if len(groups) == most else None
-        self._ended = self._ahead is None
-        return groups
-
-    def _pull_one(self) -> list[Sample] | None:
-        group = next(self.source, None)
-        if group is None or (
-            isinstance(group, list) and all(isinstance(one, Sample) for one in group)
-        ):
-            return group
-        raise TypeError(
-            "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
-            f"`{type(group).__name__}` instead. Put a `WindowBucketer` before it."
-        )
-
-    def _ladder(self, groups: list[list[Sample]], most: int) -> tuple[Offer, SplitLadder[Sample]]:
-        return make_offer(
-            groups, most=most, ended=self._ended, measure=self._measure, tokens=_tokens
-        )
-
-    def _settle(self, groups: list[list[Sample]], ladder: SplitLadder[Sample]) -> None:
-        self._groups = ladder.groups(self._splits)
+        steps = offer.groups if self._uneven == "join" else len(plan.totals)
         if groups:
             self._filler = _cheapest(groups)
-
-    def _emit(self) -> AlignedGroup:
-        step = self._emitted
-        index, samples, targets, flags = self._plan[step].tolist()
-        micro_step = step % self._accumulate
-        together = self._plan[step - micro_step : step - micro_step + self._accumulate]
-        group, is_filler = self._take(index)
-        info = StepInfo(
-            step=self._step,
-            local_samples=0 if is_filler else len(group),
-            local_targets=0 if is_filler else sum(sample.targets for sample in group),
-            all_samples_this_step=samples,
-            all_targets=targets,
-            is_filler=is_filler,
-            micro_step=micro_step,
-            micro_steps=len(together),
-            optimizer_samples=int(together[:, 1].sum()),
-            optimizer_targets=int(together[:, 2].sum()),
-            modalities=tuple(name for bit, name in enumerate(self._modalities) if flags >> bit & 1),
-        )
-        self._emitted += 1
-        self._step += 1
-        if self._emitted == len(self._plan):
+        if self._uneven == "fill":
+            self._receive(self._peers.share_filler(offers, self._filler, where))
+        self._steps = AlignedRound.of(plan, self._peers.rank, steps)
+        self._emitted, self._splits = 0, plan.splits[self._peers.rank]
+        self._last = plan.last or (self._uneven == "join" and offer.ended)
+        self._peers_go_on = not plan.last
+        self._steps.fill(ladder.groups(self._splits), self._filler)
+        if self._uneven == "stop" and plan.last:
+            self._count_unemitted([*groups[steps:], self._reader.ahead or []])
+        if not steps:
             self._end_round()
-        return AlignedGroup(group, replace(info, loss_scale=self._loss_scale(info)))
 
-    def _take(self, index: int) -> tuple[list[Sample], bool]:
-        if index != FILLER:
-            return self._groups[index], False
-        assert self._filler is not None  # `_share_filler` saw to it
-        return [self._filler], True
+    def _offer(self, groups: list[list[Sample]], most: int) -> tuple[Offer, SplitLadder[Sample]]:
+        return make_offer(
+            groups,
+            most=most,
+            ended=self._reader.ahead is None,
+            has_filler=self._filler is not None,
+            measure=self._measure,
+            tokens=_tokens,
+        )
 
-    def _loss_scale(self, info: StepInfo) -> float:
-        assert self._channel is not None
-        if self._loss_scaling == "none" or info.is_filler:
-            return float(not info.is_filler)
-        if self._loss_scaling == "exact":
-            local, total = info.local_targets, info.optimizer_targets
-        else:
-            local, total = info.local_samples, info.optimizer_samples
-        return self._channel.world_size * local / total if total else 0.0
+    def _receive(self, filler: bytes | None) -> None:
+        """Take a sample of another rank, to fill with."""
+        if filler is not None:
+            self._received, self._filler = filler, decode_sample(filler)
 
     def _end_round(self) -> None:
         """Stand at the beginning of the next round, or at the end of the epoch."""
-        self._groups = []
         if self._last:
+            self._steps.fill([], None)
             self._hold_source()
             return
-        self._plan, self._emitted, self._splits = self._plan[:0], 0, 0
+        self._steps, self._emitted, self._splits = AlignedRound(), 0, 0
         self._round += 1
-        self._drained = self._ended
+        self._drained = self._reader.ahead is None
         if not self._drained:  # Else the source's state stays: the filler comes from there.
-            self._source_state = self._next_source_state
+            self._source_state = self._reader.next_state
 
     def _hold_source(self) -> None:
         self._source_state = detach(self.source.state_dict())
 
     def _round_steps(self) -> int:
-        """Return how many steps a full round has."""
-        if self._channel is None or self._channel.world_size == 1:
-            return self._accumulate
-        ramp = _FIRST_ROUND_STEPS << min(self._round, 16)
-        return min(self._round_size, round_up(ramp, self._accumulate))
+        return round_steps(
+            self._round,
+            round_size=self._round_size,
+            accumulate=self._rule.accumulate,
+            world_size=self._rule.world_size,
+        )
 
     def _measure(self, group: Sequence[Sample]) -> GroupCost:
         flags = sum(
@@ -499,71 +411,39 @@ class RankAligner(BaseNode[AlignedGroup]):
 
     # --- unequal ranks ------------------------------------------------------------------------
 
-    def _share_filler(self, rows: IntArray, groups: list[list[Sample]], where: str) -> None:
-        """Give ranks that never had a sample one of another rank's."""
-        channel = self._channel
-        assert channel is not None
-        if not rows[:, _NEEDS_FILLER].any():
-            return
-        donor = int(np.flatnonzero(rows[:, _GROUPS])[0])
-        data = None
-        if channel.rank == donor:
-            try:
-                data = encode_sample(_cheapest(groups))
-            except SampleError as error:
-                channel.fail(error, f"{where}, sending a sample to a rank that has none")
-                raise
-        received = channel.broadcast(data, donor, where)
-        if rows[channel.rank, _NEEDS_FILLER]:
-            self._received, self._filler = received, decode_sample(received)
-
     def _count_unemitted(self, left: list[list[Sample]]) -> None:
         pending = [getattr(node, "remaining_samples", 0) for node in walk(self.source)]
         self._unemitted = sum(map(len, left)) + sum(pending)
         if self._unemitted:
             warnings.warn(
                 f'`uneven="stop"`: another rank has ended, so {self._unemitted} samples of rank '
-                f"{self._config()['rank']} are not emitted in epoch {self._epochs.epoch}.",
+                f"{self._peers.rank} are not emitted in epoch {self._epochs.epoch}.",
                 stacklevel=2,
             )
 
-    def _attend(self) -> None:
-        """Go on answering the other ranks, which still have data, from a thread."""
-        self._peers_go_on = False
-        self._attendance = threading.Thread(
-            target=self._answer, name="odb_nodes-attendance", daemon=True
-        )
-        self._attendance.start()
-
-    def _answer(self) -> None:
-        channel = self._channel
-        assert channel is not None
-        try:
-            ended = False
-            while not ended:
-                rows = channel.gather(np.array([0, 0, 1, 0]), "the rest of the epoch")
-                ended = bool(rows[:, _ENDED].all())
-        except (PeerError, StateError, Interrupted):
-            return  # The next exchange of this rank finds out for itself.
-
-    def _end_attendance(self) -> None:
-        thread, self._attendance = self._attendance, None
-        if thread is not None:
-            thread.join()  # Ends: each round of the others ends within `timeout_s`.
-
     def _config(self) -> dict[str, Any]:
-        rank, world_size = group_rank(self._process_group)
         return {
-            "rank": rank,
-            "world_size": world_size,
+            "rank": self._peers.rank,
+            "world_size": self._peers.world_size,
             "round_size": self._round_size,
             "uneven": self._uneven,
-            "loss_scaling": self._loss_scaling,
-            "accumulate": self._accumulate,
+            "loss_scaling": self._rule.scaling,
+            "accumulate": self._rule.accumulate,
             "seed": self._seed,
             "cost_fn": name_of(self._cost_fn),
             "modalities": list(self._modalities),
         }
+
+
+def _check_ranks(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse what `strict=False` would allow, but would let the ranks take different steps."""
+    for name in ("world_size", "round_size", "accumulate", "uneven"):
+        if saved[name] != present[name]:
+            raise StateError(
+                f"`{name}` was {saved[name]!r} when saved, but is {present[name]!r} now: it can "
+                "change only between epochs. Load a state that was saved after the last step of an "
+                "epoch."
+            )
 
 
 def _tokens(sample: Sample) -> int:
@@ -574,10 +454,3 @@ def _cheapest(groups: list[list[Sample]]) -> Sample:
     """Return the sample that is best to fill with: one that has a loss, and is short."""
     samples = [sample for group in groups for sample in group]
     return min(samples, key=lambda one: (one.targets == 0, one.patches, one.tokens))
-
-
-def _read_offer(row: IntArray) -> Offer:
-    """Return the offer that is in a message."""
-    count = int(row[_ROWS])
-    table = row[_HEADER : _HEADER + COLUMNS * count].reshape(count, COLUMNS)
-    return Offer(table, int(row[_GROUPS]), bool(row[_ENDED]))

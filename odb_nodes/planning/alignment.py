@@ -14,6 +14,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 
 from odb_nodes.hashing import mix
+from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.pool import IntArray
 
 T = TypeVar("T")
@@ -23,8 +24,10 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per group of an offer."""
+OFFER_HEADER = 4
 FLAG_BITS = 30
 _FLAG_MASK = (1 << FLAG_BITS) - 1
+FIRST_ROUND_STEPS = 4
 FILLER = -1
 """In place of the index of a group: the rank has none left for this step."""
 
@@ -56,11 +59,30 @@ class Offer:
             the rest, and in column 4 the flags of both.
         groups: how many rows are groups.
         ended: the rank has no more after these.
+        has_filler: the rank has, or has had, a sample.
     """
 
     table: IntArray
     groups: int
     ended: bool
+    has_filler: bool = True
+
+    def to_message(self) -> IntArray:
+        """Return the offer as integers, (4 + 5 rows,)."""
+        header = (len(self.table), self.groups, self.ended, self.has_filler)
+        return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
+
+    @classmethod
+    def from_message(cls, message: IntArray) -> Offer:
+        """Return the offer of a message, which may be longer."""
+        rows, groups, ended, has_filler = message[:OFFER_HEADER].tolist()
+        table = message[OFFER_HEADER : OFFER_HEADER + COLUMNS * rows].reshape(rows, COLUMNS)
+        return cls(table, groups, bool(ended), bool(has_filler))
+
+    @staticmethod
+    def message_size(steps: int) -> int:
+        """Return how many integers the message of a round of `steps` steps can have."""
+        return OFFER_HEADER + COLUMNS * steps
 
 
 @dataclass(frozen=True)
@@ -82,11 +104,24 @@ class RoundPlan:
     last: bool
 
 
+def round_steps(index: int, *, round_size: int, accumulate: int, world_size: int) -> int:
+    """Return how many steps the round number `index` of an epoch has, if no rank ends in it.
+
+    The first rounds are short, so that the first batch does not wait for many groups. One rank has
+    nobody to be matched with: its rounds are as long as its optimizer steps.
+    """
+    if world_size == 1:
+        return accumulate
+    ramp = FIRST_ROUND_STEPS << min(index, 20)
+    return round_up(min(round_size, ramp), accumulate)
+
+
 def make_offer(
     groups: Sequence[Sequence[T]],
     *,
     most: int,
     ended: bool,
+    has_filler: bool = True,
     measure: Callable[[Sequence[T]], GroupCost],
     tokens: Callable[[T], int],
 ) -> tuple[Offer, SplitLadder[T]]:
@@ -96,6 +131,7 @@ def make_offer(
         groups: of this rank, in the order they came.
         most: steps of a full round: the ladder does not go further.
         ended: there are no more groups after these.
+        has_filler: the rank has had groups before, if it has none now.
         measure: group -> its cost.
         tokens: sample -> its length, by which a group is split.
     """
@@ -107,7 +143,7 @@ def make_offer(
             flags = off.flags << FLAG_BITS | rest.flags
             rows.append((off.samples, off.targets, off.cost, rest.cost, flags))
     table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
-    return Offer(table, len(groups), ended), ladder
+    return Offer(table, len(groups), ended, has_filler or bool(groups)), ladder
 
 
 class SplitLadder(Generic[T]):

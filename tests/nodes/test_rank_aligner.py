@@ -320,6 +320,25 @@ def test_another_world_size_is_an_error_on_all_ranks():
     assert all("`world_size` was 2 when saved, but is 3 now" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize(
+    "options", [{"round_size": 64}, {"accumulate": 2}, {"uneven": "stop"}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:the state does not fit")
+def test_what_decides_the_steps_changes_only_between_epochs(options):
+    def loader():
+        return Loader(graph(None, shard(0, 60), **options))
+
+    _, states = states_of(None, shard(0, 60), 1)
+    changed = loader()
+    ended = len(list(loader()))
+    for state in (states[0], states[3], states[ended - 1]):
+        changed.load_state_dict(state, strict=False)
+        with pytest.raises(StateError, match="can change only between epochs"):
+            iter(changed)
+    changed.load_state_dict(states[ended + 1], strict=False)
+    assert len(list(changed)) == ended
+
+
 def test_a_state_that_one_rank_cannot_load_is_an_error_on_all():
     runs = on_ranks(2, lambda e: states_of(e, shard(e.rank, 60), 1))
 

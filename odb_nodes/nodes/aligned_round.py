@@ -1,0 +1,115 @@
+"""The steps of one round, as one rank sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from odb_nodes.planning.alignment import FILLER, RoundPlan
+from odb_nodes.planning.pool import IntArray
+from odb_nodes.sample import Sample
+from odb_nodes.step_info import AlignedGroup, StepInfo
+
+LossScaling = Literal["exact", "approx", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """How the losses of all ranks and micro-steps become one.
+
+    Attributes:
+        world_size: ranks whose gradients are averaged.
+        accumulate: steps of an optimizer step.
+        scaling: see `RankAligner`.
+    """
+
+    world_size: int
+    accumulate: int
+    scaling: LossScaling
+
+    def scale(self, info: StepInfo) -> float:
+        """Return what this rank's mean loss is multiplied by."""
+        if self.scaling == "none" or info.is_filler:
+            return float(not info.is_filler)
+        if self.scaling == "exact":
+            local, total = info.local_targets, info.optimizer_targets
+        else:
+            local, total = info.local_samples, info.optimizer_samples
+        return self.world_size * local / total if total else 0.0
+
+
+class AlignedRound:
+    """The steps of one round, and this rank's groups for them.
+
+    Args:
+        table: for each step the index of this rank's group or `FILLER`, and the samples, targets
+            and flags of all ranks, (steps, 4) int64.
+    """
+
+    def __init__(self, table: IntArray | None = None) -> None:
+        self._table = np.empty((0, 4), dtype=np.int64) if table is None else table
+        self._groups: list[list[Sample]] = []
+        self._filler: Sample | None = None
+
+    @classmethod
+    def of(cls, plan: RoundPlan, rank: int, steps: int) -> AlignedRound:
+        """Return the first steps of a plan as `rank` sees them."""
+        return cls(np.column_stack((plan.groups[rank], plan.totals))[:steps])
+
+    @classmethod
+    def from_bytes(cls, data: bytes | None) -> AlignedRound:
+        """Return the round that `to_bytes` was called on, without its groups."""
+        return cls(np.frombuffer(data or b"", "<i8").reshape(-1, 4))
+
+    def to_bytes(self) -> bytes | None:
+        """Return the round without its groups, 32 bytes a step."""
+        # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+        return self._table.astype("<i8").tobytes() or None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def groups_needed(self) -> int:
+        """How many groups of this rank the steps refer to."""
+        return int(self._table[:, 0].max(initial=FILLER)) + 1
+
+    def fill(self, groups: list[list[Sample]], filler: Sample | None) -> None:
+        """Give the groups that the steps refer to, and a sample for those that refer to none."""
+        self._groups, self._filler = groups, filler
+
+    def take(
+        self, index: int, step: int, rule: LossRule, modalities: tuple[str, ...]
+    ) -> AlignedGroup:
+        """Return the group of a step, once.
+
+        Args:
+            index: of the step in the round.
+            step: number of the step in the epoch.
+            rule: of the losses.
+            modalities: names of the bits of the flags.
+        """
+        group_index, samples, targets, flags = self._table[index].tolist()
+        micro_step = index % rule.accumulate
+        together = self._table[index - micro_step : index - micro_step + rule.accumulate]
+        is_filler = group_index == FILLER
+        if is_filler:
+            group = [self._filler] if self._filler is not None else []
+        else:
+            group, self._groups[group_index] = self._groups[group_index], []
+        info = StepInfo(
+            step=step,
+            local_samples=0 if is_filler else len(group),
+            local_targets=0 if is_filler else sum(sample.targets for sample in group),
+            all_samples_this_step=samples,
+            all_targets=targets,
+            is_filler=is_filler,
+            micro_step=micro_step,
+            micro_steps=len(together),
+            optimizer_samples=int(together[:, 1].sum()),
+            optimizer_targets=int(together[:, 2].sum()),
+            modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
+        )
+        return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

@@ -1,0 +1,159 @@
+"""The other ranks, as a `RankAligner` deals with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.errors import PeerError, SampleError, StateError
+from odb_nodes.exchange import (
+    Channel,
+    Exchange,
+    Interrupted,
+    LocalExchange,
+    group_rank,
+    resolve_exchange,
+)
+from odb_nodes.graph import walk
+from odb_nodes.nodes.payload import encode_sample
+from odb_nodes.planning.alignment import Offer
+from odb_nodes.sample import Sample
+
+
+class Peers:
+    """Exchanges offers with the other ranks of a group.
+
+    Args:
+        process_group: see `resolve_exchange`.
+        timeout_s: seconds until a rank that does not come is an error.
+        round_size: most steps of a round.
+    """
+
+    def __init__(self, process_group: Any, timeout_s: float, round_size: int) -> None:
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._capacity = Offer.message_size(round_size)
+        self._use(LocalExchange())
+        self._agreed = False
+        self._attendance: threading.Thread | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group, also before `find`."""
+        return group_rank(self._process_group)[0]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group, also before `find`."""
+        return group_rank(self._process_group)[1]
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent in exchanges so far."""
+        return self._channel.wait_s
+
+    def find(self, source: BaseNode[Any]) -> None:
+        """Find out who the other ranks are; they need not be there yet. Ends an interruption.
+
+        Raises:
+            RuntimeError: the job has several ranks, but torch.distributed is not initialised; or a
+                node below `source` shards over another number of ranks.
+        """
+        self._end_attendance()
+        if isinstance(self._exchange, LocalExchange):  # The job may have been set up since.
+            self._use(resolve_exchange(self._process_group, self._timeout_s))
+        for node in walk(source):
+            shards = getattr(node, "_world_size", 1)
+            if shards not in (1, self._exchange.world_size):
+                raise RuntimeError(
+                    f"`{type(node).__name__}` is one of {shards} ranks, but the `RankAligner` over "
+                    f"it aligns {self._exchange.world_size}. Give both the same ranks: "
+                    "`process_group=` here, `rank=` and `world_size=` there."
+                )
+        self._exchange.resume()
+        self._agreed = False
+
+    def agree(self, fields: Mapping[str, int]) -> None:
+        """Make sure, once after `find`, that all ranks go on from the same place.
+
+        Raises:
+            StateError: they do not. The same error on all ranks.
+            PeerError: a rank failed, or did not come.
+        """
+        if not self._agreed:
+            self._channel.agree({"world_size": self._channel.world_size, **fields})
+            self._agreed = True
+
+    def offers(self, own: Offer, where: str) -> list[Offer]:
+        """Return the offers of all ranks for a round, this one's included.
+
+        Raises:
+            PeerError: a rank failed, left, or did not come.
+        """
+        return list(map(Offer.from_message, self._channel.gather(own.to_message(), where)))
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell the others, in place of this rank's part of an exchange, why it fails."""
+        self._channel.fail(error, where)
+
+    def share_filler(self, offers: list[Offer], own: Sample | None, where: str) -> bytes | None:
+        """Give ranks that never had a sample one of another rank's.
+
+        Args:
+            offers: of the round.
+            own: this rank's filler, if it has one.
+            where: for errors.
+
+        Returns:
+            An encoded sample, on the ranks that had none.
+
+        Raises:
+            SampleError: on the rank that should give one: it cannot be sent.
+        """
+        if all(offer.has_filler for offer in offers):
+            return None
+        donor = next(rank for rank, offer in enumerate(offers) if offer.groups)
+        data = None
+        if self._channel.rank == donor and own is not None:
+            try:
+                data = encode_sample(own)
+            except SampleError as error:
+                self.fail(error, f"{where}, sending a sample to a rank that has none")
+                raise
+        received = self._channel.broadcast(data, donor, where)
+        return None if offers[self._channel.rank].has_filler else received
+
+    def attend(self, nothing: Offer) -> None:
+        """Go on answering ranks that still have data, from a thread, until they have ended."""
+        self._attendance = threading.Thread(
+            target=self._answer, args=(nothing,), name="odb_nodes-attendance", daemon=True
+        )
+        self._attendance.start()
+
+    def interrupt(self) -> None:
+        """Make a wait on another thread raise, but first let `attend` come to its end."""
+        self._end_attendance()
+        self._exchange.interrupt()
+
+    def close(self) -> None:
+        """Make every wait raise. The connections stay, for `find`."""
+        self._exchange.interrupt()
+
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._channel = Channel(exchange, self._capacity)
+
+    def _answer(self, nothing: Offer) -> None:
+        try:
+            while not all(offer.ended for offer in self.offers(nothing, "the rest of the epoch")):
+                pass
+        except (PeerError, StateError, Interrupted):
+            return  # The next exchange of this rank finds out for itself.
+
+    def _end_attendance(self) -> None:
+        thread, self._attendance = self._attendance, None
+        if thread is not None:
+            thread.join()  # Ends: each round of the others ends within `timeout_s`.

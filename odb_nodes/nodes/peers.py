@@ -14,7 +14,6 @@ from odb_nodes.exchange import (
     Exchange,
     Interrupted,
     LocalExchange,
-    group_rank,
     resolve_exchange,
 )
 from odb_nodes.graph import walk
@@ -42,13 +41,13 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        """This rank in the group, also before `find`."""
-        return group_rank(self._process_group)[0]
+        """This rank in the group, as `find` found."""
+        return self._channel.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group, also before `find`."""
-        return group_rank(self._process_group)[1]
+        """Ranks of the group, as `find` found."""
+        return self._channel.world_size
 
     @property
     def wait_s(self) -> float:

@@ -50,7 +50,7 @@ class Channel:
         values = np.array([*fields.values()], dtype=np.int64)
         deadline = time.monotonic() + self._exchange.timeout_s
         while True:
-            rows = self._send(_HELLO, values)
+            rows = self._send(_HELLO, values, "the first exchange after a reset")
             if (rows[:, _KIND] == _HELLO).all():
                 break
             if time.monotonic() > deadline:
@@ -77,10 +77,7 @@ class Channel:
         Raises:
             PeerError: a rank failed, left, or did not come.
         """
-        try:
-            rows = self._send(_ROUND, payload)
-        except PeerError as error:
-            raise PeerError(f"{where}: {error}") from None
+        rows = self._send(_ROUND, payload, where)
         if left := np.flatnonzero(rows[:, _KIND] == _HELLO).tolist():
             raise PeerError(
                 f"{where}: rank {left} has left it and begun anew. All ranks must iterate, break "
@@ -95,7 +92,7 @@ class Channel:
         padded = text + b"\0" * (-len(text) % 8)
         try:
             self._exchange.connect(self._size)
-            self._send(kind, np.frombuffer(padded, dtype="<i8").astype(np.int64))
+            self._send(kind, np.frombuffer(padded, dtype="<i8").astype(np.int64), where)
         except (PeerError, StateError, Interrupted):
             return
 
@@ -116,13 +113,16 @@ class Channel:
         received = np.concatenate([*parts, integers[:0]]).astype("<i8").tobytes()
         return received[: int(size)]
 
-    def _send(self, kind: int, payload: IntArray) -> IntArray:
+    def _send(self, kind: int, payload: IntArray, where: str) -> IntArray:
         """Exchange a message; raise if a rank says that it has failed."""
         row = np.zeros(self._size, dtype=np.int64)
         row[_KIND], row[_LENGTH] = kind, len(payload)
         row[_HEADER : _HEADER + len(payload)] = payload
         start = time.perf_counter()
-        rows = self._exchange.all_gather(row)
+        try:
+            rows = self._exchange.all_gather(row)
+        except PeerError as error:
+            raise PeerError(f"{where}: {error}") from None
         self.wait_s += time.perf_counter() - start
         failed = np.flatnonzero(rows[:, _KIND] >= _FAILED).tolist()
         if failed:

@@ -26,9 +26,9 @@ from odb_nodes.planning.alignment import (
     Uneven,
     make_offer,
     plan_round,
-    round_steps,
 )
 from odb_nodes.planning.budget import round_up
+from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import Sample
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.state import detach, seal, unseal

@@ -10,6 +10,7 @@ from odb_nodes.planning.alignment import (
 )
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
+from odb_nodes.planning.rounds import round_steps
 
 __all__ = [
     "MAX_AGE_WINDOWS",
@@ -21,4 +22,5 @@ __all__ = [
     "Uneven",
     "make_offer",
     "plan_round",
+    "round_steps",
 ]

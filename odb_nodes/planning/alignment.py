@@ -14,7 +14,6 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 
 from odb_nodes.hashing import mix
-from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.pool import IntArray
 
 T = TypeVar("T")
@@ -27,7 +26,6 @@ COLUMNS = 5
 OFFER_HEADER = 4
 FLAG_BITS = 30
 _FLAG_MASK = (1 << FLAG_BITS) - 1
-FIRST_ROUND_STEPS = 4
 FILLER = -1
 """In place of the index of a group: the rank has none left for this step."""
 
@@ -102,18 +100,6 @@ class RoundPlan:
     costs: IntArray
     splits: list[int]
     last: bool
-
-
-def round_steps(index: int, *, round_size: int, accumulate: int, world_size: int) -> int:
-    """Return how many steps the round number `index` of an epoch has, if no rank ends in it.
-
-    The first rounds are short, so that the first batch does not wait for many groups. One rank has
-    nobody to be matched with: its rounds are as long as its optimizer steps.
-    """
-    if world_size == 1:
-        return accumulate
-    ramp = FIRST_ROUND_STEPS << min(index, 20)
-    return round_up(min(round_size, ramp), accumulate)
 
 
 def make_offer(

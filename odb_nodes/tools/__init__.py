@@ -1,0 +1,1 @@
+"""Look at a run before it runs. Knows planning and samples, and starts no job."""

@@ -1,0 +1,127 @@
+"""What the steps of a job come to: efficiency, balance, filler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import Sample
+
+ATTENTION_TOKENS = 12_288
+"""Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport:
+    """What one epoch of a job comes to. A slot is one step of one rank.
+
+    Attributes:
+        steps: of each rank.
+        samples: that were in a group.
+        real_tokens: of those samples.
+        padded_tokens: of the groups, padding included.
+        filler_slots: slots in which a rank has no sample left. They count as waiting.
+        filler_share: filler slots / all slots.
+        density: real tokens / padded tokens.
+        efficiency: real tokens / (ranks x sum over the steps of the padded tokens of the rank that
+            has most).
+        filler_loss: the part of 1 - efficiency that is filler. The rest is padding, and waiting for
+            the rank that has most.
+        balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
+        attention_balance: the same of padded tokens x (1 + longest / 12288), a cost that grows with
+            length as attention does.
+        length_spread: how mixed the lengths of a step are: the share of the variance of all
+            samples' lengths that lies within steps (1 - the correlation ratio, eta squared). 1: no
+            step is longer than another on average. 0: each step has samples of one length.
+    """
+
+    steps: int
+    samples: int
+    real_tokens: int
+    padded_tokens: int
+    filler_slots: int
+    filler_share: float
+    density: float
+    efficiency: float
+    filler_loss: float
+    balance: float
+    attention_balance: float
+    length_spread: float
+
+    @classmethod
+    def of(
+        cls, steps: Iterable[Sequence[list[Sample] | None]], budget: TokenBudget
+    ) -> SimulationReport:
+        """Return the report of steps, each with the group of every rank, `None` for filler.
+
+        Raises:
+            ValueError: there is no step.
+        """
+        slots = 0
+        rows = []
+        for step in steps:
+            slots += len(step)
+            rows.append(_measure(step, budget))
+        if not rows:
+            raise ValueError("there is no step: all samples are dropped, or a rank has none.")
+        table = np.array(rows, dtype=np.float64)  # a square of tokens does not fit 64-bit integers
+        samples, real, squares, fillers, padded, most_padded, cost, most_cost = table.T
+        capacity = slots / len(rows) * most_padded.sum()
+        between = (real**2 / samples).sum() - real.sum() ** 2 / samples.sum()
+        variance = squares.sum() - real.sum() ** 2 / samples.sum()
+        return cls(
+            steps=len(rows),
+            samples=int(samples.sum()),
+            real_tokens=int(real.sum()),
+            padded_tokens=int(padded.sum()),
+            filler_slots=int(fillers.sum()),
+            filler_share=float(fillers.sum()) / slots,
+            density=float(real.sum() / padded.sum()),
+            efficiency=float(real.sum() / capacity),
+            filler_loss=float((fillers * most_padded).sum() / capacity),
+            balance=float(padded.sum() / capacity),
+            attention_balance=float(cost.sum() / (slots / len(rows) * most_cost.sum())),
+            length_spread=float(1 - between / variance) if variance else 1.0,
+        )
+
+    def as_row(self) -> dict[str, str]:
+        """Return the line of a table, by title."""
+        return {
+            "steps": f"{self.steps:,}",
+            "real / padded": f"{self.density:.3f}",
+            "efficiency": f"{self.efficiency:.4f}",
+            "balance": f"{self.balance:.3f}",
+            "balance with attention": f"{self.attention_balance:.3f}",
+            "filler slots": f"{self.filler_share:.2%}",
+            "lost to filler": f"{self.filler_loss:.4f}",
+            "length spread": f"{self.length_spread:.3f}",
+        }
+
+
+def markdown_table(rows: Sequence[dict[str, str]]) -> str:
+    """Return a table in markdown, whose titles are the keys of the first row."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[float, ...]:
+    """Return the sums and maxima of one step that the report adds up."""
+    lengths = [[sample.tokens for sample in group] for group in step if group]
+    widths = [budget.width(max(tokens)) for tokens in lengths]
+    padded = [width * len(tokens) for width, tokens in zip(widths, lengths, strict=True)]
+    costs = [
+        cost * (1 + width / ATTENTION_TOKENS) for cost, width in zip(padded, widths, strict=True)
+    ]
+    return (
+        sum(map(len, lengths)),
+        sum(map(sum, lengths)),
+        sum(length * length for tokens in lengths for length in tokens),
+        len(step) - len(lengths),
+        sum(padded),
+        max(padded),
+        sum(costs),
+        max(costs),
+    )

@@ -138,14 +138,14 @@ class _Rank:
     ) -> None:
         self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
         self._budget, self._cost_fn = budget, cost_fn
-        self._pool: RollingPool[Sample] = RollingPool(budget, window)
+        self._pool: RollingPool[int] = RollingPool(budget, window)  # places in the shard
         self._ended = False  # known only once there was nothing to pull
 
     def offer(self, most: int) -> Offer:
         """Return the offer of the next round."""
         groups: list[list[Sample]] = []
         while self._refill() and len(groups) < most:
-            groups.append(self._pool.take(draining=self._ended))
+            groups.append(self._samples(self._pool.take(draining=self._ended)))
         offer, self._ladder = make_offer(
             groups, most=most, ended=not len(self._pool), measure=self._measure, tokens=_tokens
         )
@@ -159,20 +159,24 @@ class _Rank:
         """Fill the pool, and tell whether there is anything in it."""
         pool, drop = self._pool, self._budget.oversize == "drop"
         while not self._ended and (room := pool.room()) > 0:
-            new = slice(pool.pulled, pool.pulled + room)
-            lengths = self._tokens[new].tolist()
-            samples = {
-                ordinal: Sample(index, length, length - 1)
-                for ordinal, (index, length) in enumerate(
-                    zip(self._shard[new], lengths, strict=True), pool.pulled
-                )
+            lengths = self._tokens[pool.pulled : pool.pulled + room].tolist()
+            kept = [
+                (place, length)
+                for place, length in enumerate(lengths, pool.pulled)
                 if not (drop and self._budget.is_oversize(length))
-            }
-            kept = list(samples.values())
+            ]
             pool.pulled += len(lengths)
-            pool.add(kept, [sample.tokens for sample in kept], [0] * len(kept), list(samples))
+            places = [place for place, _ in kept]
+            pool.add(places, [length for _, length in kept], [0] * len(kept), places)
             self._ended = len(lengths) < room
         return len(pool) > 0
+
+    def _samples(self, places: list[int]) -> list[Sample]:
+        lengths = self._tokens[places].tolist()
+        return [
+            Sample(self._shard[place], length, length - 1)
+            for place, length in zip(places, lengths, strict=True)
+        ]
 
     def _measure(self, group: Sequence[Sample]) -> GroupCost:
         return GroupCost(len(group), 0, check_count("cost_fn", self._cost_fn(group), 0))

@@ -131,7 +131,7 @@ def reference_batches(lengths: list[int], window: int, warm_up: bool) -> Iterato
 
 
 def run_rank(
-    rank: int, store: str, results: Connection, lengths: list[int], window: int, warm_up: bool
+    rank: int, store: str, results: Connection, samples: int, window: int, warm_up: bool
 ) -> None:
     """Run both loaders on one rank, in a process and a process group of its own."""
     os.setsid()  # What the loaders start belongs to it, and ends with it.
@@ -148,16 +148,24 @@ def run_rank(
         world_size=REAL_RANKS,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
+    # Made here: the ranks would start one after the other if they had to be sent.
+    lengths = lognormal_lengths(REAL_RANKS * samples, cv=1.0).tolist()
     ours = list(odb_nodes_batches(lengths, window))
     results.send((ours, list(reference_batches(lengths, window, warm_up))))
-    dist.barrier()  # The others may still need the package's process that talks to them.
-    os._exit(
-        0
-    )  # Whoever started this ends the package's processes; it would complain of their end.
+    # Until all have sent theirs, others may need the process in which the package talks to them.
+    # Then `run_ranks` ends everything: ended from here, that process would complain.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
 
 
-def run_ranks(lengths: list[int], window: int, warm_up: bool) -> list[tuple[Batches, Batches]]:
+def run_ranks(samples: int, window: int, warm_up: bool) -> list[tuple[Batches, Batches]]:
     """Return what both loaders yield, by rank. No process is left, whatever happens.
+
+    Args:
+        samples: per rank.
+        window: samples of the pool, and of the package's buffer.
+        warm_up: leave the package its warm-up.
 
     Raises:
         SystemExit: a rank ends without a result, or has none after `TIMEOUT_S`.
@@ -169,7 +177,7 @@ def run_ranks(lengths: list[int], window: int, warm_up: bool) -> list[tuple[Batc
         try:
             for rank in range(REAL_RANKS):
                 results, sender = context.Pipe(duplex=False)
-                args = (rank, f"{folder}/store", sender, lengths, window, warm_up)
+                args = (rank, f"{folder}/store", sender, samples, window, warm_up)
                 process = context.Process(target=run_rank, args=args)
                 process.start()
                 sender.close()
@@ -198,8 +206,7 @@ def print_comparison(windows: list[int], samples_per_rank: int, warm_up: bool) -
     """Run both loaders on all windows and print a table."""
     rows = []
     for window in windows:
-        lengths = lognormal_lengths(REAL_RANKS * samples_per_rank, cv=1.0).tolist()
-        by_rank = run_ranks(lengths, window, warm_up)
+        by_rank = run_ranks(samples_per_rank, window, warm_up)
         for name, batches in zip(
             ("odb_nodes", "online-dynamic-batching"), zip(*by_rank, strict=True), strict=True
         ):

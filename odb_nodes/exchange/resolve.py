@@ -15,13 +15,22 @@ def group_rank(process_group: Any) -> tuple[int, int]:
     """Return rank and size within a process group, a 1-d `DeviceMesh` or an `Exchange`.
 
     `None` stands for all ranks of the job.
+
+    Raises:
+        ValueError: this rank is not one of the group's.
     """
     if isinstance(process_group, Exchange):
         return process_group.rank, process_group.world_size
     if process_group is None:
         return resolve_rank(None, None)
     group = _as_group(process_group)
-    return dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            "`process_group` must contain this rank, but does not. Build the loader only on the "
+            "ranks of the group, or pass the group that this rank is in."
+        )
+    return rank, dist.get_world_size(group)
 
 
 def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
@@ -38,7 +47,7 @@ def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
     """
     if isinstance(process_group, Exchange):
         return process_group
-    rank, world_size = group_rank(process_group)
+    _, world_size = group_rank(process_group)
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         if world_size > 1:
             raise RuntimeError(
@@ -48,11 +57,6 @@ def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
                 "iteration."
             )
         return LocalExchange()
-    if rank < 0:
-        raise ValueError(
-            "`process_group` must contain this rank, but does not. Build the loader only on the "
-            "ranks of the group, or pass the group that this rank is in."
-        )
     if world_size == 1:
         return LocalExchange()
     return GlooExchange(_as_group(process_group), timeout_s)
@@ -69,7 +73,8 @@ def _as_group(process_group: Any) -> Any:
                 'one, as in `mesh["dp"]`.'
             )
         return get_group()
-    if not isinstance(process_group, dist.ProcessGroup):
+    outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # of a `new_group`
+    if not outside and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             "`process_group` must be a process group, a `DeviceMesh` or None, but is "
             f"`{type(process_group).__name__}` instead."

@@ -48,6 +48,9 @@ class GlooExchange:
         self._group: Any = None
         self._pending: Any = None  # a call that was given up, but cannot be taken back
         self._pending_rows: Any = None
+        # Of the last call: so that it is not gloo's thread that lets go of them last. It would need
+        # the interpreter for that, and aborts the process if that is at its end.
+        self._held: Any = None
         self._broken: str | None = None
         self._interrupted = threading.Event()
         self._idle = threading.Lock()
@@ -91,7 +94,9 @@ class GlooExchange:
             if self._pending is not None:
                 self._await(self._pending, deadline)
             rows = torch.empty((self.world_size, len(row)), dtype=torch.int64)
-            work = self._group.allgather([list(rows.unbind())], [torch.from_numpy(row.copy())])
+            parts, own = list(rows.unbind()), torch.from_numpy(row.copy())
+            work = self._group.allgather([parts], [own])
+            self._held = (work, parts, own)
             self._set_pending(work, rows)
             self._await(work, deadline)
             gathered: IntArray = rows.numpy()

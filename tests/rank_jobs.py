@@ -1,21 +1,27 @@
 """Jobs of real processes, one per rank, over gloo on 127.0.0.1; and what their programs import."""
 
+import gc
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 from torchdata.nodes import IterableWrapper
-from worker_functions import Program
+from worker_functions import Program, Texts
 
 from odb_nodes import (
     GroupCollator,
     LengthObserver,
     Loader,
+    ODBDataLoader,
     RankAligner,
     WindowBucketer,
     pop_step_info,
 )
+from odb_nodes.exchange import InProcessHub
 from odb_nodes.graph import walk  # noqa: F401
 from odb_nodes.nodes.read_ahead import ReadAhead
 
@@ -95,6 +101,14 @@ def run_ranks(folder, body, world_size, *args, timeout_s=120, **options):
         return [json.loads(out.splitlines()[-1]) for out in job.finish(timeout_s)]
 
 
+def on_threads(world_size, run):
+    """What `run(exchange)` returns on each rank, where the ranks are threads of this process."""
+    hub = InProcessHub(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run, hub.exchange(rank)) for rank in range(world_size)]
+        return [future.result(60) for future in futures]
+
+
 # --- what the programs use ------------------------------------------------------------------------
 
 
@@ -108,12 +122,31 @@ def samples_of(rank, size, seed=0):
     return samples
 
 
-def make_loader(size, *, seed=0, read_ahead=0, timeout_s=60.0, budget=60, window=8, **options):
-    """The loader of this rank, over `size` samples of its own."""
-    source = LengthObserver(IterableWrapper(samples_of(dist.get_rank(), size, seed)))
-    bucketer = WindowBucketer(source, budget, window)
+def make_loader(size, *, seed=0, **options):
+    """The loader of this rank, over `size` samples of its own; see `loader_over`."""
+    return loader_over(samples_of(dist.get_rank(), size, seed), **options)
+
+
+def loader_over(samples, *, read_ahead=0, timeout_s=60.0, budget=60, window=8, **options):
+    """The loader of a rank that has these samples."""
+    bucketer = bucketer_over(samples, budget, window)
     node = GroupCollator(RankAligner(bucketer, timeout_s=timeout_s, **options))
     return Loader(ReadAhead(node, read_ahead) if read_ahead else node)
+
+
+def bucketer_over(samples, budget=60, window=8):
+    return WindowBucketer(LengthObserver(IterableWrapper(samples)), budget, window)
+
+
+def groups_alone(samples):
+    """How many groups these samples make where no rank splits any to have more."""
+    return len(list(Loader(bucketer_over(samples))))
+
+
+def make_dataloader(size, *, timeout_s=60.0, **options):
+    """An `ODBDataLoader` over texts that its ranks share."""
+    given = {"token_budget": 96, "window": 16, "round_size": 8, **options}
+    return ODBDataLoader(Texts(size), timeout_s=timeout_s, **given)
 
 
 def describe(batch):
@@ -157,7 +190,44 @@ def check_epochs(sizes, epochs):
             assert step[0][3] == sum(len(ids) for ids, is_filler, *_ in step if not is_filler)
 
 
+def write_groups(folder, size):
+    """Write what this rank gets, without workers and with two, to a file of its own."""
+    found = []
+    for num_workers in (0, 2):
+        with make_dataloader(size, num_workers=num_workers) as loader:
+            found.append(epochs_of(loader))
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def join_and_write_groups(rank, world_size, port, folder, size):
+    """Be a rank whose environment says nothing of it."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, rank=rank, world_size=world_size)
+    write_groups(folder, size)
+
+
+def held(quiet_s=0.3):
+    """What this process holds of the system, once that has not changed for `quiet_s`."""
+    process, counts, since = psutil.Process(), None, time.monotonic()
+    while time.monotonic() - since < quiet_s:
+        now = {
+            "threads": process.num_threads(),
+            "files": process.num_fds(),
+            "connections": len(process.net_connections("all")),
+            "children": len(process.children(recursive=True)),
+            "process groups": len(dist.distributed_c10d._world.pg_map),
+        }
+        if now != counts:
+            counts, since = now, time.monotonic()
+        time.sleep(0.02)
+    return counts
+
+
 def finish(value=None):
     """End as a program should: print a result, and leave the job."""
     print(json.dumps(value), flush=True)
+    # A model under DDP would keep the group, and torch aborts now and then when one is left at the
+    # very end: its threads need the interpreter to let go of tensors.
+    gc.collect()
     dist.destroy_process_group()

@@ -182,9 +182,10 @@ class Program:
         args: of the command line; `sys.argv[1:]` there.
         header: what stands before the imports.
         environment: variables on top of the present ones.
+        launcher: of the command line, what runs the program.
     """
 
-    def __init__(self, folder, body, *args, header="", environment=None):
+    def __init__(self, folder, body, *args, header="", environment=None, launcher=()):
         path = Path(folder, "program.py")
         body = textwrap.indent(textwrap.dedent(body), "    ")
         path.write_text(_PROGRAM.format(header=header, body=body))
@@ -192,7 +193,7 @@ class Program:
         path_variable = {"PYTHONPATH": os.pathsep.join(map(str, roots))}
         environment = {**os.environ, **path_variable, **(environment or {})}
         self.process = subprocess.Popen(
-            [sys.executable, str(path), *map(str, args)],
+            [sys.executable, *map(str, (*launcher, path, *args))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,171 @@
+"""Gradients of a small language model in fp64: of ranks that share steps, and of one process."""
+
+import contextlib
+
+import numpy as np
+import rank_jobs as r
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from odb_nodes import PaddingCollate, pop_step_info
+
+SIZES = {1: [40], 2: [60, 20], 4: [50, 15, 3, 0]}
+"""By number of ranks: samples of each. In the last, two have fewer than there are steps."""
+CASES = [(scaling, accumulate) for scaling in ("exact", "approx", "none") for accumulate in (1, 3)]
+
+_VOCABULARY = 33  # which no number of ranks divides
+_HIDDEN = 10
+
+
+class LanguageModel(nn.Module):
+    """Each position sees the mean of those before it. (B, T) -> (B, T, vocabulary)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(_VOCABULARY, _HIDDEN, dtype=torch.float64)
+        self.hidden = nn.Linear(_HIDDEN, _HIDDEN, dtype=torch.float64)
+        self.head = nn.Linear(_HIDDEN, _VOCABULARY, dtype=torch.float64)
+
+    def forward(self, input_ids):
+        positions = torch.arange(1, input_ids.shape[1] + 1)[:, None]
+        seen = self.embedding(input_ids).cumsum(1) / positions
+        return self.head(torch.tanh(self.hidden(seen)))
+
+
+def mean_loss(model, batch):
+    """The mean over supervised tokens; 0 where there are none."""
+    logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / max(1, int((labels != -100).sum()))
+
+
+def samples_of(rank, size):
+    """Samples of one rank. 0 to 95% of their labels are masked; all, where they are longest."""
+    samples = []
+    for number in range(1000 * rank, 1000 * rank + size):
+        rng = np.random.default_rng(number)
+        tokens = rng.integers(_VOCABULARY, size=rng.integers(2, 25))
+        share = 1.0 if len(tokens) > 20 or number % 7 == 0 else rng.uniform(0, 0.95)
+        labels = np.where(rng.random(len(tokens)) < share, -100, tokens)
+        samples.append({"input_ids": tokens, "labels": labels, "id": number})
+    return samples
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def wrapped(how):
+    """The model as all ranks train it together."""
+    model = LanguageModel()
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    for layer in (model.embedding, model.hidden, model.head, model):
+        fully_shard(layer)
+    return model
+
+
+def without_sync(model, info):
+    """What spares the communication of all micro-steps but the last."""
+    if isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext() if info.ends_optimizer_step else model.no_sync()
+    model.set_requires_gradient_sync(info.ends_optimizer_step)
+    return contextlib.nullcontext()
+
+
+def train(model, loader):
+    """Yield the gradient of each optimizer step, and the (ids, info) of its micro-steps."""
+    steps = []
+    for batch in loader:
+        info = pop_step_info(batch)
+        with without_sync(model, info):
+            local_mean = mean_loss(model, batch)
+            (local_mean * info.loss_scale).backward()
+        steps.append((batch["id"].tolist(), info))
+        if info.ends_optimizer_step:
+            yield gradient_of(model), steps
+            model.zero_grad()
+            steps = []
+    assert not steps
+
+
+def gradient_of(model):
+    gradients = [parameter.grad for parameter in model.parameters()]
+    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients]
+    return torch.cat([one.flatten() for one in whole])
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+class OneProcess:
+    """Has the samples of all ranks.
+
+    Args:
+        sizes: samples of each rank.
+    """
+
+    def __init__(self, sizes):
+        samples = [one for rank, size in enumerate(sizes) for one in samples_of(rank, size)]
+        self._samples = {sample["id"]: sample for sample in samples}
+        self._model = LanguageModel()
+
+    def gradient(self, groups, scaling):
+        """That of the mean over all tokens of all groups, or over the groups by their samples."""
+        whole = [index for group in groups for index in group]
+        self._model.zero_grad()
+        if scaling == "approx":
+            for group in groups:
+                (self._mean_of(group) * len(group) / len(whole)).backward()
+        else:
+            self._mean_of(whole).backward()
+        return gradient_of(self._model)
+
+    def targets(self, ids):
+        return sum(int((self._samples[index]["labels"][1:] != -100).sum()) for index in ids)
+
+    def _mean_of(self, ids):
+        return mean_loss(self._model, PaddingCollate()([self._samples[index] for index in ids]))
+
+
+def relative_error(found, expected):
+    """Of vectors; that of 0 is 0 if found is exactly 0, too."""
+    difference = (found - expected).norm().item()
+    return difference / expected.norm().item() if difference else 0.0
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def compare(sizes, how, scaling, accumulate):
+    """What this rank finds in an epoch: the error of each optimizer step, and what it has seen."""
+    rank = dist.get_rank()
+    samples = samples_of(rank, sizes[rank])
+    options = {"loss_scaling": scaling, "accumulate": accumulate}
+    one_process, all_ids = OneProcess(sizes), []
+    found = {"errors": [], "groups": 0, "groups_alone": r.groups_alone(samples)}
+    found |= {"fillers": 0, "masked_groups": 0, "masked_steps": 0}
+    for gradient, steps in train(wrapped(how), r.loader_over(samples, **options)):
+        own = [ids for ids, info in steps if not info.is_filler]
+        groups = [ids for of_rank in r.gathered(own) for ids in of_rank]
+        ids = [index for group in groups for index in group]
+        expected = one_process.gradient(groups, scaling)
+        if scaling == "none":  # A trainer that knows of no weights takes the mean of the means.
+            gradient = gradient / len(steps)
+        found["errors"].append(relative_error(gradient, expected))
+        found["groups"] += len(own)
+        found["fillers"] += len(steps) - len(own)
+        found["masked_groups"] += sum(one_process.targets(group) == 0 for group in own)
+        found["masked_steps"] += one_process.targets(ids) == 0
+        for _, info in steps:
+            assert info.optimizer_samples == len(ids)
+            assert info.optimizer_targets == one_process.targets(ids)
+        all_ids += ids
+    assert sorted(all_ids) == [
+        1000 * of_rank + index for of_rank, size in enumerate(sizes) for index in range(size)
+    ]
+    return found

@@ -1,0 +1,69 @@
+"""Ranks that share the data are those of the group: here 2 (dp) of the 4 of 2 (dp) x 2 (tp)."""
+
+import pytest
+from rank_jobs import epochs_of, make_dataloader, on_threads, real_ids, run_ranks
+
+SIZE = 101
+DP, TP = 2, 2
+
+FROM_A_MESH = """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh["dp"]
+"""
+FROM_NEW_GROUP = """
+    groups = [dist.new_group([tp, 2 + tp]) for tp in range(2)]  # made by all ranks, in one order
+    group = groups[rank % 2]
+"""
+JOB = """
+    from torch.distributed.device_mesh import init_device_mesh
+{group}
+    size, num_workers = map(int, sys.argv[1:])
+    with r.make_dataloader(size, num_workers=num_workers, process_group=group) as loader:
+        r.finish(r.epochs_of(loader))
+"""
+
+
+@pytest.fixture(scope="module")
+def dp_ranks_alone():
+    """By dp rank: the groups of two epochs, where no other ranks are there."""
+    return on_threads(DP, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("group", [FROM_A_MESH, FROM_NEW_GROUP], ids=["mesh", "new_group"])
+def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(
+    group, num_workers, dp_ranks_alone, tmp_path
+):
+    epochs = run_ranks(tmp_path, JOB.format(group=group), DP * TP, SIZE, num_workers)
+    for dp in range(DP):
+        for tp in range(TP):
+            assert epochs[TP * dp + tp] == dp_ranks_alone[dp]
+    for tp in range(TP):
+        for steps in zip(*epochs[tp::TP], strict=True):
+            assert sorted(index for rank in steps for index in real_ids(rank)) == [*range(SIZE)]
+
+
+def test_a_source_over_all_ranks_below_an_aligner_of_a_group_is_an_error(tmp_path):
+    body = """
+    groups = [dist.new_group([tp, 2 + tp]) for tp in range(2)]
+    bucketer = WindowBucketer(LengthObserver(ShardedSampler(100)), 64, 8)
+    try:
+        iter(Loader(RankAligner(bucketer, groups[rank % 2])))
+    except RuntimeError as error:
+        r.finish(str(error))
+    """
+    for error in run_ranks(tmp_path, body, DP * TP):
+        assert "`ShardedSampler` is one of 4 ranks" in error and "it aligns 2" in error
+
+
+def test_a_rank_outside_of_the_group_is_told_to_build_no_loader(tmp_path):
+    body = """
+    group = dist.new_group([0, 1])
+    try:
+        iter(r.make_dataloader(100, process_group=group))
+        r.finish()
+    except ValueError as error:
+        r.finish(str(error))
+    """
+    error = run_ranks(tmp_path, body, 3)[2]
+    assert "`process_group` must contain this rank" in error

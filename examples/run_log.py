@@ -69,17 +69,17 @@ def read_log(folder: Path, name: str) -> tuple[list[Step], dict[str, Any]]:
     return steps, facts
 
 
-def compare(expected: list[Step], actual: list[Step], *, exact: bool) -> str:
+def compare(expected: list[Step], actual: list[Step], *, exact: bool, name: str = "resume") -> str:
     """Return what a resume kept: the groups, and if it must be `exact`, the losses to the last bit.
 
     Raises:
         SystemExit: if it kept less.
     """
     if [step.ids for step in expected] != [step.ids for step in actual]:
-        raise SystemExit("resume: the groups are not those of the uninterrupted run.")
+        raise SystemExit(f"{name}: the groups are not those of the uninterrupted run.")
     difference = max(abs(a.loss - b.loss) for a, b in zip(expected, actual, strict=True))
     if difference and exact:
-        raise SystemExit(f"resume: the groups are the same, but losses differ by {difference}.")
+        raise SystemExit(f"{name}: the groups are the same, but losses differ by {difference}.")
     if difference:
         return f"groups equal those of the uninterrupted run, losses differ by {difference:.1e}"
     return "groups and losses equal those of the uninterrupted run to the last bit"

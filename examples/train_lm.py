@@ -20,7 +20,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,14 +31,14 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 from odb_nodes import ODBDataLoader, PaddingCollate, load_state, pop_step_info, save_state
-from processes import await_end, run_in_process
+from options import at_least
+from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
 from run_log import RunLog, Step, compare, plot, read_log, table
 from tiny_lm import MAX_TOKENS, Corpus, Document, Encode, build_model, load_corpus
 
 PEAK_LR = 3e-3
 SEED = 0
 THREADS = 2  # fixed: the order in which threads add up decides the last bits of a loss
-FEWEST_STEPS = 6  # enough for a checkpoint, steps that are lost with the process, and a rest
 COLORS = {"fixed": "#d1603d", "dynamic": "#1f6f8b"}
 
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore, which a kill would leak
@@ -207,23 +206,19 @@ def train_fixed(job: Job, samples: int, steps: int) -> None:
 def check_resume(job: Job) -> str:
     """Kill a repetition of the dynamic run, resume it, compare, and return what happened."""
     whole, _ = read_log(job.output, "dynamic")
-    if len(whole) < FEWEST_STEPS:
-        raise SystemExit(f"resume: the run must have {FEWEST_STEPS} steps, but has {len(whole)}.")
-    save_every = max(3, len(whole) // 8)
-    saved = len(whole) // 2 // save_every * save_every
-    kill_at = saved + 2
-    killing = {"save_every": save_every, "kill_at": kill_at}
+    plan = plan_kill(len(whole))
+    killing = {"save_every": plan.save_every, "kill_at": plan.kill_at}
     run_in_process("killed", -signal.SIGKILL, train_dynamic, job, "killed", **killing)
     killed, facts = read_log(job.output, "killed")
     gone_s = await_end(facts["worker_pids"])
     run_in_process("resumed", 0, train_dynamic, job, "resumed", resume=True)
     resumed, facts = read_log(job.output, "resumed")
-    expected = whole[:kill_at] + whole[saved:]
+    expected = whole[: plan.kill_at] + whole[plan.saved :]
     verdict = compare(expected, killed + resumed, exact=job.device == "cpu")
     return (
-        f"Killed after step {kill_at}, {kill_at - saved} steps after its last checkpoint; its "
+        f"Killed after step {plan.kill_at}, {plan.lost} steps after its last checkpoint; its "
         f"{job.workers} workers were gone {gone_s:.1f} s later.\n"
-        f"Resumed at step {saved}, with {facts['replayed_samples']} samples processed again; "
+        f"Resumed at step {plan.saved}, with {facts['replayed_samples']} samples processed again; "
         f"{verdict} up to step {len(whole)}."
     )
 
@@ -246,18 +241,6 @@ def parse_job() -> Job:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.output.mkdir(parents=True, exist_ok=True)
     return Job(corpus=load_corpus(), **vars(options))
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of options: an integer that is no less."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, but is {value} instead")
-        return value
-
-    return integer
 
 
 def main() -> None:

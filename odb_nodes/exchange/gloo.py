@@ -207,7 +207,7 @@ def _interrupt_all() -> None:
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)
 
 
 def _is_timeout(error: RuntimeError) -> bool:

@@ -15,7 +15,7 @@ from odb_nodes import PaddingCollate, pop_step_info
 
 SIZES = {1: [40], 2: [60, 20], 4: [50, 15, 3, 0]}
 """By number of ranks: samples of each. In the last, two have fewer than there are steps."""
-CASES = [(scaling, accumulate) for scaling in ("exact", "approx", "none") for accumulate in (1, 3)]
+SCALINGS = ("exact", "approx", "none")
 
 _VOCABULARY = 33  # which no number of ranks divides
 _HIDDEN = 10

@@ -28,8 +28,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from checkpoints import Checkpoints
-from odb_nodes import ODBDataLoader, StepInfo, pop_step_info
-from odb_nodes.checkpoint import load_rank_state, save_rank_state
+from odb_nodes import ODBDataLoader, StepInfo, load_rank_state, pop_step_info, save_rank_state
 from options import at_least
 from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
 from rank_report import check_ranks, log_name, table

@@ -1,5 +1,6 @@
 """Online dynamic batching as stateful `torchdata.nodes`: token budgets, exact resume."""
 
+from odb_nodes.checkpoint import DistributedState, load_rank_state, save_rank_state
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.loader import Loader
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlignedGroup",
+    "DistributedState",
     "GroupCollator",
     "IterableSource",
     "LengthObserver",
@@ -40,7 +42,9 @@ __all__ = [
     "WindowBucketer",
     "WorkerError",
     "WorkerOptions",
+    "load_rank_state",
     "load_state",
     "pop_step_info",
+    "save_rank_state",
     "save_state",
 ]

@@ -28,7 +28,8 @@ class StepInfo:
         all_targets: supervised tokens of all ranks.
         loss_scale: multiplies this rank's mean loss over its supervised tokens, so that the mean of
             the gradients over ranks, summed over the micro-steps, is the gradient of the mean loss
-            over all supervised tokens of the optimizer step.
+            over all supervised tokens of the optimizer step. NaN times 0 is NaN: where a batch has
+            no supervised token, take a sum divided by `max(local_targets, 1)`.
         is_filler: this rank has no samples left for the step. Its batch is a real one, so that all
             ranks compute the same; its loss weighs nothing.
         micro_step: number of the step in its optimizer step, from 0.

@@ -3,8 +3,7 @@ import io
 import pytest
 import torch
 
-from odb_nodes import StateError
-from odb_nodes.checkpoint import DistributedState, load_rank_state, save_rank_state
+from odb_nodes import DistributedState, StateError, load_rank_state, save_rank_state
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_every_step(sizes, options, tmp_path):
 
 
 TRAINER = """
-    from odb_nodes.checkpoint import load_rank_state, save_rank_state
+    from odb_nodes import load_rank_state, save_rank_state
     folder, size = sys.argv[1], [150, 110][rank]
     loader = r.make_loader(size, read_ahead=2)
     if os.path.isdir(folder):
@@ -81,7 +81,7 @@ def test_killing_all_ranks_and_starting_again_from_files(kill_after, tmp_path):
 def test_a_distributed_checkpoint(tmp_path):
     body = """
     import torch.distributed.checkpoint as dcp
-    from odb_nodes.checkpoint import DistributedState
+    from odb_nodes import DistributedState
     def loader():
         return r.make_loader([60, 45][rank])
     whole = loader()

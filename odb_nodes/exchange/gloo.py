@@ -166,13 +166,15 @@ class GlooExchange:
         """Wait until every rank has set its key, and return the ranks that have not."""
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout_s
+        pause_s = 0.005
         while (left_s := deadline - time.monotonic()) > 0:
             self._check_interrupted()
-            try:
-                self._store.wait(keys, min(timedelta(seconds=left_s), timedelta(seconds=_POLL_S)))
+            if self._store.check(
+                keys
+            ):  # A wait of the store that is in vain is a warning of torch.
                 return []
-            except dist.DistStoreError:
-                continue
+            self._interrupted.wait(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _POLL_S)
         return [self._ranks[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def _check_interrupted(self) -> None:

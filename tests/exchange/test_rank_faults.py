@@ -116,6 +116,20 @@ def test_a_rank_that_never_arrives(job):
         assert "PeerError: rank 1 did not come to the first exchange within 4" in error
 
 
+def test_waiting_for_a_rank_that_is_late_is_no_warning(job):
+    run = job(
+        """
+        if rank == 1:
+            time.sleep(4)
+        r.epochs_of(r.make_loader(40), 1)
+        r.finish()
+        """,
+        2,
+    )
+    for code, _, errors in run.results(EXIT_LIMIT_S):
+        assert (code, errors) == (0, "")
+
+
 @pytest.mark.parametrize("read_ahead", [0, 2])
 def test_leaving_in_the_middle_of_a_wait_does_not_hang(read_ahead, job):
     run = job(

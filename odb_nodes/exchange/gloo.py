@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
+import os
 import threading
 import time
 import weakref
@@ -197,6 +198,16 @@ class GlooExchange:
         elif self._pending is not None and work is None:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
         self._pending, self._pending_rows = work, rows
+
+
+def _keep_all() -> None:
+    """In a forked process: never delete a group, which would join threads that are not there."""
+    for exchange in list(_live):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(exchange))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_all)
 
 
 @atexit.register

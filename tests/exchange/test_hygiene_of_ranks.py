@@ -94,3 +94,23 @@ def test_no_thread_of_gloo_is_the_last_to_hold_a_tensor(tmp_path):
     for tensors, of_gloo in run_ranks(tmp_path, body, 2):
         assert tensors >= 498
         assert of_gloo <= 5  # where gloo's thread does not get a core for 4 ms
+
+
+def test_a_forked_worker_may_collect_a_loader_that_is_gone(tmp_path):
+    # The connections of that one are in the worker, too, but the threads that they had are not.
+    body = """
+    def loader(fault=None):
+        workers = WorkerOptions(num_workers=1, start_method="fork")
+        return ODBDataLoader(w.Texts(60, fault=fault), token_budget=96, window=16, workers=workers)
+    gc.disable()
+    first = loader()
+    next(iter(first))
+    first.close()
+    del first  # and it is garbage from here on
+    second = loader(fault=lambda index: gc.collect())
+    batches = list(second)
+    second.close()
+    r.finish(len(batches))
+    """
+    batches, others = run_ranks(tmp_path, body, 2, timeout_s=60)
+    assert batches == others > 3

@@ -59,17 +59,18 @@ class Peers:
 
         Raises:
             RuntimeError: the job has several ranks, but torch.distributed is not initialised; or a
-                node below `source` shards over another number of ranks.
+                node below `source` is another rank, or one of another number of ranks.
         """
         self._end_attendance()
         if isinstance(self._exchange, LocalExchange):  # The job may have been set up since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         for node in walk(source):
-            shards = getattr(node, "_world_size", 1)
-            if shards not in (1, self._exchange.world_size):
+            here = self._exchange.rank, self._exchange.world_size
+            there = getattr(node, "_rank", 0), getattr(node, "_world_size", 1)
+            if there[1] > 1 and there != here:
                 raise RuntimeError(
-                    f"`{type(node).__name__}` is one of {shards} ranks, but the `RankAligner` over "
-                    f"it aligns {self._exchange.world_size}. Give both the same ranks: "
+                    f"`{type(node).__name__}` is rank {there[0]} of {there[1]} ranks, but the "
+                    f"`RankAligner` over it is rank {here[0]} of {here[1]}. Give both the same: "
                     "`process_group=` here, `rank=` and `world_size=` there."
                 )
         self._exchange.resume()

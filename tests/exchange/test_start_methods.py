@@ -103,12 +103,12 @@ def test_several_ranks_without_a_process_group_are_an_error(make, monkeypatch):
         iter(make())
 
 
-@pytest.mark.parametrize("shards", [3, 4])
-def test_a_source_that_shards_over_other_ranks_than_the_aligner_is_an_error(shards):
+@pytest.mark.parametrize(("place", "shards"), [(0, 3), (0, 4), (1, 2)])
+def test_a_source_of_another_rank_than_the_aligner_is_an_error(place, shards):
     texts = Texts(SIZE)
-    source = Mapper(ShardedSampler(texts, rank=0, world_size=shards), texts.__getitem__)
+    source = Mapper(ShardedSampler(texts, rank=place, world_size=shards), texts.__getitem__)
     bucketer = WindowBucketer(LengthObserver(source), 96, 16)
     aligner = RankAligner(bucketer, InProcessHub(2).exchange(0))
-    rule = rf"`ShardedSampler` is one of {shards} ranks.*aligns 2.*Give both the same ranks"
+    rule = rf"`ShardedSampler` is rank {place} of {shards} ranks.*is rank 0 of 2.*Give both the"
     with pytest.raises(RuntimeError, match=rule):
         iter(Loader(aligner))

@@ -53,7 +53,7 @@ def test_a_source_over_all_ranks_below_an_aligner_of_a_group_is_an_error(tmp_pat
         r.finish(str(error))
     """
     for error in run_ranks(tmp_path, body, DP * TP):
-        assert "`ShardedSampler` is one of 4 ranks" in error and "it aligns 2" in error
+        assert "`ShardedSampler` is rank" in error and "of 4 ranks" in error and "of 2." in error
 
 
 def test_a_rank_outside_of_the_group_is_told_to_build_no_loader(tmp_path):

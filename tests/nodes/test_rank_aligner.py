@@ -436,7 +436,7 @@ def test_a_source_of_something_else_is_an_error():
 
 def test_a_source_that_shards_over_other_ranks_is_an_error():
     source = LengthObserver(ShardedSampler(10, rank=0, world_size=2), lambda index: 1 + index)
-    with pytest.raises(RuntimeError, match="`ShardedSampler` is one of 2 ranks.*aligns 1"):
+    with pytest.raises(RuntimeError, match="`ShardedSampler` is rank 0 of 2 ranks.*is rank 0 of 1"):
         iter(Loader(RankAligner(WindowBucketer(source, 20))))
 
 

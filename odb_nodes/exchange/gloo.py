@@ -45,7 +45,12 @@ class GlooExchange:
         self.timeout_s = timeout_s
         self._grace_s = min(_GRACE_S, timeout_s / 4)
         self._ranks = dist.get_process_group_ranks(process_group)
-        self._store: Any = None
+        # Numbered here, where the order is that of the program, and not in `connect`, which threads
+        # of several loaders may call in any order: their ranks would meet those of another loader.
+        job_store = _own_connection(dist.distributed_c10d._get_default_store())
+        ranks = hashlib.sha1(repr(self._ranks).encode()).hexdigest()[:12]
+        count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these ranks
+        self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
         self._group: Any = None
         self._pending: Any = None  # a call that was given up, but cannot be taken back
         self._pending_rows: Any = None
@@ -61,10 +66,6 @@ class GlooExchange:
         """Meet the other ranks at the store of the job. See `Exchange`."""
         if self._group is not None:
             return
-        job_store: Any = dist.distributed_c10d._get_default_store()
-        ranks = hashlib.sha1(repr(self._ranks).encode()).hexdigest()[:12]
-        count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these ranks
-        self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
         self._store.set(f"size/{self.rank}", str(size))
         missing = self._wait_for("size", self.timeout_s)
         if missing:
@@ -150,6 +151,8 @@ class GlooExchange:
             }
             seen = "; ".join(f"rank {rank} {text}" for rank, text in reports.items())
             lost = _name(missing) if missing else "a connection between ranks"
+        except Interrupted:
+            raise
         except Exception as error:  # of any kind: it is another process that is gone
             lost = "a rank"
             seen = (
@@ -217,6 +220,18 @@ def _interrupt_all() -> None:
         exchange.interrupt()
     for exchange in list(_live):
         exchange.settle(_EXIT_S)
+
+
+def _own_connection(store: Any) -> Any:
+    """Return a store like `store` that nobody else waits for.
+
+    A store serves one call at a time, and gloo waits for other ranks within one. Two threads that
+    share it, in another order on another rank, would wait for each other.
+    """
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # one in this process, or old torch
+        return store
 
 
 def _prefixed(prefix: str, store: Any) -> Any:

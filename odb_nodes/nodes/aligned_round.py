@@ -46,22 +46,24 @@ class AlignedRound:
     Args:
         table: for each step the index of this rank's group or `FILLER`, and the samples, targets
             and flags of all ranks, (steps, 4) int64.
+        ends_alone: this rank ends with its last group, where others go on.
     """
 
-    def __init__(self, table: IntArray | None = None) -> None:
+    def __init__(self, table: IntArray | None = None, ends_alone: bool = False) -> None:
         self._table = np.empty((0, 4), dtype=np.int64) if table is None else table
+        self._steps = self.groups_needed if ends_alone else len(self._table)
         self._groups: list[list[Sample]] = []
         self._filler: Sample | None = None
 
     @classmethod
-    def of(cls, plan: RoundPlan, rank: int, steps: int) -> AlignedRound:
-        """Return the first steps of a plan as `rank` sees them."""
-        return cls(np.column_stack((plan.groups[rank], plan.totals))[:steps])
+    def of(cls, plan: RoundPlan, rank: int, ends_alone: bool) -> AlignedRound:
+        """Return the steps of a plan as `rank` sees them."""
+        return cls(np.column_stack((plan.groups[rank], plan.totals)), ends_alone)
 
     @classmethod
-    def from_bytes(cls, data: bytes | None) -> AlignedRound:
+    def from_bytes(cls, data: bytes | None, ends_alone: bool) -> AlignedRound:
         """Return the round that `to_bytes` was called on, without its groups."""
-        return cls(np.frombuffer(data or b"", "<i8").reshape(-1, 4))
+        return cls(np.frombuffer(data or b"", "<i8").reshape(-1, 4), ends_alone)
 
     def to_bytes(self) -> bytes | None:
         """Return the round without its groups, 32 bytes a step."""
@@ -69,7 +71,7 @@ class AlignedRound:
         return self._table.astype("<i8").tobytes() or None
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._steps
 
     @property
     def groups_needed(self) -> int:
@@ -107,7 +109,7 @@ class AlignedRound:
             all_targets=targets,
             is_filler=is_filler,
             micro_step=micro_step,
-            micro_steps=len(together),
+            micro_steps=min(len(together), self._steps - index + micro_step),
             optimizer_samples=int(together[:, 1].sum()),
             optimizer_targets=int(together[:, 2].sum()),
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),

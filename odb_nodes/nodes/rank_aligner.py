@@ -265,7 +265,6 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._received: bytes | None = None  # the filler, where it is another rank's
         self._unemitted = 0
         self._peers_go_on = False
-        self._agreed = False
         self._failure = None
 
     def _agree(self) -> None:
@@ -286,7 +285,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._source_state = state[self.SOURCE_KEY]
         self._round, self._step = state[self.ROUND_KEY], state[self.STEP_KEY]
-        self._steps = AlignedRound.from_bytes(state[self.PLAN_KEY])
+        self._steps = AlignedRound.from_bytes(state[self.PLAN_KEY], self._uneven == "join")
         self._emitted, self._splits = state[self.EMITTED_KEY], state[self.SPLITS_KEY]
         self._last, self._drained = state[self.LAST_KEY], state[self.DRAINED_KEY]
         self._unemitted = state[self.UNEMITTED_KEY]
@@ -299,6 +298,12 @@ class RankAligner(BaseNode[AlignedGroup]):
         if state[self.FILLER_KEY] is not None:
             self._receive(state[self.FILLER_KEY])
             self._steps.fill([], self._filler)
+            if self._reader.read(1):  # The source has to see its end: its next epoch follows that.
+                raise StateError(
+                    f"{type(self).__name__} cannot restore epoch {self._epochs.epoch}: its source "
+                    "had no sample when the state was saved, but has some now. Resume over the "
+                    "data that it was saved on."
+                )
         elif self._drained or len(self._steps):
             self._read_again()
 
@@ -345,19 +350,18 @@ class RankAligner(BaseNode[AlignedGroup]):
             raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}.")
         key = mix(self._seed, self._epochs.epoch, self._round)
         plan = plan_round(offers, uneven=self._uneven, key=key)
-        steps = offer.groups if self._uneven == "join" else len(plan.totals)
         if groups:
             self._filler = _cheapest(groups)
         if self._uneven == "fill":
             self._receive(self._peers.share_filler(offers, self._filler, where))
-        self._steps = AlignedRound.of(plan, self._peers.rank, steps)
+        self._steps = AlignedRound.of(plan, self._peers.rank, self._uneven == "join")
         self._emitted, self._splits = 0, plan.splits[self._peers.rank]
         self._last = plan.last or (self._uneven == "join" and offer.ended)
         self._peers_go_on = not plan.last
         self._steps.fill(ladder.groups(self._splits), self._filler)
         if self._uneven == "stop" and plan.last:
-            self._count_unemitted([*groups[steps:], self._reader.ahead or []])
-        if not steps:
+            self._count_unemitted([*groups[len(self._steps) :], self._reader.ahead or []])
+        if not len(self._steps):
             self._end_round()
 
     def _offer(self, groups: list[list[Sample]], most: int) -> tuple[Offer, SplitLadder[Sample]]:

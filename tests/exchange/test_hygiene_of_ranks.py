@@ -114,3 +114,19 @@ def test_a_forked_worker_may_collect_a_loader_that_is_gone(tmp_path):
     """
     batches, others = run_ranks(tmp_path, body, 2, timeout_s=60)
     assert batches == others > 3
+
+
+def test_loaders_that_begin_at_once_on_threads_meet_their_own_ranks(tmp_path):
+    # Whichever thread comes first: the ranks of one loader must not meet those of another.
+    body = """
+    for _ in range(10):
+        loaders = [r.make_loader([40, 0][rank], seed=seed, read_ahead=2) for seed in range(4)]
+        iterators = [iter(loader) for loader in loaders]  # four threads now connect
+        time.sleep(0.01 * rank)
+        counts = [len(list(iterator)) for iterator in iterators]
+        assert len({*map(tuple, r.gathered(counts))}) == 1
+        for loader in loaders:
+            loader.close()
+    r.finish()
+    """
+    run_ranks(tmp_path, body, 2)

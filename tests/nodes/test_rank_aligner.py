@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchdata.nodes import IterableWrapper, Prefetcher
+from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
 
 from odb_nodes import (
     GroupCollator,
@@ -253,6 +253,72 @@ def test_stop_ends_all_with_the_first_and_counts_the_rest(sizes):
             assert len(ids(items)) + unemitted == sizes[rank]
             assert len({*ids(items)}) == len(ids(items))
         assert any(unemitted == 0 for _, unemitted in epoch)
+
+
+def test_join_has_one_denominator_for_the_micro_steps_of_all_ranks():
+    def run(exchange):
+        samples = shard(exchange.rank, [30, 90][exchange.rank])
+        return epochs_of(exchange, samples, epochs=1, uneven="join", accumulate=4)[0]
+
+    short, long = on_ranks(2, run)
+    for mine, theirs in zip(short, long, strict=False):
+        assert mine.info.optimizer_targets == theirs.info.optimizer_targets
+    assert short[-1].info.ends_optimizer_step and long[-1].info.ends_optimizer_step
+
+
+def test_a_rank_without_samples_begins_the_next_epoch_after_a_resume():
+    sizes = [[40, 40], [0, 40], [25, 40]]  # of rank 1, by epoch: none, then some
+
+    def make(exchange):
+        sampler = ShardedSampler(40, seed=1, rank=0, world_size=1)
+        if exchange.rank:
+            sampler = Shrinking(sampler, [size[0] for size in sizes[1:]])
+        source = LengthObserver(sampler, lambda index: 1 + index % 9)
+        return Loader(RankAligner(WindowBucketer(source, 30, 8), exchange, timeout_s=TIMEOUT_S))
+
+    def whole(exchange):
+        loader = make(exchange)
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        list(iterator)
+        return state, plain(list(loader))
+
+    runs = on_ranks(2, whole)
+
+    def resumed(exchange):
+        loader = make(exchange)
+        loader.load_state_dict(runs[exchange.rank][0])
+        list(loader)
+        return plain(list(loader))
+
+    assert on_ranks(2, resumed) == [run[1] for run in runs]
+
+
+def plain(items):
+    return [([sample.data for sample in item.samples], item.info) for item in items]
+
+
+class Shrinking(BaseNode):
+    """Yields as many items of a sampler as each epoch has."""
+
+    def __init__(self, sampler, sizes):
+        super().__init__()
+        self.sampler, self.sizes = sampler, sizes
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self.sampler.reset(initial_state)
+
+    def next(self):
+        item = next(self.sampler)
+        state = self.sampler.state_dict()
+        if state["position"] > self.sizes[state["epoch"]]:
+            raise StopIteration
+        return item
+
+    def get_state(self):
+        return self.sampler.state_dict()
 
 
 def test_stop_warns_of_what_is_left_over():

@@ -80,8 +80,8 @@ class Channel:
         rows = self._send(_ROUND, payload, where)
         if left := np.flatnonzero(rows[:, _KIND] == _HELLO).tolist():
             raise PeerError(
-                f"{where}: rank {left} has left it and begun anew. All ranks must iterate, break "
-                "and load alike."
+                f"{where}: rank {', '.join(map(str, left))} has left it and begun anew. All ranks "
+                "must iterate, break and load alike. Make new loaders on all to begin again."
             )
         return rows[:, _HEADER:]
 

@@ -82,9 +82,15 @@ class GlooExchange:
             )
         # Longer than any wait of ours, so that it is ours that names who is missing.
         limit = timedelta(seconds=self.timeout_s + 2 * _GRACE_S)
-        self._group = dist.ProcessGroupGloo(
-            _prefixed("gloo", self._store), self.rank, self.world_size, limit
-        )
+        try:
+            self._group = dist.ProcessGroupGloo(
+                _prefixed("gloo", self._store), self.rank, self.world_size, limit
+            )
+        except RuntimeError as error:
+            raise PeerError(
+                "a rank was lost while the ranks connected to each other: it was killed, or had "
+                f"given up waiting for a late one ({_first_line(error)}). Restart all ranks."
+            ) from error
 
     def all_gather(self, row: IntArray) -> IntArray:
         """Return the rows of all ranks. See `Exchange`."""

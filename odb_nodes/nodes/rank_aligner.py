@@ -274,7 +274,7 @@ class RankAligner(BaseNode[AlignedGroup]):
                 "accumulate": self._rule.accumulate,
                 "uneven": get_args(Uneven).index(self._uneven),
                 "loss_scaling": get_args(LossScaling).index(self._rule.scaling),
-                "seed": mix(self._seed) >> 1,
+                "seed": self._seed % 2**62,
                 "epoch": self._epochs.epoch,
                 "round": self._round,
                 "step": self._step,

@@ -13,8 +13,14 @@ from odb_nodes.nodes import (
 )
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
-from odb_nodes.sample import Observation, Sample
-from odb_nodes.sources import IterableSource, ShardedSampler
+from odb_nodes.sample import Observation, Sample, SourceItem
+from odb_nodes.sources import (
+    IterableSource,
+    JsonlSource,
+    PerSource,
+    ShardedSampler,
+    SourceMixer,
+)
 from odb_nodes.state import load_state, save_state
 from odb_nodes.step_info import AlignedGroup, StepInfo, pop_step_info
 
@@ -25,6 +31,7 @@ __all__ = [
     "DistributedState",
     "GroupCollator",
     "IterableSource",
+    "JsonlSource",
     "LengthObserver",
     "Loader",
     "ODBDataLoader",
@@ -32,10 +39,13 @@ __all__ = [
     "PaddingCollate",
     "ParallelProcessor",
     "PeerError",
+    "PerSource",
     "RankAligner",
     "Sample",
     "SampleError",
     "ShardedSampler",
+    "SourceItem",
+    "SourceMixer",
     "StateError",
     "StepInfo",
     "TokenBudget",

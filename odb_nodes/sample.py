@@ -9,7 +9,7 @@ import torch
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 
-__all__ = ["IGNORE_INDEX", "Observation", "Sample", "flat", "observe_sample"]
+__all__ = ["IGNORE_INDEX", "Observation", "Sample", "SourceItem", "flat", "observe_sample"]
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
@@ -23,12 +23,21 @@ class Sample(NamedTuple):
         tokens: its length, unpadded.
         targets: supervised tokens after the causal shift.
         patches: image patches, 0 for text.
+        source: name of the source that it comes from, where several are mixed.
     """
 
     data: Any
     tokens: int
     targets: int
     patches: int = 0
+    source: str = ""
+
+
+class SourceItem(NamedTuple):
+    """An item, and the name of the source that it comes from."""
+
+    source: str
+    item: Any
 
 
 class Observation(NamedTuple):
@@ -46,8 +55,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
     """Return `data` with its length, supervised tokens and patches.
 
     Args:
-        data: a processed sample. By default a mapping whose `input_ids` are a list, an array or a
-            tensor, (L,) or (1, L); `labels` likewise, where present.
+        data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
+            are a list, an array or a tensor, (L,) or (1, L); `labels` likewise, where present.
         observe: data -> tokens, or -> `Observation`. Default: tokens is L; targets is the number of
             `labels[1:]` that are not -100, or tokens - 1 without labels; patches is the sum of the
             products of `image_grid_thw`'s rows, or else the first dimension of `pixel_values`.
@@ -55,6 +64,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
     Raises:
         SampleError: there is no length, or it is not an integer of at least 1.
     """
+    if isinstance(data, SourceItem):
+        return observe_sample(data.item, observe)._replace(source=data.source)
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)

@@ -1,6 +1,8 @@
 """Nodes that a graph starts with."""
 
 from odb_nodes.sources.iterable_source import IterableSource
+from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.sharded_sampler import ShardedSampler
+from odb_nodes.sources.source_mixer import PerSource, SourceMixer
 
-__all__ = ["IterableSource", "ShardedSampler"]
+__all__ = ["IterableSource", "JsonlSource", "PerSource", "ShardedSampler", "SourceMixer"]

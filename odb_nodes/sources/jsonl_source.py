@@ -1,0 +1,159 @@
+"""Source node: the records of JSON Lines files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.errors import SampleError, StateError
+from odb_nodes.sources.epochs import EpochCounter
+from odb_nodes.sources.rank import resolve_rank
+from odb_nodes.state import seal, unseal
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class JsonlSource(BaseNode[Any]):
+    """Yields this rank's records of JSON Lines files, file after file, in each epoch.
+
+    Rank r takes every `world_size`-th record, from the r-th on, over all files together: the shards
+    differ by at most one record and share none. A record is a line with anything but white space.
+
+    State: file and byte offset, whatever the position: restoring seeks there. Memory: one line.
+
+    Args:
+        paths: a file, or several in their order. UTF-8.
+        rank: this rank; by default that of torch.distributed, or of `RANK`.
+        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: there is no file, or all are empty.
+    """
+
+    EPOCH_KEY = "epoch"
+    STARTED_KEY = "started"
+    FILE_KEY = "file"
+    OFFSET_KEY = "offset"
+    LINE_KEY = "line"
+    RECORD_KEY = "record"
+    STATE_KEYS = (EPOCH_KEY, STARTED_KEY, FILE_KEY, OFFSET_KEY, LINE_KEY, RECORD_KEY)
+
+    def __init__(
+        self, paths: Paths, rank: int | None = None, world_size: int | None = None
+    ) -> None:
+        super().__init__()
+        given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+        self._paths = [Path(path) for path in given]
+        if not self._paths:
+            raise ValueError("`paths` must name at least 1 file, but is empty.")
+        self._sizes = [path.stat().st_size for path in self._paths]
+        if not any(self._sizes):
+            raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
+        self._rank, self._world_size = resolve_rank(rank, world_size)
+        self._epochs = EpochCounter()
+        self._open: BinaryIO | None = None
+        self._begin()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset without a state begins."""
+        self._epochs.request(epoch)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state was saved with other files, or files of other sizes, or as another
+                rank.
+        """
+        super().reset(initial_state)
+        self.close()
+        if initial_state is None:
+            self._epochs.advance()
+            self._begin()
+            return
+        state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
+        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+        self._file, self._offset = state[self.FILE_KEY], state[self.OFFSET_KEY]
+        self._line, self._record = state[self.LINE_KEY], state[self.RECORD_KEY]
+        if self._file < len(self._paths) and self._offset > self._sizes[self._file]:
+            raise StateError(
+                f"the state of {type(self).__name__} stands at byte {self._offset} of "
+                f"{self._paths[self._file]}, which has {self._sizes[self._file]}. Resume over the "
+                "files that it was saved on."
+            )
+
+    def next(self) -> Any:
+        """Return the next record of this rank.
+
+        Raises:
+            SampleError: it is not valid JSON; names file and line. The state stays before it, and
+                it is raised again until the file is mended.
+        """
+        self._epochs.started = True
+        while self._file < len(self._paths):
+            line = self._lines().readline()
+            if not line:
+                self.close()
+                self._file, self._offset, self._line = self._file + 1, 0, 0
+                continue
+            mine = not line.isspace() and self._record % self._world_size == self._rank
+            record = self._parse(line) if mine else None
+            self._offset += len(line)
+            self._line += 1
+            self._record += not line.isspace()
+            if mine:
+                return record
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        """Return epoch, file and byte offset."""
+        return seal(
+            type(self).__name__,
+            self._config(),
+            epoch=self._epochs.epoch,
+            started=self._epochs.started,
+            file=self._file,
+            offset=self._offset,
+            line=self._line,
+            record=self._record,
+        )
+
+    def close(self) -> None:
+        """Close the file that is open. The next record opens it again."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _begin(self) -> None:
+        self._file = self._offset = self._line = self._record = 0
+
+    def _lines(self) -> BinaryIO:
+        if self._open is None:
+            self._open = open(self._paths[self._file], "rb")
+            self._open.seek(self._offset)
+        return self._open
+
+    def _parse(self, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            self.close()  # It may be mended before the next call.
+            shown = line[:80].decode(errors="replace").strip()
+            raise SampleError(
+                f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON: {error}. It "
+                f"begins with {shown!r}. Mend it, then iterate again or resume."
+            ) from error
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "files": [path.name for path in self._paths],
+            "sizes_bytes": list(self._sizes),
+            "rank": self._rank,
+            "world_size": self._world_size,
+        }

@@ -1,0 +1,210 @@
+"""Node: mixes named sources by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.checks import check_node
+from odb_nodes.errors import SampleError
+from odb_nodes.names import name_of
+from odb_nodes.sample import Sample, SourceItem
+from odb_nodes.state import seal, unseal
+
+Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
+Unit = Literal["samples", "tokens"]
+
+
+class SourceMixer(BaseNode[Any]):
+    """Yields items of several named sources, in shares that follow their weights at every point.
+
+    The next item comes from the source that has had the least for its weight so far (weighted fair
+    queueing). That needs no random numbers, and no share is ever further from its weight than one
+    item of each source.
+
+    Items come out as `SourceItem`; process them with `PerSource`. Items that are a `Sample` already
+    keep that form, with `Sample.source` set.
+
+    State: that of every source, and what each has had; plain numbers.
+
+    Args:
+        sources: name -> node.
+        weights: name -> weight, any positive numbers. Default: equal.
+        by: what the weights are shares of: `"samples"`, or `"tokens"`, for which the sources must
+            yield `Sample`.
+        stop: when the epoch ends: with the `"first_exhausted"` source; when `"all_exhausted"`, each
+            once; or when all were exhausted and those that were earlier begin again (`"cycle"`).
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+    """
+
+    SOURCES_KEY = "sources"
+    SAMPLES_KEY = "samples"
+    TOKENS_KEY = "tokens"
+    EXHAUSTED_KEY = "exhausted"
+    ENDED_KEY = "ended"
+    STATE_KEYS = (SOURCES_KEY, SAMPLES_KEY, TOKENS_KEY, EXHAUSTED_KEY, ENDED_KEY)
+
+    def __init__(
+        self,
+        sources: Mapping[str, BaseNode[Any]],
+        weights: Mapping[str, float] | None = None,
+        *,
+        by: Unit = "samples",
+        stop: Stop = "all_exhausted",
+    ) -> None:
+        super().__init__()
+        if not sources:
+            raise ValueError("`sources` must name at least 1 node, but is empty.")
+        for name, node in sources.items():
+            check_node(f"sources[{name!r}]", node)
+        for option, value, known in (("by", by, get_args(Unit)), ("stop", stop, get_args(Stop))):
+            if value not in known:
+                raise ValueError(f"`{option}` must be one of {known}, but is {value!r} instead.")
+        self.sources = dict(sources)
+        self._weights = _checked(
+            dict.fromkeys(sources, 1.0) if weights is None else weights, sources
+        )
+        self._by, self._stop = by, stop
+        self._clear()
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Samples of this epoch so far, by source."""
+        return dict(self._samples)
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of this epoch so far, by source; 0 where the items are no `Sample`."""
+        return dict(self._tokens)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state was saved with other sources, weights or rules.
+        """
+        super().reset(initial_state)
+        self._clear()
+        if initial_state is None:
+            for node in self.sources.values():
+                node.reset(None)
+            return
+        state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
+        for name, node in self.sources.items():
+            node.reset(state[self.SOURCES_KEY][name])
+        self._samples, self._tokens = state[self.SAMPLES_KEY], state[self.TOKENS_KEY]
+        self._exhausted = state[self.EXHAUSTED_KEY]
+        self._ended = state[self.ENDED_KEY]
+
+    def next(self) -> Any:
+        """Return the next item of the source that is most behind.
+
+        Raises:
+            SampleError: a source yielded no item at all; or, with `by="tokens"`, no `Sample`.
+        """
+        while not self._ended:
+            name = min(self._candidates(), key=self._had)
+            try:
+                item = next(self.sources[name])
+            except StopIteration:
+                self._exhaust(name)
+                continue
+            self._samples[name] += 1
+            if isinstance(item, Sample):
+                self._tokens[name] += item.tokens
+                return item._replace(source=name)
+            if self._by == "tokens":
+                raise SampleError(
+                    f'`sources[{name!r}]` must yield `Sample` where `by` is "tokens", but yielded '
+                    f"`{type(item).__name__}` instead. Process and observe each source first."
+                )
+            return SourceItem(name, item)
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the states of the sources, and what each has had."""
+        return seal(
+            type(self).__name__,
+            self._config(),
+            sources={name: node.state_dict() for name, node in self.sources.items()},
+            samples=dict(self._samples),
+            tokens=dict(self._tokens),
+            exhausted=list(self._exhausted),
+            ended=self._ended,
+        )
+
+    def _clear(self) -> None:
+        self._samples = dict.fromkeys(self.sources, 0)
+        self._tokens = dict.fromkeys(self.sources, 0)
+        self._exhausted: list[str] = []  # at least once in this epoch
+        self._ended = False
+
+    def _candidates(self) -> list[str]:
+        if self._stop == "cycle":
+            return list(self.sources)
+        return [name for name in self.sources if name not in self._exhausted]
+
+    def _had(self, name: str) -> float:
+        had = self._tokens if self._by == "tokens" else self._samples
+        return had[name] / self._weights[name]
+
+    def _exhaust(self, name: str) -> None:
+        if not self._samples[name]:
+            raise SampleError(
+                f"`sources[{name!r}]` yielded no sample in this epoch, so its weight cannot be "
+                "kept. Leave it out, or mend it."
+            )
+        if name not in self._exhausted:
+            self._exhausted.append(name)
+        all_exhausted = len(self._exhausted) == len(self.sources)
+        self._ended = all_exhausted or self._stop == "first_exhausted"
+        if not self._ended and self._stop == "cycle":
+            self.sources[name].reset(None)
+
+    def _config(self) -> dict[str, Any]:
+        return {"weights": dict(self._weights), "by": self._by, "stop": self._stop}
+
+
+class PerSource:
+    """A processing function that calls the one of the item's source.
+
+    Args:
+        functions: name of the source -> function of an item. Picklable, as for one alone.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
+        self._functions = dict(functions)
+        names = [f"{name}={name_of(function)}" for name, function in self._functions.items()]
+        self.__qualname__ = f"PerSource({', '.join(names)})"
+
+    def __call__(self, routed: SourceItem) -> SourceItem:
+        """Return the processed item, still with the name of its source."""
+        try:
+            function = self._functions[routed.source]
+        except KeyError:
+            raise SampleError(
+                f"`PerSource` has no function for source {routed.source!r}, but for "
+                f"{sorted(self._functions)}."
+            ) from None
+        return SourceItem(routed.source, function(routed.item))
+
+
+def _checked(
+    weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
+) -> dict[str, float]:
+    if weights.keys() != sources.keys():
+        raise ValueError(
+            f"`weights` must have the names of `sources`, {sorted(sources)}, but has "
+            f"{sorted(weights)} instead."
+        )
+    for name, weight in weights.items():
+        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+            raise ValueError(
+                f"`weights[{name!r}]` must be a positive number, but is {weight!r} instead."
+            )
+    return {name: float(weights[name]) for name in sources}

@@ -1,0 +1,120 @@
+import json
+
+import pytest
+from torchdata.nodes import Mapper
+
+from odb_nodes import JsonlSource, Loader, SampleError, StateError
+from odb_nodes.testing import assert_resumes_exactly
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files of 60 records, with blank lines, long lines, and no newline at the end."""
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for first, path in zip((0, 40), paths, strict=True):
+        records = [{"id": i, "text": "é" * (i % 7)} for i in range(first, 40 if not first else 60)]
+        lines = [json.dumps(record, ensure_ascii=False) for record in records]
+        path.write_text("\n\n".join(lines), encoding="utf-8")
+    return paths
+
+
+def ids(source):
+    return [record["id"] for record in Loader(source)]
+
+
+def test_all_records_in_order_in_every_epoch(files):
+    loader = Loader(JsonlSource(files, rank=0, world_size=1))
+    for _ in range(3):
+        assert [record["id"] for record in loader] == list(range(60))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_ranks_share_the_records_of_all_files(files, world_size):
+    shards = [ids(JsonlSource(files, rank, world_size)) for rank in range(world_size)]
+    assert sorted(sum(shards, [])) == list(range(60))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
+def test_every_step_resumes(files, shard):
+    assert_resumes_exactly(lambda: Loader(JsonlSource(files, *shard)), epochs=3)
+
+
+def test_restoring_reads_nothing_again(files, monkeypatch):
+    source = JsonlSource(files, rank=0, world_size=1)
+    source.reset(None)
+    for _ in range(50):
+        next(source)
+    state = source.state_dict()
+    read = []
+    monkeypatch.setattr(JsonlSource, "_parse", lambda self, line: read.append(line) or line)
+    resumed = JsonlSource(files, rank=0, world_size=1)
+    resumed.reset(state)
+    assert read == []
+    assert json.loads(next(resumed))["id"] == 50
+
+
+def test_a_broken_line_is_named_and_loses_nothing(files):
+    good = files[1].read_text()
+    files[1].write_text(good.replace('"id": 45', '"id" 45'))
+    loader, seen = Loader(JsonlSource(files, rank=0, world_size=1)), []
+    for _ in range(2):
+        with pytest.raises(SampleError, match=r"b\.jsonl, line 11, is not valid JSON.*\"id\" 45"):
+            for record in loader:
+                seen.append(record["id"])
+    files[1].write_text(good)
+    seen += [record["id"] for record in loader]
+    assert seen == list(range(60))
+
+
+def test_a_broken_line_of_another_rank_is_left_to_it(files):
+    files[1].write_text(files[1].read_text().replace('"id": 45', '"id" 45'))
+    assert len(ids(JsonlSource(files, 0, 2))) == 30
+    with pytest.raises(SampleError, match="line 11"):
+        ids(JsonlSource(files, 1, 2))
+
+
+def test_other_files_are_refused(files):
+    source = JsonlSource(files, rank=0, world_size=1)
+    source.reset(None)
+    next(source)
+    with pytest.raises(StateError, match="`files` was .* when saved"):
+        JsonlSource(files[:1], rank=0, world_size=1).reset(source.state_dict())
+    files[0].write_text(files[0].read_text() + "\n{}")
+    with pytest.raises(StateError, match="`sizes_bytes` was .* when saved"):
+        JsonlSource(files, rank=0, world_size=1).reset(source.state_dict())
+
+
+def test_files_may_move(files, tmp_path):
+    source = JsonlSource(files, rank=0, world_size=1)
+    source.reset(None)
+    next(source)
+    moved = []
+    for path in files:
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        moved.append(path.rename(tmp_path / "elsewhere" / path.name))
+    resumed = JsonlSource(moved, rank=0, world_size=1)
+    resumed.reset(source.state_dict())
+    assert next(resumed)["id"] == 1
+
+
+def test_no_file_is_left_open(files):
+    source = JsonlSource(files[0], rank=0, world_size=1)
+    loader = Loader(Mapper(source, dict))
+    next(iter(loader))
+    assert source._open is not None
+    loader.close()
+    assert source._open is None
+
+
+@pytest.mark.parametrize(
+    ("paths", "error", "message"),
+    [
+        ([], ValueError, "`paths` must name at least 1 file"),
+        (["/nowhere/x.jsonl"], FileNotFoundError, "x.jsonl"),
+        (["/dev/null"], ValueError, "`paths` must hold a record"),
+    ],
+)
+def test_paths_that_are_not_valid_are_named(paths, error, message):
+    with pytest.raises(error, match=message):
+        JsonlSource(paths)

@@ -1,0 +1,216 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import IterableWrapper, Mapper
+
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    ParallelProcessor,
+    PerSource,
+    RankAligner,
+    SampleError,
+    ShardedSampler,
+    SourceItem,
+    SourceMixer,
+    StateError,
+    WindowBucketer,
+    WorkerOptions,
+    pop_step_info,
+)
+from odb_nodes.testing import assert_resumes_exactly
+
+SIZES = {"chat": 50, "caption": 90, "ocr": 20}
+WEIGHTS = {"chat": 0.5, "caption": 0.3, "ocr": 0.2}
+
+
+def sampler(name, size):
+    return ShardedSampler(size, seed=len(name), rank=0, world_size=1)
+
+
+def mixer(sizes=SIZES, weights=WEIGHTS, **options):
+    return SourceMixer(
+        {name: sampler(name, size) for name, size in sizes.items()}, weights, **options
+    )
+
+
+def sample(length):
+    return {"input_ids": [1] * length, "length": length}
+
+
+def chat(index):
+    return sample(3 + 5 * index % 17)
+
+
+def caption(index):
+    return sample(2 + index % 5)
+
+
+def ocr(index):
+    return sample(30 + index % 9)
+
+
+FUNCTIONS = {"chat": chat, "caption": caption, "ocr": ocr}
+
+
+def observed(**options):
+    """Every source processed and observed on its own, so that it yields `Sample`."""
+    return SourceMixer(
+        {
+            name: LengthObserver(Mapper(sampler(name, size), FUNCTIONS[name]))
+            for name, size in SIZES.items()
+        },
+        WEIGHTS,
+        **options,
+    )
+
+
+def test_shares_follow_the_weights_at_every_point():
+    node = mixer({"chat": 20_000, "caption": 20_000, "ocr": 20_000}, stop="first_exhausted")
+    node.reset(None)
+    counts = Counter()
+    for step in range(1, 20_001):
+        counts[next(node).source] += 1
+        for name, weight in WEIGHTS.items():
+            assert abs(counts[name] - weight * step) < 2
+    assert node.samples == counts
+
+
+def test_shares_of_tokens():
+    node = observed(by="tokens", stop="cycle")
+    tokens = Counter()
+    for one in Loader(node):
+        tokens[one.source] += one.tokens
+    total = sum(tokens.values())
+    for name, weight in WEIGHTS.items():
+        assert abs(tokens[name] - weight * total) <= 40  # the longest sample
+    assert node.tokens == tokens
+
+
+def test_all_exhausted_yields_every_sample_once():
+    items = list(Loader(mixer(stop="all_exhausted")))
+    for name, size in SIZES.items():
+        assert sorted(item for source, item in items if source == name) == list(range(size))
+
+
+def test_first_exhausted_ends_with_the_first():
+    counts = Counter(item.source for item in Loader(mixer(stop="first_exhausted")))
+    assert any(counts[name] == size for name, size in SIZES.items())
+    assert all(counts[name] <= size for name, size in SIZES.items())
+
+
+def test_cycle_repeats_the_short_ones_in_new_orders():
+    items = list(Loader(mixer(stop="cycle")))
+    counts = Counter(source for source, _ in items)
+    assert all(counts[name] >= size for name, size in SIZES.items())
+    indices = [item for source, item in items if source == "ocr"]
+    first, second = indices[:20], indices[20:40]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_every_step_resumes(stop, by):
+    make = observed if by == "tokens" else mixer
+    assert_resumes_exactly(lambda: Loader(make(by=by, stop=stop)), epochs=3, every=5)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    weights=st.data(),
+    stop=st.sampled_from(["first_exhausted", "all_exhausted", "cycle"]),
+)
+@settings(deadline=None, max_examples=25)
+def test_any_sources(sizes, weights, stop):
+    named = {f"s{index}": size for index, size in enumerate(sizes)}
+    drawn = {name: weights.draw(st.floats(0.2, 5)) for name in named}
+    assert_resumes_exactly(lambda: Loader(mixer(named, drawn, stop=stop)), every=7, horizon=9)
+
+
+def graph(num_workers=0):
+    workers = WorkerOptions(num_workers=num_workers, chunk_size=7)
+    processed = ParallelProcessor(
+        mixer(), PerSource(FUNCTIONS), workers=workers, rank=0, world_size=1
+    )
+    bucketer = WindowBucketer(LengthObserver(processed), 120, 16)
+    return Loader(GroupCollator(RankAligner(bucketer)))
+
+
+def test_one_pool_of_workers_processes_all_sources():
+    with graph(num_workers=2) as parallel, graph() as inline:
+        expected = [batch["length"].tolist() for batch in inline]
+        assert [batch["length"].tolist() for batch in parallel] == expected
+    assert_resumes_exactly(graph, every=4)
+
+
+def test_a_step_counts_what_comes_from_which_source():
+    samples, tokens = Counter(), Counter()
+    for batch in graph():
+        info = pop_step_info(batch)
+        assert sum(count.samples for count in info.local_sources.values()) == info.local_samples
+        for name, count in info.local_sources.items():
+            samples[name] += count.samples
+            tokens[name] += count.tokens
+    assert samples == SIZES
+    for name, size in SIZES.items():
+        assert tokens[name] == sum(FUNCTIONS[name](index)["length"] for index in range(size))
+
+
+def test_an_error_names_source_and_sample():
+    def broken(index):
+        raise OSError("not there")
+
+    process = PerSource({**FUNCTIONS, "ocr": broken})
+    node = ParallelProcessor(mixer(), process, rank=0, world_size=1)
+    with pytest.raises(SampleError, match=r"source='ocr', item=\d+.*OSError: not there"):
+        list(Loader(node))
+
+
+def test_a_source_without_a_function_is_named():
+    process = PerSource({"chat": chat, "caption": caption})
+    node = ParallelProcessor(mixer(), process, rank=0, world_size=1)
+    with pytest.raises(SampleError, match="no function for source 'ocr'"):
+        list(Loader(node))
+
+
+def test_other_weights_are_refused():
+    node = mixer()
+    node.reset(None)
+    with pytest.raises(StateError, match="`weights` was .* when saved"):
+        mixer(weights={**WEIGHTS, "ocr": 0.1}).reset(node.state_dict())
+
+
+def test_an_empty_source_is_named():
+    node = SourceMixer({"a": IterableWrapper([1]), "b": IterableWrapper([])}, stop="cycle")
+    with pytest.raises(SampleError, match=r"`sources\['b'\]` yielded no sample"):
+        list(Loader(node))
+
+
+def test_shares_of_tokens_need_samples():
+    with pytest.raises(SampleError, match="must yield `Sample` where `by` is"):
+        list(Loader(mixer(by="tokens")))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weights": {"chat": 1}}, ValueError, "`weights` must have the names of `sources`"),
+        ({"weights": {**WEIGHTS, "ocr": 0}}, ValueError, r"`weights\['ocr'\]` must be a positive"),
+        ({"weights": {**WEIGHTS, "ocr": "x"}}, ValueError, r"`weights\['ocr'\]`"),
+        ({"stop": "x"}, ValueError, "`stop` must be one of"),
+        ({"by": "x"}, ValueError, "`by` must be one of"),
+        ({"sizes": {}, "weights": {}}, ValueError, "`sources` must name at least 1"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        mixer(**options)
+
+
+def test_items_keep_their_source():
+    items = list(Loader(SourceMixer({"a": IterableWrapper([1, 2])})))
+    assert items == [SourceItem("a", 1), SourceItem("a", 2)]

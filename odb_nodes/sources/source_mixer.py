@@ -70,6 +70,7 @@ class SourceMixer(BaseNode[Any]):
             dict.fromkeys(sources, 1.0) if weights is None else weights, sources
         )
         self._by, self._stop = by, stop
+        self._exhausted: list[str] = []  # at least once in this epoch
         self._clear()
 
     @property
@@ -141,7 +142,7 @@ class SourceMixer(BaseNode[Any]):
     def _clear(self) -> None:
         self._samples = dict.fromkeys(self.sources, 0)
         self._tokens = dict.fromkeys(self.sources, 0)
-        self._exhausted: list[str] = []  # at least once in this epoch
+        self._exhausted = []
         self._ended = False
 
     def _candidates(self) -> list[str]:
@@ -150,7 +151,7 @@ class SourceMixer(BaseNode[Any]):
         return [name for name in self.sources if name not in self._exhausted]
 
     def _had(self, name: str) -> float:
-        had = self._tokens if self._by == "tokens" else self._samples
+        had: dict[str, int] = self._tokens if self._by == "tokens" else self._samples
         return had[name] / self._weights[name]
 
     def _exhaust(self, name: str) -> None:

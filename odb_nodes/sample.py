@@ -23,14 +23,12 @@ class Sample(NamedTuple):
         tokens: its length, unpadded.
         targets: supervised tokens after the causal shift.
         patches: image patches, 0 for text.
-        source: name of the source that it comes from, where several are mixed.
     """
 
     data: Any
     tokens: int
     targets: int
     patches: int = 0
-    source: str = ""
 
 
 class SourceItem(NamedTuple):
@@ -65,7 +63,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
         SampleError: there is no length, or it is not an integer of at least 1.
     """
     if isinstance(data, SourceItem):
-        return observe_sample(data.item, observe)._replace(source=data.source)
+        return observe_sample(data.item, observe)
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from odb_nodes.sample import Sample
 
-__all__ = [
-    "STEP_INFO_KEY",
-    "AlignedGroup",
-    "SourceCount",
-    "StepInfo",
-    "count_sources",
-    "pop_step_info",
-]
+__all__ = ["STEP_INFO_KEY", "AlignedGroup", "StepInfo", "pop_step_info"]
 
 STEP_INFO_KEY = "odb_step_info"
-
-
-class SourceCount(NamedTuple):
-    """Samples, and tokens without padding."""
-
-    samples: int
-    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +36,6 @@ class StepInfo:
         micro_steps: steps of this optimizer step; fewer than `accumulate` at the end of an epoch.
         optimizer_samples: samples of all ranks and micro-steps of this optimizer step.
         optimizer_targets: supervised tokens of all ranks and micro-steps of this optimizer step.
-        local_sources: what of this rank's batch comes from which source, where several are mixed.
         modalities: those that are in the step's batch of any rank, as the `RankAligner` names them.
     """
 
@@ -65,7 +50,6 @@ class StepInfo:
     micro_steps: int = 1
     optimizer_samples: int
     optimizer_targets: int
-    local_sources: Mapping[str, SourceCount] = field(default_factory=dict)
     modalities: tuple[str, ...] = ()
 
     @property
@@ -85,18 +69,7 @@ class StepInfo:
             all_targets=targets,
             optimizer_samples=len(samples),
             optimizer_targets=targets,
-            local_sources=count_sources(samples),
         )
-
-
-def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
-    """Return samples and tokens by source, of the samples that have one."""
-    counts: dict[str, SourceCount] = {}
-    for sample in samples:
-        if sample.source:
-            had = counts.get(sample.source, SourceCount(0, 0))
-            counts[sample.source] = SourceCount(had.samples + 1, had.tokens + sample.tokens)
-    return counts
 
 
 class AlignedGroup(NamedTuple):

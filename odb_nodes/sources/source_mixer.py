@@ -26,7 +26,7 @@ class SourceMixer(BaseNode[Any]):
     item of each source.
 
     Items come out as `SourceItem`; process them with `PerSource`. Items that are a `Sample` already
-    keep that form, with `Sample.source` set.
+    come out as they are.
 
     State: that of every source, and what each has had; plain numbers.
 
@@ -118,7 +118,7 @@ class SourceMixer(BaseNode[Any]):
             self._samples[name] += 1
             if isinstance(item, Sample):
                 self._tokens[name] += item.tokens
-                return item._replace(source=name)
+                return item
             if self._by == "tokens":
                 raise SampleError(
                     f'`sources[{name!r}]` must yield `Sample` where `by` is "tokens", but yielded '

@@ -19,7 +19,6 @@ from odb_nodes import (
     StateError,
     WindowBucketer,
     WorkerOptions,
-    pop_step_info,
 )
 from odb_nodes.testing import assert_resumes_exactly
 
@@ -81,13 +80,10 @@ def test_shares_follow_the_weights_at_every_point():
 
 def test_shares_of_tokens():
     node = observed(by="tokens", stop="cycle")
-    tokens = Counter()
-    for one in Loader(node):
-        tokens[one.source] += one.tokens
-    total = sum(tokens.values())
+    total = sum(one.tokens for one in Loader(node))
+    assert sum(node.tokens.values()) == total
     for name, weight in WEIGHTS.items():
-        assert abs(tokens[name] - weight * total) <= 40  # the longest sample
-    assert node.tokens == tokens
+        assert abs(node.tokens[name] - weight * total) <= 40  # the longest sample
 
 
 def test_all_exhausted_yields_every_sample_once():
@@ -145,19 +141,6 @@ def test_one_pool_of_workers_processes_all_sources():
         expected = [batch["length"].tolist() for batch in inline]
         assert [batch["length"].tolist() for batch in parallel] == expected
     assert_resumes_exactly(graph, every=4)
-
-
-def test_a_step_counts_what_comes_from_which_source():
-    samples, tokens = Counter(), Counter()
-    for batch in graph():
-        info = pop_step_info(batch)
-        assert sum(count.samples for count in info.local_sources.values()) == info.local_samples
-        for name, count in info.local_sources.items():
-            samples[name] += count.samples
-            tokens[name] += count.tokens
-    assert samples == SIZES
-    for name, size in SIZES.items():
-        assert tokens[name] == sum(FUNCTIONS[name](index)["length"] for index in range(size))
 
 
 def test_an_error_names_source_and_sample():

@@ -98,7 +98,7 @@ def _name(rank: int, world_size: int) -> str:
 class DistributedState:
     """A loader as a `Stateful` of torch.distributed.checkpoint.
 
-    Each rank's state is one tensor of bytes under a key of its own: shared keys would give every
+    Each rank's state is one `BytesIO` under a key of its own: shared keys would give every
     rank the state of rank 0, and a nested dict loses what a fresh loader does not have yet.
 
         dcp.save({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
@@ -125,6 +125,7 @@ class DistributedState:
 
         Raises:
             StateError: there is none: the checkpoint was saved by another number of ranks.
+                (`dcp.load` finds the key missing first, and raises an error of its own.)
         """
         if self._key not in state_dict:
             raise StateError(

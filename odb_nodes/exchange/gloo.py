@@ -53,9 +53,9 @@ class GlooExchange:
         self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
         self._group: Any = None
         self._pending: Any = None  # a call that was given up, but cannot be taken back
-        self._pending_rows: Any = None
-        # Of the last call: so that it is not gloo's thread that lets go of them last. It would need
-        # the interpreter for that, and aborts the process if that is at its end.
+        # What the last call reads and writes, kept while it is under way and beyond: were gloo's
+        # thread the last to let go of it, it would need the interpreter for that, and abort the
+        # process at its end.
         self._held: Any = None
         self._broken: str | None = None
         self._interrupted = threading.Event()
@@ -105,7 +105,7 @@ class GlooExchange:
             parts, own = list(rows.unbind()), torch.from_numpy(row.copy())
             work = self._group.allgather([parts], [own])
             self._held = (work, parts, own)
-            self._set_pending(work, rows)
+            self._set_pending(work)
             self._await(work, deadline)
             gathered: IntArray = rows.numpy()
             return gathered
@@ -130,11 +130,11 @@ class GlooExchange:
             self._check_interrupted()
             try:
                 work.wait(_SLICE)
-                self._set_pending(None, None)
+                self._set_pending(None)
                 return
             except RuntimeError as error:
                 if work.is_completed() and not _is_timeout(error):
-                    self._set_pending(None, None)
+                    self._set_pending(None)
                     self._fail(f"lost a connection ({_first_line(error)})")
             now = time.monotonic()
             if now > deadline:
@@ -179,9 +179,8 @@ class GlooExchange:
         pause_s = 0.005
         while (left_s := deadline - time.monotonic()) > 0:
             self._check_interrupted()
-            if self._store.check(
-                keys
-            ):  # A wait of the store that is in vain is a warning of torch.
+            # Not the store's own wait, which prints warnings when it is in vain.
+            if self._store.check(keys):
                 return []
             self._interrupted.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _POLL_S)
@@ -197,8 +196,8 @@ class GlooExchange:
         except Exception:
             return True
 
-    def _set_pending(self, work: Any, rows: Any) -> None:
-        """Keep what gloo still writes to; also past the end of the interpreter, which would wait.
+    def _set_pending(self, work: Any) -> None:
+        """Keep the group while a call is under way; also past the end of the interpreter.
 
         A group that is deleted waits for what it has begun, and that may need the other ranks.
         """
@@ -206,7 +205,7 @@ class GlooExchange:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         elif self._pending is not None and work is None:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
-        self._pending, self._pending_rows = work, rows
+        self._pending = work
 
 
 def _keep_all() -> None:

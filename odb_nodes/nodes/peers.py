@@ -84,7 +84,7 @@ class Peers:
             PeerError: a rank failed, or did not come.
         """
         if not self._agreed:
-            self._channel.agree({"world_size": self._channel.world_size, **fields})
+            self._channel.agree(fields)
             self._agreed = True
 
     def offers(self, own: Offer, where: str) -> list[Offer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -31,7 +32,7 @@ from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import Sample
 from odb_nodes.sources.epochs import EpochCounter
-from odb_nodes.state import detach, seal, unseal
+from odb_nodes.state import allow_mismatch, detach, seal, unseal
 from odb_nodes.step_info import AlignedGroup
 
 
@@ -96,6 +97,7 @@ class RankAligner(BaseNode[AlignedGroup]):
     DRAINED_KEY = "drained"
     FILLER_KEY = "filler"
     UNEMITTED_KEY = "unemitted_samples"
+    PEERS_GO_ON_KEY = "peers_go_on"
     STATE_KEYS = (
         SOURCE_KEY,
         EPOCH_KEY,
@@ -109,6 +111,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         DRAINED_KEY,
         FILLER_KEY,
         UNEMITTED_KEY,
+        PEERS_GO_ON_KEY,
     )
 
     def __init__(
@@ -218,6 +221,9 @@ class RankAligner(BaseNode[AlignedGroup]):
         except Exception as error:
             self._failure = error
             raise
+        except BaseException as error:  # Ctrl-C: what was on its way is lost until a reset.
+            self._failure = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+            raise
 
     def get_state(self) -> dict[str, Any]:
         """Return the source's state before this round, and the plan of the round."""
@@ -236,6 +242,7 @@ class RankAligner(BaseNode[AlignedGroup]):
             drained=self._drained,
             filler=self._received,
             unemitted_samples=self._unemitted,
+            peers_go_on=self._peers_go_on,
         )
 
     def interrupt(self) -> None:
@@ -276,7 +283,6 @@ class RankAligner(BaseNode[AlignedGroup]):
                 "loss_scaling": get_args(LossScaling).index(self._rule.scaling),
                 "seed": self._seed % 2**62,
                 "epoch": self._epochs.epoch,
-                "round": self._round,
                 "step": self._step,
             }
         )
@@ -288,11 +294,16 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._steps = AlignedRound.from_bytes(state[self.PLAN_KEY], self._uneven == "join")
         self._emitted, self._splits = state[self.EMITTED_KEY], state[self.SPLITS_KEY]
         self._last, self._drained = state[self.LAST_KEY], state[self.DRAINED_KEY]
-        self._unemitted = state[self.UNEMITTED_KEY]
+        self._unemitted, self._peers_go_on = (
+            state[self.UNEMITTED_KEY],
+            state[self.PEERS_GO_ON_KEY],
+        )
         at_end = self._emitted == len(self._steps) and self._last
         if not at_end:
             _check_ranks(saved_config, self._config())
-        self.source.reset(detach(self._source_state))
+        # The plan of a round names groups by number: within one, they must be the same again.
+        with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
+            self.source.reset(detach(self._source_state))
         if at_end:
             return
         if state[self.FILLER_KEY] is not None:
@@ -333,6 +344,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         """
         if self._last:
             if self._peers_go_on:
+                self._agree()
                 self._peers_go_on = False
                 self._peers.attend(self._offer([], 0)[0])
             raise StopIteration

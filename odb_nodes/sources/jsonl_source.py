@@ -147,7 +147,8 @@ class JsonlSource(BaseNode[Any]):
             shown = line[:80].decode(errors="replace").strip()
             raise SampleError(
                 f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON: {error}. It "
-                f"begins with {shown!r}. Mend it, then iterate again or resume."
+                f"begins with {shown!r}. Mend it, then iterate again; or resume, with "
+                "`strict=False` if the size of the file has changed."
             ) from error
 
     def _config(self) -> dict[str, Any]:

@@ -19,11 +19,11 @@ Unit = Literal["samples", "tokens"]
 
 
 class SourceMixer(BaseNode[Any]):
-    """Yields items of several named sources, in shares that follow their weights at every point.
+    """Yields items of several named sources, in shares that follow their weights all along.
 
     The next item comes from the source that has had the least for its weight so far (weighted fair
-    queueing). That needs no random numbers, and no share is ever further from its weight than one
-    item of each source.
+    queueing). That needs no random numbers, and as long as no source is exhausted, the shares stay
+    within a few items of the weights.
 
     Items come out as `SourceItem`; process them with `PerSource`. Items that are a `Sample` already
     come out as they are.

@@ -266,6 +266,43 @@ def test_join_has_one_denominator_for_the_micro_steps_of_all_ranks():
     assert short[-1].info.ends_optimizer_step and long[-1].info.ends_optimizer_step
 
 
+def test_join_resumes_at_every_step_that_all_ranks_take():
+    sizes = [20, 90]
+
+    def make(exchange):
+        return Loader(graph(exchange, shard(exchange.rank, sizes[exchange.rank]), uneven="join"))
+
+    def whole(exchange):
+        loader = make(exchange)
+        states, items = [loader.state_dict()], []
+        for item in loader:
+            items.append(item)
+            states.append(loader.state_dict())
+        return states, plain(items)
+
+    runs = on_ranks(2, whole)
+    for start in range(len(runs[0][1]) + 1):
+
+        def resumed(exchange, start=start):
+            loader = make(exchange)
+            loader.load_state_dict(runs[exchange.rank][0][start])
+            return plain(list(loader))
+
+        assert on_ranks(2, resumed) == [items[start:] for _, items in runs]
+
+
+def test_another_budget_within_a_round_is_refused_whatever_strict_says():
+    def make(budget):
+        return Loader(graph(None, shard(0, 60), budget=budget, accumulate=8))
+
+    loader = make(60)
+    next(iter(loader))
+    changed = make(40)
+    changed.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.raises(StateError, match="`budget.tokens` was 60 when saved, but is 40 now"):
+        iter(changed)
+
+
 def test_a_rank_without_samples_begins_the_next_epoch_after_a_resume():
     sizes = [[40, 40], [0, 40], [25, 40]]  # of rank 1, by epoch: none, then some
 

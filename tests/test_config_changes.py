@@ -111,7 +111,7 @@ def test_a_field_that_is_changed_knowingly_is_warned_of(make, field, change):
 def test_every_field_of_every_configuration_is_in_the_table():
     for make in (bucketed, sampled, processed, iterated):
         node, tested = make(), {field for other, field, _ in CHANGES if other is make}
-        fields = set(node._config()) | ({"observe"} if make is bucketed else set())
+        fields = set(node.fingerprint()) | ({"observe"} if make is bucketed else set())
         assert fields - tested <= {"budget.layout"}  # which has only one value
 
 

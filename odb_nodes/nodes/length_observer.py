@@ -58,7 +58,7 @@ class LengthObserver(BaseNode[Sample]):
             self._position = 0
             return
         keys = (self.SOURCE_KEY, self.POSITION_KEY)
-        state = unseal(initial_state, type(self).__name__, self._config(), keys)
+        state = unseal(initial_state, type(self).__name__, self.fingerprint(), keys)
         self.source.reset(state[self.SOURCE_KEY])
         self._position = state[self.POSITION_KEY]
 
@@ -95,10 +95,11 @@ class LengthObserver(BaseNode[Sample]):
             )
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             source=self.source.state_dict(),
             position=self._position,
         )
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {"observe": None if self._observe is None else name_of(self._observe)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -36,17 +36,16 @@ class Peers:
         self._timeout_s = timeout_s
         self._capacity = Offer.message_size(round_size)
         self._use(LocalExchange())
-        self._agreed = False
         self._attendance: threading.Thread | None = None
 
     @property
     def rank(self) -> int:
-        """This rank in the group, as `find` found."""
+        """This rank in the group, as `begin` found."""
         return self._channel.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group, as `find` found."""
+        """Ranks of the group, as `begin` found."""
         return self._channel.world_size
 
     @property
@@ -54,38 +53,51 @@ class Peers:
         """Seconds spent in exchanges so far."""
         return self._channel.wait_s
 
-    def find(self, source: BaseNode[Any]) -> None:
+    def begin(self) -> None:
         """Find out who the other ranks are; they need not be there yet. Ends an interruption.
 
         Raises:
-            RuntimeError: the job has several ranks, but torch.distributed is not initialised; or a
-                node below `source` is another rank, or one of another number of ranks.
+            RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         self._end_attendance()
         if isinstance(self._exchange, LocalExchange):  # The job may have been set up since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
-        for node in walk(source):
-            here = self._exchange.rank, self._exchange.world_size
-            there = getattr(node, "_rank", 0), getattr(node, "_world_size", 1)
-            if there[1] > 1 and there != here:
-                raise RuntimeError(
-                    f"`{type(node).__name__}` is rank {there[0]} of {there[1]} ranks, but the "
-                    f"`RankAligner` over it is rank {here[0]} of {here[1]}. Give both the same: "
-                    "`process_group=` here, `rank=` and `world_size=` there."
-                )
         self._exchange.resume()
-        self._agreed = False
+        self._channel.begin()
 
-    def agree(self, fields: Mapping[str, int]) -> None:
-        """Make sure, once after `find`, that all ranks go on from the same place.
+    def check_source(self, source: BaseNode[Any]) -> None:
+        """Make sure that the nodes below share their data as the ranks share their steps.
 
         Raises:
-            StateError: they do not. The same error on all ranks.
+            RuntimeError: one is another rank, or one of another number of ranks.
+        """
+        here = {"rank": self.rank, "world_size": self.world_size}
+        for name, config in _sharing_nodes(source):
+            there = {key: config[key] for key in here}
+            if there != here:
+                raise RuntimeError(
+                    f"`{name}` is rank {there['rank']} of {there['world_size']} ranks, but the "
+                    f"`RankAligner` over it is rank {self.rank} of {self.world_size}. Give both "
+                    "the same: `process_group=` here, `rank=` and `world_size=` there."
+                )
+
+    def agree(
+        self, place: Mapping[str, int], config: Mapping[str, Any], source: BaseNode[Any]
+    ) -> None:
+        """Make sure, once after `begin`, that all ranks go on from the same place.
+
+        Args:
+            place: where this rank stands.
+            config: of the node that aligns, the same on all ranks but for `rank`.
+            source: whose nodes that share data must be configured alike, too.
+
+        Raises:
+            StateError: they do not, or are not. The same error on all ranks.
             PeerError: a rank failed, or did not come.
         """
-        if not self._agreed:
-            self._channel.agree(fields)
-            self._agreed = True
+        nodes = [("RankAligner", config), *_sharing_nodes(source)]
+        alike = {name: {**config, "rank": None} for name, config in nodes}
+        self._channel.agree(place, alike)
 
     def offers(self, own: Offer, where: str) -> list[Offer]:
         """Return the offers of all ranks for a round, this one's included.
@@ -116,15 +128,15 @@ class Peers:
         if all(offer.has_filler for offer in offers):
             return None
         donor = next(rank for rank, offer in enumerate(offers) if offer.groups)
-        data = None
-        if self._channel.rank == donor and own is not None:
+        data = b""
+        if self.rank == donor and own is not None:
             try:
                 data = encode_sample(own)
             except SampleError as error:
                 self.fail(error, f"{where}, sending a sample to a rank that has none")
                 raise
-        received = self._channel.broadcast(data, donor, where)
-        return None if offers[self._channel.rank].has_filler else received
+        received = self._channel.gather_bytes(data, where)[donor]
+        return None if offers[self.rank].has_filler else received
 
     def attend(self, nothing: Offer) -> None:
         """Go on answering ranks that still have data, from a thread, until they have ended."""
@@ -139,7 +151,7 @@ class Peers:
         self._exchange.interrupt()
 
     def close(self) -> None:
-        """Make every wait raise. The connections stay, for `find`."""
+        """Make every wait raise. The connections stay, for `begin`."""
         self._exchange.interrupt()
 
     def _use(self, exchange: Exchange) -> None:
@@ -157,3 +169,13 @@ class Peers:
         thread, self._attendance = self._attendance, None
         if thread is not None:
             thread.join()  # Ends: each round of the others ends within `timeout_s`.
+
+
+def _sharing_nodes(source: BaseNode[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and configuration of the nodes that yield one rank's share of something."""
+    for node in walk(source):
+        config = (
+            fingerprint() if callable(fingerprint := getattr(node, "fingerprint", None)) else {}
+        )
+        if config.get("world_size", 1) > 1:
+            yield type(node).__name__, config

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_callable, check_count, check_integer, check_node
+from odb_nodes.checks import check_count, check_integer, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.graph import walk
 from odb_nodes.hashing import mix
 from odb_nodes.names import name_of
 from odb_nodes.nodes.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.nodes.group_costs import (
+    CostFn,
+    GroupMeter,
+    best_filler,
+    padded_tokens,
+    tokens_of,
+)
 from odb_nodes.nodes.group_reader import GroupReader
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.nodes.peers import Peers
-from odb_nodes.planning.alignment import (
-    FLAG_BITS,
-    GroupCost,
-    Offer,
-    SplitLadder,
-    Uneven,
-    make_offer,
-    plan_round,
-)
+from odb_nodes.planning.alignment import Offer, SplitLadder, Uneven, make_offer, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import Sample
@@ -36,14 +35,33 @@ from odb_nodes.state import allow_mismatch, detach, seal, unseal
 from odb_nodes.step_info import AlignedGroup
 
 
-def padded_tokens(group: Sequence[Sample]) -> int:
-    """Return the longest sample's tokens times the number of samples."""
-    return max(sample.tokens for sample in group) * len(group)
+@dataclass(kw_only=True)
+class _Position:
+    """Where a `RankAligner` stands in an epoch, as its state has it.
 
+    Attributes:
+        round: number of the round in the epoch.
+        step: number of the next step in the epoch.
+        emitted: steps of the round that are out.
+        plan: of the round; `None` between rounds.
+        splits: of this rank's groups in the round.
+        last: there is no round after this one.
+        drained: the source had no groups left for this round.
+        filler: what this rank fills with, encoded, where it is another rank's sample.
+        unemitted_samples: that `uneven="stop"` left over.
+        peers_go_on: other ranks have rounds after this rank's last.
+    """
 
-def has_image(sample: Sample) -> bool:
-    """Tell whether a sample has image patches."""
-    return sample.patches > 0
+    round: int = 0
+    step: int = 0
+    emitted: int = 0
+    plan: bytes | None = None
+    splits: int = 0
+    last: bool = False
+    drained: bool = False
+    filler: bytes | None = None
+    unemitted_samples: int = 0
+    peers_go_on: bool = False
 
 
 class RankAligner(BaseNode[AlignedGroup]):
@@ -88,31 +106,8 @@ class RankAligner(BaseNode[AlignedGroup]):
     SOURCE_KEY = "source"
     EPOCH_KEY = "epoch"
     STARTED_KEY = "started"
-    ROUND_KEY = "round"
-    STEP_KEY = "step"
-    EMITTED_KEY = "emitted"
-    PLAN_KEY = "plan"
-    SPLITS_KEY = "splits"
-    LAST_KEY = "last"
-    DRAINED_KEY = "drained"
-    FILLER_KEY = "filler"
-    UNEMITTED_KEY = "unemitted_samples"
-    PEERS_GO_ON_KEY = "peers_go_on"
-    STATE_KEYS = (
-        SOURCE_KEY,
-        EPOCH_KEY,
-        STARTED_KEY,
-        ROUND_KEY,
-        STEP_KEY,
-        EMITTED_KEY,
-        PLAN_KEY,
-        SPLITS_KEY,
-        LAST_KEY,
-        DRAINED_KEY,
-        FILLER_KEY,
-        UNEMITTED_KEY,
-        PEERS_GO_ON_KEY,
-    )
+    POSITION_KEYS = tuple(field.name for field in fields(_Position))
+    STATE_KEYS = (SOURCE_KEY, EPOCH_KEY, STARTED_KEY, *POSITION_KEYS)
 
     def __init__(
         self,
@@ -125,12 +120,11 @@ class RankAligner(BaseNode[AlignedGroup]):
         seed: int = 0,
         timeout_s: float = 1800.0,
         *,
-        cost_fn: Callable[[Sequence[Sample]], int] = padded_tokens,
+        cost_fn: CostFn = padded_tokens,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
     ) -> None:
         super().__init__()
         check_node("source", source)
-        check_callable("cost_fn", cost_fn)
         for name, value, known in (
             ("uneven", uneven, get_args(Uneven)),
             ("loss_scaling", loss_scaling, get_args(LossScaling)),
@@ -139,18 +133,13 @@ class RankAligner(BaseNode[AlignedGroup]):
                 raise ValueError(f"`{name}` must be one of {known}, but is {value!r} instead.")
         if not timeout_s > 0:
             raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s!r} instead.")
-        self._modalities = {"image": has_image} if modalities is None else dict(modalities)
-        if len(self._modalities) > FLAG_BITS:
-            raise ValueError(
-                f"`modalities` must be at most {FLAG_BITS}, but are {len(self._modalities)}."
-            )
+        self._meter = GroupMeter(cost_fn, modalities)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self._round_size = round_up(check_count("round_size", round_size), accumulate)
         self._uneven = uneven
         self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self._cost_fn = cost_fn
         self._peers = Peers(process_group, timeout_s, self._round_size)
         self._epochs = EpochCounter()
         self._failure: Exception | None = None
@@ -159,7 +148,7 @@ class RankAligner(BaseNode[AlignedGroup]):
     @property
     def unemitted_samples(self) -> int:
         """Samples of this rank and epoch that `uneven="stop"` left over."""
-        return self._unemitted
+        return self._at.unemitted_samples
 
     @property
     def exchange_wait_s(self) -> float:
@@ -180,17 +169,18 @@ class RankAligner(BaseNode[AlignedGroup]):
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         super().reset(initial_state)
-        self._peers.find(self.source)
+        self._peers.begin()
         self._rule = replace(self._rule, world_size=self._peers.world_size)
         self._clear()
         try:
+            self._peers.check_source(self.source)
             if initial_state is None:
                 self._epochs.advance()
                 self.source.reset(None)
                 self._hold_source()
             else:
                 name = type(self).__name__
-                state = unseal(initial_state, name, self._config(), self.STATE_KEYS)
+                state = unseal(initial_state, name, self.fingerprint(), self.STATE_KEYS)
                 self._restore(state, initial_state["config"])
         except Exception as error:
             self._peers.fail(error, "reset")
@@ -207,13 +197,14 @@ class RankAligner(BaseNode[AlignedGroup]):
         if self._failure is not None:
             raise self._failure
         try:
-            while self._emitted == len(self._steps):
+            while self._at.emitted == len(self._steps):
                 self._begin_round()
             self._agree()
-            item = self._steps.take(self._emitted, self._step, self._rule, tuple(self._modalities))
-            self._emitted += 1
-            self._step += 1
-            if self._emitted == len(self._steps):
+            at = self._at
+            item = self._steps.take(at.emitted, at.step, self._rule, (*self._meter.modalities,))
+            at.emitted += 1
+            at.step += 1
+            if at.emitted == len(self._steps):
                 self._end_round()
             return item
         except StopIteration:
@@ -229,20 +220,11 @@ class RankAligner(BaseNode[AlignedGroup]):
         """Return the source's state before this round, and the plan of the round."""
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             source=detach(self._source_state),
             epoch=self._epochs.epoch,
             started=self._epochs.started,
-            round=self._round,
-            step=self._step,
-            emitted=self._emitted,
-            plan=self._steps.to_bytes(),
-            splits=self._splits,
-            last=self._last,
-            drained=self._drained,
-            filler=self._received,
-            unemitted_samples=self._unemitted,
-            peers_go_on=self._peers_go_on,
+            **vars(self._at),
         )
 
     def interrupt(self) -> None:
@@ -259,55 +241,32 @@ class RankAligner(BaseNode[AlignedGroup]):
     # --- beginning ----------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._source_state: Any = None
-        self._round = 0
-        self._step = 0  # of the epoch
+        self._source_state: Any = None  # before the round
+        self._at = _Position()
         self._reader = GroupReader(self.source)
         self._steps = AlignedRound()
-        self._emitted = 0  # steps of the round that are out
-        self._splits = 0  # of this rank's groups in the round
-        self._last = False  # there is no round after this one
-        self._drained = False  # the source had no groups left for this round
         self._filler: Sample | None = None
-        self._received: bytes | None = None  # the filler, where it is another rank's
-        self._unemitted = 0
-        self._peers_go_on = False
         self._failure = None
 
     def _agree(self) -> None:
-        self._peers.agree(
-            {
-                "round_size": self._round_size,
-                "accumulate": self._rule.accumulate,
-                "uneven": get_args(Uneven).index(self._uneven),
-                "loss_scaling": get_args(LossScaling).index(self._rule.scaling),
-                "seed": self._seed % 2**62,
-                "epoch": self._epochs.epoch,
-                "step": self._step,
-            }
-        )
+        place = {"epoch": self._epochs.epoch, "step": self._at.step}
+        self._peers.agree(place, self.fingerprint(), self.source)
 
     def _restore(self, state: dict[str, Any], saved_config: Mapping[str, Any]) -> None:
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._source_state = state[self.SOURCE_KEY]
-        self._round, self._step = state[self.ROUND_KEY], state[self.STEP_KEY]
-        self._steps = AlignedRound.from_bytes(state[self.PLAN_KEY], self._uneven == "join")
-        self._emitted, self._splits = state[self.EMITTED_KEY], state[self.SPLITS_KEY]
-        self._last, self._drained = state[self.LAST_KEY], state[self.DRAINED_KEY]
-        self._unemitted, self._peers_go_on = (
-            state[self.UNEMITTED_KEY],
-            state[self.PEERS_GO_ON_KEY],
-        )
-        at_end = self._emitted == len(self._steps) and self._last
+        self._at = at = _Position(**{name: state[name] for name in self.POSITION_KEYS})
+        self._steps = AlignedRound.from_bytes(at.plan, self._uneven == "join")
+        at_end = at.emitted == len(self._steps) and at.last
         if not at_end:
-            _check_ranks(saved_config, self._config())
+            _check_ranks(saved_config, self.fingerprint())
         # The plan of a round names groups by number: within one, they must be the same again.
         with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
             self.source.reset(detach(self._source_state))
         if at_end:
             return
-        if state[self.FILLER_KEY] is not None:
-            self._receive(state[self.FILLER_KEY])
+        if at.filler is not None:
+            self._filler = decode_sample(at.filler)
             self._steps.fill([], self._filler)
             if self._reader.read(1):  # The source has to see its end: its next epoch follows that.
                 raise StateError(
@@ -315,24 +274,25 @@ class RankAligner(BaseNode[AlignedGroup]):
                     "had no sample when the state was saved, but has some now. Resume over the "
                     "data that it was saved on."
                 )
-        elif self._drained or len(self._steps):
+        elif at.drained or len(self._steps):
             self._read_again()
 
     def _read_again(self) -> None:
         """Read the groups of the round that the state stands in, or those to fill from."""
-        most = self._round_size if self._drained else self._round_steps()
+        at = self._at
+        most = self._round_size if at.drained else self._round_steps()
         groups = self._reader.read(most)
-        needed = 1 if self._drained else self._steps.groups_needed - self._splits
+        needed = 1 if at.drained else self._steps.groups_needed - at.splits
         if len(groups) < needed:
             raise StateError(
-                f"{type(self).__name__} cannot restore round {self._round} of epoch "
+                f"{type(self).__name__} cannot restore round {at.round} of epoch "
                 f"{self._epochs.epoch}: its source yielded {needed} groups or more when the state "
                 f"was saved, but yields {len(groups)} now. Resume over the data that it was saved "
                 "on."
             )
-        self._filler = _cheapest(groups) if groups else None
+        self._filler = best_filler(groups) if groups else None
         ladder = self._offer(groups, most)[1]
-        self._steps.fill(ladder.groups(self._splits), self._filler)
+        self._steps.fill(ladder.groups(at.splits), self._filler)
 
     # --- a round ------------------------------------------------------------------------------
 
@@ -342,35 +302,39 @@ class RankAligner(BaseNode[AlignedGroup]):
         Raises:
             StopIteration: there is none.
         """
-        if self._last:
-            if self._peers_go_on:
+        at = self._at
+        if at.last:
+            if at.peers_go_on:
                 self._agree()
-                self._peers_go_on = False
+                at.peers_go_on = False
                 self._peers.attend(self._offer([], 0)[0])
             raise StopIteration
-        where = f"round {self._round} of epoch {self._epochs.epoch} (from step {self._step})"
+        where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
         try:
             most = self._round_steps()
-            groups = [] if self._drained else self._reader.read(most)
+            groups = [] if at.drained else self._reader.read(most)
             offer, ladder = self._offer(groups, most)
         except Exception as error:
             self._peers.fail(error, where)
             raise
         self._agree()
         offers = self._peers.offers(offer, where)
-        if not (self._step or any(one.groups for one in offers)):
+        if not (at.step or any(one.groups for one in offers)):
             raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}.")
-        key = mix(self._seed, self._epochs.epoch, self._round)
+        key = mix(self._seed, self._epochs.epoch, at.round)
         plan = plan_round(offers, uneven=self._uneven, key=key)
         if groups:
-            self._filler = _cheapest(groups)
+            self._filler = best_filler(groups)
         if self._uneven == "fill":
-            self._receive(self._peers.share_filler(offers, self._filler, where))
+            received = self._peers.share_filler(offers, self._filler, where)
+            if received is not None:
+                at.filler, self._filler = received, decode_sample(received)
         self._steps = AlignedRound.of(plan, self._peers.rank, self._uneven == "join")
-        self._emitted, self._splits = 0, plan.splits[self._peers.rank]
-        self._last = plan.last or (self._uneven == "join" and offer.ended)
-        self._peers_go_on = not plan.last
-        self._steps.fill(ladder.groups(self._splits), self._filler)
+        at.emitted, at.plan = 0, self._steps.to_bytes()
+        at.splits = plan.splits[self._peers.rank]
+        at.last = plan.last or (self._uneven == "join" and offer.ended)
+        at.peers_go_on = not plan.last
+        self._steps.fill(ladder.groups(at.splits), self._filler)
         if self._uneven == "stop" and plan.last:
             self._count_unemitted([*groups[len(self._steps) :], self._reader.ahead or []])
         if not len(self._steps):
@@ -382,25 +346,23 @@ class RankAligner(BaseNode[AlignedGroup]):
             most=most,
             ended=self._reader.ahead is None,
             has_filler=self._filler is not None,
-            measure=self._measure,
-            tokens=_tokens,
+            may_split=self._uneven == "fill",
+            measure=self._meter,
+            tokens=tokens_of,
         )
-
-    def _receive(self, filler: bytes | None) -> None:
-        """Take a sample of another rank, to fill with."""
-        if filler is not None:
-            self._received, self._filler = filler, decode_sample(filler)
 
     def _end_round(self) -> None:
         """Stand at the beginning of the next round, or at the end of the epoch."""
-        if self._last:
+        at = self._at
+        if at.last:
             self._steps.fill([], None)
             self._hold_source()
             return
-        self._steps, self._emitted, self._splits = AlignedRound(), 0, 0
-        self._round += 1
-        self._drained = self._reader.ahead is None
-        if not self._drained:  # Else the source's state stays: the filler comes from there.
+        self._steps = AlignedRound()
+        at.emitted, at.plan, at.splits = 0, None, 0
+        at.round += 1
+        at.drained = self._reader.ahead is None
+        if not at.drained:  # Else the source's state stays: the filler comes from there.
             self._source_state = self._reader.next_state
 
     def _hold_source(self) -> None:
@@ -408,36 +370,26 @@ class RankAligner(BaseNode[AlignedGroup]):
 
     def _round_steps(self) -> int:
         return round_steps(
-            self._round,
+            self._at.round,
             round_size=self._round_size,
             accumulate=self._rule.accumulate,
             world_size=self._rule.world_size,
-        )
-
-    def _measure(self, group: Sequence[Sample]) -> GroupCost:
-        flags = sum(
-            1 << bit
-            for bit, is_in in enumerate(self._modalities.values())
-            if any(map(is_in, group))
-        )
-        targets = sum(sample.targets for sample in group)
-        return GroupCost(
-            len(group), targets, check_count("cost_fn", self._cost_fn(group), 0), flags
         )
 
     # --- unequal ranks ------------------------------------------------------------------------
 
     def _count_unemitted(self, left: list[list[Sample]]) -> None:
         pending = [getattr(node, "remaining_samples", 0) for node in walk(self.source)]
-        self._unemitted = sum(map(len, left)) + sum(pending)
-        if self._unemitted:
+        self._at.unemitted_samples = unemitted = sum(map(len, left)) + sum(pending)
+        if unemitted:
             warnings.warn(
-                f'`uneven="stop"`: another rank has ended, so {self._unemitted} samples of rank '
+                f'`uneven="stop"`: another rank has ended, so {unemitted} samples of rank '
                 f"{self._peers.rank} are not emitted in epoch {self._epochs.epoch}.",
                 stacklevel=2,
             )
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {
             "rank": self._peers.rank,
             "world_size": self._peers.world_size,
@@ -446,8 +398,8 @@ class RankAligner(BaseNode[AlignedGroup]):
             "loss_scaling": self._rule.scaling,
             "accumulate": self._rule.accumulate,
             "seed": self._seed,
-            "cost_fn": name_of(self._cost_fn),
-            "modalities": list(self._modalities),
+            "cost_fn": name_of(self._meter.cost_fn),
+            "modalities": list(self._meter.modalities),
         }
 
 
@@ -460,13 +412,3 @@ def _check_ranks(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
                 "change only between epochs. Load a state that was saved after the last step of an "
                 "epoch."
             )
-
-
-def _tokens(sample: Sample) -> int:
-    return sample.tokens
-
-
-def _cheapest(groups: list[list[Sample]]) -> Sample:
-    """Return the sample that is best to fill with: one that has a loss, and is short."""
-    samples = [sample for group in groups for sample in group]
-    return min(samples, key=lambda one: (one.targets == 0, one.patches, one.tokens))

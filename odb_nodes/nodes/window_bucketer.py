@@ -117,7 +117,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             self._snapshots.take(0)
         else:
             name = type(self).__name__
-            self._restore(unseal(initial_state, name, self._config(), self.STATE_KEYS))
+            self._restore(unseal(initial_state, name, self.fingerprint(), self.STATE_KEYS))
 
     def next(self) -> list[Sample]:
         """Return the next group, oldest sample first.
@@ -160,7 +160,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         replay = self._mode == "replay"
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             source=detach(source_state),
             mode=self._mode,
             pulled=self._pool.pulled,
@@ -343,7 +343,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
             "the data that the state was saved on."
         )
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {
             **{f"budget.{name}": value for name, value in vars(self._budget).items()},
             "window": self._window,

@@ -108,6 +108,7 @@ def make_offer(
     most: int,
     ended: bool,
     has_filler: bool = True,
+    may_split: bool = True,
     measure: Callable[[Sequence[T]], GroupCost],
     tokens: Callable[[T], int],
 ) -> tuple[Offer, SplitLadder[T]]:
@@ -118,12 +119,13 @@ def make_offer(
         most: steps of a full round: the ladder does not go further.
         ended: there are no more groups after these.
         has_filler: the rank has had groups before, if it has none now.
+        may_split: offer splits, once `ended`.
         measure: group -> its cost.
         tokens: sample -> its length, by which a group is split.
     """
     ladder = SplitLadder(groups, measure, tokens)
     rows = [(one.samples, one.targets, one.cost, 0, one.flags) for one in ladder.costs]
-    if ended:
+    if ended and may_split:
         while len(rows) < most and (split := ladder.split()) is not None:
             off, rest = split
             flags = off.flags << FLAG_BITS | rest.flags

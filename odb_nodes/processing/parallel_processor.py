@@ -128,7 +128,7 @@ class ParallelProcessor(BaseNode[T]):
             self.source.reset(None)
             self._source_state = detach(self.source.state_dict())
         else:
-            state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
+            state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
             self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
             self._source_state = state[self.SOURCE_KEY]
             self._taken = state[self.TAKEN_KEY]
@@ -162,7 +162,7 @@ class ParallelProcessor(BaseNode[T]):
         """Return the source's state before the chunk in hand, and how many items of it are out."""
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             source=detach(self._source_state),
             taken=self._taken,
             epoch=self._epochs.epoch,
@@ -297,7 +297,8 @@ class ParallelProcessor(BaseNode[T]):
         if self._interruption.done():
             raise WorkerError("processing was interrupted, since the graph is reset or closed.")
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {
             "process_fn": name_of(self._process_fn),
             "seed": self._seed,

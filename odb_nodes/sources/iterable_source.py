@@ -92,7 +92,7 @@ class IterableSource(BaseNode[T]):
             self._epochs.advance()
             self._tell_epoch()
             return
-        state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
+        state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._position = state[self.POSITION_KEY]
         self._loaded = state[self.ITERABLE_KEY]
@@ -140,7 +140,7 @@ class IterableSource(BaseNode[T]):
             own = self._iterable.state_dict()
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             epoch=self._epochs.epoch,
             position=self._position,
             started=self._epochs.started,
@@ -175,5 +175,6 @@ class IterableSource(BaseNode[T]):
                 "or use `ShardedSampler`."
             )
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {"rank": self._rank, "world_size": self._world_size}

@@ -77,7 +77,7 @@ class JsonlSource(BaseNode[Any]):
             self._epochs.advance()
             self._begin()
             return
-        state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
+        state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
         self._file, self._offset = state[self.FILE_KEY], state[self.OFFSET_KEY]
         self._line, self._record = state[self.LINE_KEY], state[self.RECORD_KEY]
@@ -115,7 +115,7 @@ class JsonlSource(BaseNode[Any]):
         """Return epoch, file and byte offset."""
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             epoch=self._epochs.epoch,
             started=self._epochs.started,
             file=self._file,
@@ -151,7 +151,8 @@ class JsonlSource(BaseNode[Any]):
                 "`strict=False` if the size of the file has changed."
             ) from error
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {
             "files": [path.name for path in self._paths],
             "sizes_bytes": list(self._sizes),

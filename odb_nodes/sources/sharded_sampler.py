@@ -85,7 +85,7 @@ class ShardedSampler(BaseNode[int]):
             self._position = 0
         else:
             keys = (self.EPOCH_KEY, self.POSITION_KEY, self.STARTED_KEY)
-            state = unseal(initial_state, type(self).__name__, self._config(), keys)
+            state = unseal(initial_state, type(self).__name__, self.fingerprint(), keys)
             self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
             self._position = state[self.POSITION_KEY]
         self._block = []
@@ -110,7 +110,7 @@ class ShardedSampler(BaseNode[int]):
         """Return epoch and position."""
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             epoch=self._epochs.epoch,
             position=self._position,
             started=self._epochs.started,
@@ -122,7 +122,8 @@ class ShardedSampler(BaseNode[int]):
         indices: list[int] = elements.tolist()
         return indices
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {
             "size": self._size,
             "shuffle": self._shuffle,

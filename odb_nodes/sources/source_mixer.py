@@ -95,7 +95,7 @@ class SourceMixer(BaseNode[Any]):
             for node in self.sources.values():
                 node.reset(None)
             return
-        state = unseal(initial_state, type(self).__name__, self._config(), self.STATE_KEYS)
+        state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
         for name, node in self.sources.items():
             node.reset(state[self.SOURCES_KEY][name])
         self._samples, self._tokens = state[self.SAMPLES_KEY], state[self.TOKENS_KEY]
@@ -131,7 +131,7 @@ class SourceMixer(BaseNode[Any]):
         """Return the states of the sources, and what each has had."""
         return seal(
             type(self).__name__,
-            self._config(),
+            self.fingerprint(),
             sources={name: node.state_dict() for name, node in self.sources.items()},
             samples=dict(self._samples),
             tokens=dict(self._tokens),
@@ -167,7 +167,8 @@ class SourceMixer(BaseNode[Any]):
         if not self._ended and self._stop == "cycle":
             self.sources[name].reset(None)
 
-    def _config(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
         return {"weights": dict(self._weights), "by": self._by, "stop": self._stop}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, product
 from typing import get_args
 
@@ -19,9 +19,8 @@ import numpy.typing as npt
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 from odb_nodes.hashing import mix
-from odb_nodes.nodes.rank_aligner import padded_tokens
+from odb_nodes.nodes.group_costs import CostFn, GroupMeter, padded_tokens, tokens_of
 from odb_nodes.planning import (
-    GroupCost,
     Offer,
     RollingPool,
     TokenBudget,
@@ -49,7 +48,7 @@ def simulate(
     accumulate: int = 1,
     seed: int = 0,
     uneven: Uneven = "fill",
-    cost_fn: Callable[[Sequence[Sample]], int] = padded_tokens,
+    cost_fn: CostFn = padded_tokens,
 ) -> SimulationReport:
     """Plan the first epoch of a job, and return what it comes to.
 
@@ -95,7 +94,7 @@ def simulate_steps(
     accumulate: int = 1,
     seed: int = 0,
     uneven: Uneven = "fill",
-    cost_fn: Callable[[Sequence[Sample]], int] = padded_tokens,
+    cost_fn: CostFn = padded_tokens,
 ) -> Iterator[Step]:
     """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
     if uneven not in get_args(Uneven):
@@ -134,10 +133,10 @@ class _Rank:
         shard: range,
         budget: TokenBudget,
         window: int,
-        cost_fn: Callable[[Sequence[Sample]], int],
+        cost_fn: CostFn,
     ) -> None:
         self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
-        self._budget, self._cost_fn = budget, cost_fn
+        self._budget, self._meter = budget, GroupMeter(cost_fn, {})
         self._pool: RollingPool[int] = RollingPool(budget, window)  # places in the shard
         self._ended = False  # known only once there was nothing to pull
 
@@ -147,7 +146,7 @@ class _Rank:
         while self._refill() and len(groups) < most:
             groups.append(self._samples(self._pool.take(draining=self._ended)))
         offer, self._ladder = make_offer(
-            groups, most=most, ended=not len(self._pool), measure=self._measure, tokens=_tokens
+            groups, most=most, ended=not len(self._pool), measure=self._meter, tokens=tokens_of
         )
         return offer
 
@@ -177,13 +176,6 @@ class _Rank:
             Sample(self._shard[place], length, length - 1)
             for place, length in zip(places, lengths, strict=True)
         ]
-
-    def _measure(self, group: Sequence[Sample]) -> GroupCost:
-        return GroupCost(len(group), 0, check_count("cost_fn", self._cost_fn(group), 0))
-
-
-def _tokens(sample: Sample) -> int:
-    return sample.tokens
 
 
 def _check_lengths(lengths: npt.ArrayLike) -> IntArray:

@@ -387,7 +387,7 @@ def test_another_configuration_is_the_same_error_on_all_ranks(field, values):
     )
     assert {type(error) for error in errors} == {StateError}
     assert len({str(error) for error in errors}) == 1
-    assert f"`{field}` is" in str(errors[0]) and "on rank 1" in str(errors[0])
+    assert f"`RankAligner.{field}` is" in str(errors[0]) and "on rank 1" in str(errors[0])
 
 
 def test_another_round_size_is_an_error_on_all_ranks():

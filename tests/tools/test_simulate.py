@@ -19,7 +19,7 @@ from odb_nodes import (
     WindowBucketer,
 )
 from odb_nodes.exchange import InProcessHub
-from odb_nodes.nodes.rank_aligner import padded_tokens
+from odb_nodes.nodes.group_costs import padded_tokens
 from odb_nodes.tools.simulate import lognormal_lengths, main, simulate, simulate_steps
 
 TIMEOUT_S = 20.0

@@ -35,7 +35,8 @@ class Exchange(Protocol):
         """Meet the other ranks; all of them give the `size` of their rows. Later calls do nothing.
 
         Raises:
-            PeerError: a rank did not come within `timeout_s`, or came with another size.
+            PeerError: a rank did not come within `timeout_s`.
+            StateError: a rank came with another size.
         """
 
     def all_gather(self, row: IntArray) -> IntArray:

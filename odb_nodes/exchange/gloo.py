@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from odb_nodes.errors import PeerError
+from odb_nodes.errors import PeerError, StateError
 from odb_nodes.exchange.base import IntArray, Interrupted
 
 _SLICE = timedelta(milliseconds=50)  # of a wait, after which it looks whether it is interrupted
@@ -51,6 +51,13 @@ class GlooExchange:
         ranks = hashlib.sha1(repr(self._ranks).encode()).hexdigest()[:12]
         count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these ranks
         self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
+        self._advice = (
+            "Build and iterate the same graphs on all ranks, in the same order: this is number "
+            f"{count} of this rank."
+        )
+        # Longer than any wait of ours, so that it is ours that names who is missing.
+        self._options = dist.distributed_c10d.AllgatherOptions()
+        self._options.timeout = timedelta(seconds=timeout_s + 2 * _GRACE_S)
         self._group: Any = None
         self._pending: Any = None  # a call that was given up, but cannot be taken back
         # What the last call reads and writes, kept while it is under way and beyond: were gloo's
@@ -64,27 +71,40 @@ class GlooExchange:
 
     def connect(self, size: int) -> None:
         """Meet the other ranks at the store of the job. See `Exchange`."""
-        if self._group is not None:
-            return
+        with self._idle:
+            if self._group is None:
+                self._meet(size)
+
+    def _meet(self, size: int) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        self._store.delete_key(f"gone/{self.rank}")  # It may have given up before.
         self._store.set(f"size/{self.rank}", str(size))
         missing = self._wait_for("size", self.timeout_s)
-        if missing:
+        gave_up = self._ranks_with("gone")
+        if missing or gave_up:
+            self._store.set(f"gone/{self.rank}", "1")
             raise PeerError(
                 f"{_name(missing)} did not come to the first exchange within {self.timeout_s} s "
-                "(`timeout_s`). Build and iterate the same graph on all ranks of the group."
+                f"(`timeout_s`). {self._advice}"
+                if missing
+                else f"{_name(gave_up)} had given up waiting for the first exchange when this rank "
+                f"came. {self._advice}"
             )
         sizes = [int(self._store.get(f"size/{rank}")) for rank in range(self.world_size)]
         if len({*sizes}) > 1:
-            raise PeerError(
+            raise StateError(
                 "the ranks have messages of different sizes, "
                 f"{dict(zip(self._ranks, sizes, strict=True))}: `round_size` or `accumulate` "
-                "differ between them."
+                f"differ between them. {self._advice}"
             )
-        # Longer than any wait of ours, so that it is ours that names who is missing.
-        limit = timedelta(seconds=self.timeout_s + 2 * _GRACE_S)
+        # All ranks are here: what follows takes long only where one is lost meanwhile.
+        left_s = max(deadline - time.monotonic(), self._grace_s)
         try:
             self._group = dist.ProcessGroupGloo(
-                _prefixed("gloo", self._store), self.rank, self.world_size, limit
+                _prefixed("gloo", self._store),
+                self.rank,
+                self.world_size,
+                timedelta(seconds=left_s),
             )
         except RuntimeError as error:
             raise PeerError(
@@ -103,7 +123,7 @@ class GlooExchange:
                 self._await(self._pending, deadline)
             rows = torch.empty((self.world_size, len(row)), dtype=torch.int64)
             parts, own = list(rows.unbind()), torch.from_numpy(row.copy())
-            work = self._group.allgather([parts], [own])
+            work = self._group.allgather([parts], [own], self._options)
             self._held = (work, parts, own)
             self._set_pending(work)
             self._await(work, deadline)
@@ -184,7 +204,13 @@ class GlooExchange:
                 return []
             self._interrupted.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _POLL_S)
-        return [self._ranks[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
+        return sorted({*self._ranks} - {*self._ranks_with(what)})
+
+    def _ranks_with(self, what: str) -> list[int]:
+        """Return the ranks that have set a key."""
+        return [
+            rank for index, rank in enumerate(self._ranks) if self._store.check([f"{what}/{index}"])
+        ]
 
     def _check_interrupted(self) -> None:
         if self._interrupted.is_set():

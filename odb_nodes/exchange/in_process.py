@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from odb_nodes.errors import PeerError
+from odb_nodes.errors import PeerError, StateError
 from odb_nodes.exchange.base import Exchange, IntArray, Interrupted
 
 
@@ -48,7 +48,7 @@ class _InProcessExchange:
             hub.changed.notify_all()
             self._wait_for(hub.sizes)
             if len(set(hub.sizes.values())) > 1:
-                raise PeerError(f"the ranks have messages of different sizes: {hub.sizes}.")
+                raise StateError(f"the ranks have messages of different sizes: {hub.sizes}.")
         self._connected = True
 
     def all_gather(self, row: IntArray) -> IntArray:

@@ -116,6 +116,28 @@ def test_a_rank_that_never_arrives(job):
         assert "PeerError: rank 1 did not come to the first exchange within 4" in error
 
 
+def test_a_rank_that_arrives_when_the_others_have_given_up(job):
+    run = job(
+        """
+        loader = r.make_loader(400, timeout_s=3)
+        if rank == 1:
+            time.sleep(6)
+        start = time.monotonic()
+        try:
+            next(iter(loader))
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        print(time.monotonic() - start, flush=True)
+        dist.barrier()
+        """,
+        2,
+    )
+    outputs = [out.splitlines() for _, out, _ in run.results(EXIT_LIMIT_S)]
+    assert "PeerError rank 1 did not come to the first exchange within 3" in outputs[0][0]
+    assert "PeerError rank 0 had given up waiting" in outputs[1][0]
+    assert float(outputs[1][1]) < 3
+
+
 def test_waiting_for_a_rank_that_is_late_is_no_warning(job):
     run = job(
         """

@@ -392,7 +392,7 @@ def test_another_configuration_is_the_same_error_on_all_ranks(field, values):
 
 def test_another_round_size_is_an_error_on_all_ranks():
     errors = errors_on_ranks(2, lambda e: epochs_of(e, shard(e.rank, 40), round_size=32 << e.rank))
-    assert {type(error) for error in errors} == {PeerError}
+    assert {type(error) for error in errors} == {StateError}
     assert all("different sizes" in str(error) for error in errors)
 
 

@@ -31,9 +31,6 @@ def save_rank_state(
 ) -> Path:
     """Write this rank's state into a checkpoint folder, atomically. Every rank calls it.
 
-    Files that another number of ranks left in the folder are removed, so that a folder that is
-    written again holds one job's states.
-
     Args:
         state: what `state_dict()` of a loader returned, alone or in a dict with other plain data.
         folder: of the checkpoint, the same on all ranks; made where it does not exist.
@@ -43,16 +40,20 @@ def save_rank_state(
         The file.
 
     Raises:
-        StateError: `state` holds something else than plain data and tensors.
+        StateError: `state` holds something else than plain data and tensors, or the folder holds
+            states of another number of ranks.
     """
     rank, world_size = group_rank(process_group)
     path = Path(folder) / _name(rank, world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
+    others = sorted({int(match[2]) for match in _states_in(path.parent)} - {world_size})
+    if others:
+        # Not replaced: until all ranks have written, they are the only whole checkpoint.
+        raise StateError(
+            f"`{path.parent}` holds states of {' and '.join(map(str, others))} ranks, but this job "
+            f"has {world_size}. Save into a folder of its own."
+        )
     save_state(state, path)
-    if rank == 0:
-        for other in path.parent.iterdir():
-            if (match := _FILE.fullmatch(other.name)) and int(match[2]) != world_size:
-                other.unlink(missing_ok=True)
     return path
 
 
@@ -72,7 +73,7 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
-    found = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
+    found = _states_in(folder)
     if not found:
         raise FileNotFoundError(f"`{folder}` holds no state that `save_rank_state` wrote.")
     sizes = sorted({int(match[2]) for match in found})
@@ -89,6 +90,11 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
             "saved. Use an earlier checkpoint."
         )
     return load_state(folder / _name(rank, world_size))
+
+
+def _states_in(folder: Path) -> list[re.Match[str]]:
+    """Return rank and world size of each state in a folder."""
+    return [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
 
 
 def _name(rank: int, world_size: int) -> str:

@@ -60,7 +60,7 @@ class ODBDataLoader:
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     The graph: `ShardedSampler` (or `IterableSource`), `ParallelProcessor`, `WindowBucketer`,
-    `RankAligner`, `GroupCollator`, `Prefetcher`, `Loader`, with the lengths observed in the
+    `RankAligner`, `GroupCollator`, `ReadAhead`, `Loader`, with the lengths observed in the
     workers. The batches depend on data, seed and configuration alone, never on the number of
     workers. Under torch.distributed each rank makes one loader, over its share of the dataset, and
     all take the same steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,6 +70,10 @@ class AlignedRound:
         """Return the round without its groups, 32 bytes a step."""
         # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return self._table.astype("<i8").tobytes() or None
+
+    def digest(self) -> int:
+        """Return a number that is the same on all ranks of the same round."""
+        return zlib.crc32(self._table[:, 1:].astype("<i8").tobytes())
 
     def __len__(self) -> int:
         return self._steps

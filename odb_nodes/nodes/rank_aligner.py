@@ -19,6 +19,7 @@ from odb_nodes.nodes.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.nodes.group_reader import GroupReader
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.nodes.peers import Peers
+from odb_nodes.nodes.step_cost import cost_below
 from odb_nodes.planning.alignment import (
     FLAG_BITS,
     GroupCost,
@@ -78,7 +79,8 @@ class RankAligner(BaseNode[AlignedGroup]):
         accumulate: steps of an optimizer step, which share one denominator.
         seed: of the permutations; the same on all ranks.
         timeout_s: seconds until a rank that does not come is an error on the others.
-        cost_fn: group -> what a step with it takes, an integer in any unit. Default: padded tokens.
+        cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
+            padding included, in the layout of the budget of the `WindowBucketer` below.
         modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
 
     Raises:
@@ -125,7 +127,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         seed: int = 0,
         timeout_s: float = 1800.0,
         *,
-        cost_fn: Callable[[Sequence[Sample]], int] = padded_tokens,
+        cost_fn: Callable[[Sequence[Sample]], int] | None = None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
     ) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._uneven = uneven
         self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self._cost_fn = cost_fn
+        self._cost_fn = cost_fn or cost_below(source) or padded_tokens
         self._peers = Peers(process_group, timeout_s, self._round_size)
         self._epochs = EpochCounter()
         self._failure: Exception | None = None

@@ -16,10 +16,10 @@ from odb_nodes.graph import walk
 from odb_nodes.hashing import mix
 from odb_nodes.names import name_of
 from odb_nodes.nodes.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.nodes.budget_defaults import cost_below
 from odb_nodes.nodes.group_reader import GroupReader
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.nodes.peers import Peers
-from odb_nodes.nodes.step_cost import cost_below
 from odb_nodes.planning.alignment import (
     FLAG_BITS,
     GroupCost,

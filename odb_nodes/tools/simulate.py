@@ -19,7 +19,7 @@ import numpy.typing as npt
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 from odb_nodes.hashing import mix
-from odb_nodes.nodes.step_cost import BudgetCost
+from odb_nodes.nodes.budget_defaults import BudgetCost
 from odb_nodes.planning import (
     GroupCost,
     Offer,

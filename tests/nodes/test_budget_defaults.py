@@ -5,7 +5,7 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes import Loader, RankAligner, Sample, TokenBudget, WindowBucketer
 from odb_nodes.exchange import InProcessHub
-from odb_nodes.nodes.step_cost import BudgetCost, cost_below
+from odb_nodes.nodes.budget_defaults import BudgetCost, cost_below
 
 BUDGETS = [
     TokenBudget(60),

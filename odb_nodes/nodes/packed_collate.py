@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from odb_nodes.checks import check_bool, check_count
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.token_rows import TokenRows, is_number
-from odb_nodes.planning.budget import Shape, TokenBudget, fit_shape
+from odb_nodes.planning.budget import TokenBudget, fit_shape
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import IGNORE_INDEX
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +50,12 @@ class PackedCollate(TokenRows):
             and "sdpa". `None`: there is none.
     """
 
-    pad_to_multiple_of: int = 1
-    shapes: tuple[Shape, ...] = ()
     max_samples: int | None = None
     model_arguments: bool = True
     mask_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        super().__post_init__()
         check_bool("model_arguments", self.model_arguments)
         if self.max_samples is not None:
             check_count("max_samples", self.max_samples)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from odb_nodes.checks import check_count
 from odb_nodes.nodes.token_rows import TokenRows, is_number
 from odb_nodes.planning.budget import Shape, TokenBudget, fit_shape
 from odb_nodes.sample import IGNORE_INDEX
@@ -34,12 +33,10 @@ class PaddingCollate(TokenRows):
             any.
     """
 
-    pad_to_multiple_of: int = 1
     side: Literal["right", "left"] = "right"
-    shapes: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        super().__post_init__()
         if self.side not in ("right", "left"):
             raise ValueError(f'`side` must be "right" or "left", but is {self.side!r} instead.')
 

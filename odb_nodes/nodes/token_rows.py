@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
+from odb_nodes.planning.budget import Shape
 from odb_nodes.sample import IGNORE_INDEX, flat
 
 TOKEN_KEYS = (
@@ -31,10 +33,23 @@ class TokenRows:
     Args:
         pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
+        pad_to_multiple_of: tokens; the width of a batch is a multiple of it.
+        shapes: the only rows and widths that batches have, from the narrowest up; `()`: any.
     """
 
     pad_token_id: int = 0
     token_keys: tuple[str, ...] = TOKEN_KEYS
+    pad_to_multiple_of: int = 1
+    shapes: tuple[Shape, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        widths = [width for _, width in self.shapes]
+        if widths != sorted(widths):
+            raise ValueError(
+                f"`shapes` must go from the narrowest up, but have the widths {widths} instead. "
+                "Make them with `TokenBudget.shape_ladder()`."
+            )
 
     def prepare(self, sample: Any) -> Any:
         """Return a sample with its values per token as (L,) arrays, which collating only copies.

@@ -233,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uneven", choices=get_args(Uneven), default="fill")
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
     parser.add_argument("--layout", choices=("padded", "packed"), default="padded")
+    parser.add_argument("--shapes", type=int, help="most shapes of batches (default: any)")
     parser.add_argument("--samples-per-rank", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0, help="of the lengths and the permutations")
     args = parser.parse_args(arguments)
@@ -241,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = simulate(
             lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed),
             world_size=ranks,
-            budget=TokenBudget(args.budget, layout=args.layout),
+            budget=TokenBudget(args.budget, layout=args.layout, shapes=args.shapes),
             window=window,
             round_size=round_size,
             accumulate=args.accumulate,

@@ -60,6 +60,11 @@ def test_more_samples_than_a_shape_has_rows_are_an_error():
         PaddingCollate(shapes=((2, 4),))([{"input_ids": row} for row in ROWS])
 
 
+def test_shapes_go_from_the_narrowest_up():
+    with pytest.raises(ValueError, match=r"`shapes` must go .* have the widths \[4, 2\]"):
+        PaddingCollate(shapes=((4, 4), (6, 2)))
+
+
 def test_other_keys_become_what_they_can():
     batch = PaddingCollate()(
         [

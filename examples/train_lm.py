@@ -250,15 +250,21 @@ def check_resume(job: Job, name: str, **options: Any) -> str:
     )
 
 
-def parse_job(name: str, description: str | None) -> Job:
-    """Return the job that the command line asks for."""
+def parse_job(name: str, description: str | None, token_budget: int = 4096) -> Job:
+    """Return the job that the command line asks for.
+
+    Args:
+        name: of the script.
+        description: for its help.
+        token_budget: the default one.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     steps, tokens, samples, workers = map(at_least, (FEWEST_STEPS, MAX_TOKENS, 1, 0))
     add("--steps", type=steps, help="most steps of a dynamic run (default: one epoch)")
-    add("--token-budget", type=tokens, default=4096, help="tokens of a batch (%(default)s)")
+    add("--token-budget", type=tokens, default=token_budget, help="of a batch (%(default)s)")
     add("--window", type=samples, default=256, help="samples waiting to be grouped (%(default)s)")
     add("--device", default="auto", help="of the model: auto, cpu, cuda (%(default)s)")
     add("--workers", type=workers, default=2, help="processes that tokenize (%(default)s)")

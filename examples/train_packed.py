@@ -64,7 +64,7 @@ AttentionInterface.register(PER_SAMPLE, attend_per_sample)
 
 def main() -> None:
     """Train in both layouts, check the resume, and report."""
-    job = parse_job("train_packed", __doc__)
+    job = parse_job("train_packed", __doc__, token_budget=2048)
     train_dynamic(job, "padded")
     packed: dict[str, Any] = {"layout": "packed", "attention": PER_SAMPLE}
     train_dynamic(job, "packed", **packed)

@@ -7,6 +7,7 @@ from odb_nodes.loader import Loader
 from odb_nodes.nodes import (
     GroupCollator,
     LengthObserver,
+    PackedCollate,
     PaddingCollate,
     RankAligner,
     WindowBucketer,
@@ -36,6 +37,7 @@ __all__ = [
     "Loader",
     "ODBDataLoader",
     "Observation",
+    "PackedCollate",
     "PaddingCollate",
     "ParallelProcessor",
     "PeerError",

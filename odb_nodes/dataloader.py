@@ -16,9 +16,15 @@ from odb_nodes.exchange import group_rank
 from odb_nodes.graph import length_of
 from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
-from odb_nodes.nodes import GroupCollator, PaddingCollate, RankAligner, WindowBucketer
+from odb_nodes.nodes import (
+    GroupCollator,
+    PackedCollate,
+    PaddingCollate,
+    RankAligner,
+    WindowBucketer,
+)
 from odb_nodes.nodes.aligned_round import LossScaling
-from odb_nodes.nodes.group_collator import Collate
+from odb_nodes.nodes.budget_defaults import Collate, collate_for
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
@@ -69,8 +75,9 @@ class ODBDataLoader:
         dataset: map-style (`__getitem__` and `__len__`), or iterable.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
-            `PaddingCollate` with the budget's `pad_to_multiple_of`. The workers do the `prepare` of
-            a `PaddingCollate`; any other function gets the samples as processing returned them.
+            `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` where the budget's layout is
+            `"packed"`. The workers do the `prepare` of these two; any other function gets the
+            samples as processing returned them.
         shuffle: a map-style dataset anew in each epoch; the default without a `sampler`. An
             iterable's order is its own.
         seed: of the shuffling, and of the random numbers of processing.
@@ -97,7 +104,8 @@ class ODBDataLoader:
         timeout_s: seconds until a rank that does not come is an error on the others.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above, or the dataset is empty.
+        TypeError, ValueError: an argument is not what is said above, the dataset is empty, or
+            `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
     """
 
     def __init__(
@@ -150,13 +158,10 @@ class ODBDataLoader:
         rank, world_size = group_rank(process_group)
         shard = (0, 1) if check_bool("sharded", sharded) else (rank, world_size)
         source, items = source_of(dataset, shuffle, seed, sampler, shard)
-        collate: Collate = (
-            PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
-            if collate_fn is None
-            else collate_fn
-        )
+        collate = collate_for(budget, collate_fn)
         # Not of a subclass, whose `__call__` may expect the samples as they were.
-        prepare = collate.prepare if type(collate) is PaddingCollate else None
+        ours = type(collate) in (PaddingCollate, PackedCollate)
+        prepare = getattr(collate, "prepare", None) if ours else None
         process = _Process(items, process_fn, observe, prepare)
         self._processor = ParallelProcessor(
             source, process, seed=seed, workers=options, rank=rank, world_size=world_size

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from odb_nodes.planning.alignment import FILLER, RoundPlan
-from odb_nodes.planning.pool import IntArray
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo
 

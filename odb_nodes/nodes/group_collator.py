@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_callable, check_node
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.nodes.budget_defaults import Collate, collate_for, find_budget
 from odb_nodes.sample import Sample
 from odb_nodes.state import seal, unseal
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
-Collate = Callable[[list[Any]], MutableMapping[str, Any]]
+__all__ = ["Collate", "GroupCollator"]
 
 
 class GroupCollator(BaseNode[MutableMapping[str, Any]]):
@@ -28,7 +28,11 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         source: node that yields groups: a `RankAligner`, or a `WindowBucketer` where there is one
             rank.
         collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
-            Default: `PaddingCollate()`.
+            Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
+            below.
+
+    Raises:
+        ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
     """
 
     SOURCE_KEY = "source"
@@ -43,7 +47,7 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
-        self._collate = collate_fn or PaddingCollate()
+        self._collate = collate_for(find_budget(source), collate_fn)
         self._step = 0
         self._held: list[Sample] | AlignedGroup | None = (
             None  # taken from the source, and not out yet

@@ -16,6 +16,7 @@ from odb_nodes.graph import walk
 from odb_nodes.hashing import mix
 from odb_nodes.names import name_of
 from odb_nodes.nodes.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.nodes.budget_defaults import cost_below
 from odb_nodes.nodes.group_costs import (
     CostFn,
     GroupMeter,
@@ -96,7 +97,8 @@ class RankAligner(BaseNode[AlignedGroup]):
         accumulate: steps of an optimizer step, which share one denominator.
         seed: of the permutations; the same on all ranks.
         timeout_s: seconds until a rank that does not come is an error on the others.
-        cost_fn: group -> what a step with it takes, an integer in any unit. Default: padded tokens.
+        cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
+            padding included, in the layout of the budget of the `WindowBucketer` below.
         modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
 
     Raises:
@@ -120,7 +122,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         seed: int = 0,
         timeout_s: float = 1800.0,
         *,
-        cost_fn: CostFn = padded_tokens,
+        cost_fn: CostFn | None = None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
     ) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class RankAligner(BaseNode[AlignedGroup]):
                 raise ValueError(f"`{name}` must be one of {known}, but is {value!r} instead.")
         if not timeout_s > 0:
             raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s!r} instead.")
-        self._meter = GroupMeter(cost_fn, modalities)
+        self._meter = GroupMeter(cost_fn or cost_below(source) or padded_tokens, modalities)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self._round_size = round_up(check_count("round_size", round_size), accumulate)

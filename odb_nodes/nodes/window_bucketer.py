@@ -38,7 +38,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
 
     Args:
         source: node that yields `Sample`: a `LengthObserver`.
-        budget: padded tokens of a group, or a `TokenBudget`.
+        budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
         state: `"replay"` or `"payload"`.
     """
@@ -83,6 +83,11 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
         self._clear()
+
+    @property
+    def budget(self) -> TokenBudget:
+        """What a group may cost."""
+        return self._budget
 
     @property
     def dropped_samples(self) -> int:

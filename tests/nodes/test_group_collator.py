@@ -35,9 +35,34 @@ def test_rows_of_any_kind_are_padded_alike(kind):
 
 def test_padding_goes_where_it_is_asked_for():
     collate = PaddingCollate(pad_token_id=9, pad_to_multiple_of=4, side="left")
-    batch = collate([{"input_ids": row} for row in ROWS])
+    batch = collate([{"input_ids": row, "labels": row} for row in ROWS])
     assert batch["input_ids"].tolist() == [[9, 1, 2, 3], [9, 9, 9, 4], [9, 9, 5, 6]]
+    # No first token is predicted from padding: the loss sees as many targets as are counted.
+    assert batch["labels"].tolist() == [[-100, -100, 2, 3], [-100] * 4, [-100, -100, -100, 6]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
+
+
+def test_a_group_is_padded_to_one_of_the_shapes():
+    samples = [{"input_ids": row, "labels": row, "id": i} for i, row in enumerate(ROWS)]
+    batch = PaddingCollate(pad_token_id=9, shapes=((6, 2), (4, 4)))(samples)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [4, 9, 9, 9], [5, 6, 9, 9], [9] * 4]
+    assert batch["labels"][3].tolist() == [-100] * 4
+    assert batch["attention_mask"].sum(1).tolist() == [3, 1, 2, 0]
+    assert batch["id"].tolist() == [0, 1, 2]
+    wide = PaddingCollate(pad_to_multiple_of=4, shapes=((6, 2),))(samples[:1])
+    assert wide["input_ids"].shape == (1, 4)  # wider than all of them: as it is
+    left = PaddingCollate(side="left", shapes=((4, 4),))(samples)
+    assert left["attention_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1], [0] * 4]
+
+
+def test_more_samples_than_a_shape_has_rows_are_an_error():
+    with pytest.raises(ValueError, match="has 3 tokens must have at most 2 .* has 3 instead"):
+        PaddingCollate(shapes=((2, 4),))([{"input_ids": row} for row in ROWS])
+
+
+def test_shapes_go_from_the_narrowest_up():
+    with pytest.raises(ValueError, match=r"`shapes` must go .* have the widths \[4, 2\]"):
+        PaddingCollate(shapes=((4, 4), (6, 2)))
 
 
 def test_other_keys_become_what_they_can():

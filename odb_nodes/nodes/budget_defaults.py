@@ -1,0 +1,75 @@
+"""What nodes do by default under the budget of the `WindowBucketer` below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.graph import walk
+from odb_nodes.nodes.packed_collate import PackedCollate
+from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import Sample
+
+Collate = Callable[[list[Any]], MutableMapping[str, Any]]
+
+
+def find_budget(source: BaseNode[Any]) -> TokenBudget | None:
+    """Return the budget of the `WindowBucketer` below; `None` where there is none."""
+    for node in walk(source):
+        if isinstance(budget := getattr(node, "budget", None), TokenBudget):
+            return budget
+    return None
+
+
+class BudgetCost:
+    """Group -> the tokens that its batch has under a budget, padding included.
+
+    Args:
+        budget: of the groups.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+        self.__qualname__ = f"{budget.layout}_tokens"  # for fingerprints
+
+    def __call__(self, group: Sequence[Sample]) -> int:
+        """Return the tokens of a group's batch."""
+        return self._budget.cost([sample.tokens for sample in group])
+
+
+def cost_below(source: BaseNode[Any]) -> BudgetCost | None:
+    """Return the cost under the budget below; `None` where there is none."""
+    budget = find_budget(source)
+    return None if budget is None else BudgetCost(budget)
+
+
+def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Collate:
+    """Return the collate function for the groups of a budget: `collate_fn`, or the default one.
+
+    Raises:
+        ValueError: `collate_fn` is one of ours, but of another layout or of other shapes.
+    """
+    if budget is None:
+        return collate_fn or PaddingCollate()
+    packed = budget.layout == "packed"
+    kind: type[PaddingCollate] | type[PackedCollate] = PackedCollate if packed else PaddingCollate
+    if collate_fn is None:
+        return kind.of(budget)
+    if not isinstance(collate_fn, (PaddingCollate, PackedCollate)):
+        return collate_fn
+    remedy = f"Leave it out, or use `{kind.__name__}.of(budget, ...)`."
+    if not isinstance(collate_fn, kind):
+        raise ValueError(
+            f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
+            f"but is a `{type(collate_fn).__name__}` instead. {remedy}"
+        )
+    ladder = budget.shape_ladder()
+    if collate_fn.shapes != ladder:
+        raise ValueError(
+            f"`shapes` of `collate_fn` must be the {len(ladder)} of the budget's `shape_ladder()`, "
+            f"but are {len(collate_fn.shapes)} others instead (0: any shape). {remedy}"
+        )
+    return collate_fn

@@ -18,12 +18,13 @@ from odb_nodes.loader import Loader
 from odb_nodes.names import name_of
 from odb_nodes.nodes import GroupCollator, PaddingCollate, RankAligner, WindowBucketer
 from odb_nodes.nodes.aligned_round import LossScaling
-from odb_nodes.nodes.group_collator import Collate
+from odb_nodes.nodes.group_collator import Collate, collate_for
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe, Sample, Skipped, observe_sample
 from odb_nodes.sources.datasets import order_of, source_of
+from odb_nodes.step_info import StepInfo
 
 
 class _Process:
@@ -315,3 +316,7 @@ class _PinningCollate:
     def __call__(self, samples: list[Any]) -> Any:
         with torch.cuda.device(self._device):
             return pin_memory(self._collate(samples))
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        with torch.cuda.device(self._device):
+            return pin_memory(collate_for(self._collate, samples, info))

@@ -103,3 +103,21 @@ def content_of(loader):
         pop_step_info(batch)
         found.append({key: torch.as_tensor(value).tolist() for key, value in batch.items()})
     return found
+
+
+def augmented(item):
+    """A record with random crops and a random question, processed; draws from all generators."""
+    cropped = [_crop(Image.open(io.BytesIO(image)).convert("RGB")) for image in item["images"]]
+    question = random.choice(("What is it?", "Describe the picture.", "Which shapes?"))
+    content = [*({"type": "image"} for _ in cropped), {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}, item["messages"][1]]
+    if torch.rand(()) < 0.5:
+        messages.insert(0, {"role": "system", "content": "Be brief."})
+    return processor()({"id": item["id"], "messages": messages, "images": cropped})
+
+
+def _crop(image):
+    width, height = (max(8, int(side * np.random.uniform(0.3, 1))) for side in image.size)
+    left = random.randrange(image.width - width + 1)
+    top = int(torch.randint(image.height - height + 1, ()))
+    return image.crop((left, top, left + width, top + height))

@@ -31,7 +31,7 @@ from odb_nodes.vision import BadImages, VisionLanguageProcessor
 COLORS = ("red", "green", "blue", "yellow", "white", "orange", "purple", "pink")
 SHAPES = ("circle", "square", "triangle", "bar")
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 64  # of a picture that the model sees
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 32  # of a picture that the model sees
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 VOCABULARY_SIZE = 512
 

@@ -87,8 +87,8 @@ def loss_and_gradient(network, batch):
 
 
 def make_loader(size=60, *, damaged_every=10, **options):
+    collate = VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)
     given = {"token_budget": 512, "window": 12, "process_fn": processor(), **options}
-    collate = VisionLanguageCollate(dummy=None)
     return ODBDataLoader(Pictures(size, damaged_every=damaged_every), collate_fn=collate, **given)
 
 

@@ -61,10 +61,10 @@ def resized_shape(
             f"has {width} x {height} pixels",
         )
     rows, columns = round(height / multiple), round(width / multiple)
-    if rows * columns * multiple**2 > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels) * multiple
-        rows = max(1, math.floor(height / shrink))
-        columns = max(1, math.floor(width / shrink))
+    if rows * columns * multiple**2 > max_pixels:  # in the order of transformers, to the last bit
+        shrink = math.sqrt((height * width) / max_pixels)
+        rows = max(1, math.floor(height / shrink / multiple))
+        columns = max(1, math.floor(width / shrink / multiple))
     elif rows * columns * multiple**2 < min_pixels:
         enlarge = math.sqrt(min_pixels / (height * width))
         rows = math.ceil(height * enlarge / multiple)

@@ -13,7 +13,8 @@ from odb_nodes.errors import SampleError
 from odb_nodes.nodes.padding_collate import TOKEN_KEYS, PaddingCollate
 from odb_nodes.sample import flat
 from odb_nodes.step_info import StepInfo
-from odb_nodes.vision.dummy import IMAGE_KEYS, TYPE_KEY, DummyImage
+from odb_nodes.vision.dummy import IMAGE_KEYS, IMAGES_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.patches import make_patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,14 @@ class VisionLanguageCollate(PaddingCollate):
     Args:
         dummy: what makes up for missing images, see `VisionLanguageProcessor.dummy_image`; `None`
             where no rank waits for another one's images: one rank, or a tower that is not sharded.
+        image_processor: makes the patches of samples that carry `images` instead, see
+            `VisionLanguageProcessor.late_patches`.
         modality: name of images among the `StepInfo.modalities`.
     """
 
     token_keys: tuple[str, ...] = (*TOKEN_KEYS, TYPE_KEY)
     dummy: DummyImage | None
+    image_processor: Any = None
     modality: str = "image"
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -43,14 +47,14 @@ class VisionLanguageCollate(PaddingCollate):
 
         Raises:
             TypeError, ValueError, SampleError: as `PaddingCollate`.
-            SampleError: a sample has one of `pixel_values` and `image_grid_thw`, or they differ in
-                their number of patches.
+            SampleError: `pixel_values` and `image_grid_thw` of a sample differ in their number of
+                patches, or there is no `image_processor` where one is needed.
         """
         texts = [_text_of(sample) for sample in samples]
         if any(TYPE_KEY in text for text in texts):
             texts = [_typed(text) for text in texts]
         batch = super().__call__(texts)
-        images = [_images_of(sample) for sample in samples if has_images(sample)]
+        images = [self._patches_of(sample) for sample in samples if has_images(sample)]
         if images:
             pixels, grids = zip(*images, strict=True)
             batch["pixel_values"] = torch.from_numpy(np.concatenate(pixels))
@@ -68,6 +72,24 @@ class VisionLanguageCollate(PaddingCollate):
                 samples = [self.dummy.take_out(sample, self.token_keys) for sample in samples]
         return self(samples)
 
+    def _patches_of(self, sample: Mapping[str, Any]) -> tuple[Any, Any]:
+        if "pixel_values" not in sample:
+            if self.image_processor is None:
+                raise SampleError(
+                    f"a sample has `{IMAGES_KEY}`, but no `pixel_values`: pass "
+                    "`image_processor=processor.image_processor`, which makes them, or leave out "
+                    "`late_patches` of the processor."
+                )
+            sample = {**sample, **make_patches(self.image_processor, sample[IMAGES_KEY])}
+        pixels = np.asarray(sample["pixel_values"], dtype=np.float32)
+        grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)
+        if len(pixels) != (patches := int(grid.prod(axis=1).sum())):
+            raise SampleError(
+                f"`pixel_values` must have one row per patch of `image_grid_thw` ({patches}), but "
+                f"has {len(pixels)} instead."
+            )
+        return pixels, grid
+
     def _with_dummy(
         self, samples: list[Mapping[str, Any]], dummy: DummyImage
     ) -> list[Mapping[str, Any]]:
@@ -79,7 +101,10 @@ class VisionLanguageCollate(PaddingCollate):
 
 def has_images(sample: Mapping[str, Any]) -> bool:
     """Tell whether a processed sample has images."""
-    return sample.get("pixel_values") is not None and len(sample["pixel_values"]) > 0
+    return any(
+        (images := sample.get(key)) is not None and len(images) > 0
+        for key in ("pixel_values", IMAGES_KEY)
+    )
 
 
 def _text_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,14 +117,3 @@ def _typed(text: Mapping[str, Any]) -> Mapping[str, Any]:
     if TYPE_KEY in text:
         return text
     return {**text, TYPE_KEY: np.zeros(len(flat("input_ids", text["input_ids"])), np.int64)}
-
-
-def _images_of(sample: Mapping[str, Any]) -> tuple[Any, Any]:
-    pixels = np.asarray(sample["pixel_values"], dtype=np.float32)
-    grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)
-    if len(pixels) != (patches := int(grid.prod(axis=1).sum())):
-        raise SampleError(
-            f"`pixel_values` must have one row per patch of `image_grid_thw` ({patches}), but has "
-            f"{len(pixels)} instead."
-        )
-    return pixels, grid

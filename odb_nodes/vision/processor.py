@@ -11,8 +11,9 @@ import numpy as np
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Skipped
 from odb_nodes.vision.chat import ChatTemplate, Part
-from odb_nodes.vision.dummy import TYPE_KEY, DummyImage
+from odb_nodes.vision.dummy import IMAGES_KEY, TYPE_KEY, DummyImage
 from odb_nodes.vision.images import ImageError, ImageReader
+from odb_nodes.vision.patches import make_patches
 from odb_nodes.vision.policy import BadImages
 
 
@@ -33,6 +34,9 @@ class VisionLanguageProcessor:
         bad_images: what becomes of a sample whose images cannot be used.
         max_image_pixels: most pixels of an image before it is resized.
         keep: keys of the record that the sample has, too, where the record has them.
+        late_patches: samples carry `images`, one byte a value, and the `image_processor` of the
+            `VisionLanguageCollate` makes `pixel_values` of them: an eighth of the memory in the
+            pool and of what travels between processes, and more work where batches are made.
 
     Raises:
         ValueError: the tokenizer lacks a token of the template.
@@ -45,6 +49,7 @@ class VisionLanguageProcessor:
     bad_images: BadImages = field(default_factory=BadImages)
     max_image_pixels: int = ImageReader.max_image_pixels
     keep: tuple[str, ...] = ("id",)
+    late_patches: bool = False
     _read: ImageReader = field(init=False, repr=False)
     _special: dict[str, int] = field(init=False, repr=False)
 
@@ -63,7 +68,7 @@ class VisionLanguageProcessor:
             for name in names
             for token in [getattr(template, name)]
         }
-        parts = (len(self.tokenizer), processor.patch_size, read, template, self.bad_images)
+        parts = (len(self.tokenizer), read, template, self.bad_images)
         # What the state of a graph is checked against, see `name_of`.
         name = f"{type(self).__qualname__}({', '.join(map(str, parts))})"
         for key, value in (("_read", read), ("_special", special), ("__qualname__", name)):
@@ -75,8 +80,9 @@ class VisionLanguageProcessor:
         Returns:
             `input_ids`, `labels` (-100 where not supervised) and `mm_token_type_ids` (1 for image
             tokens), (L,) int64. With images, `pixel_values`: (patches, C x temporal x height x
-            width of a patch) float32, and `image_grid_thw`: (images, 3) int64. And what `keep`
-            names. Or `Skipped`, by `bad_images`.
+            width of a patch) float32, and `image_grid_thw`: (images, 3) int64; with `late_patches`
+            `images` instead of `pixel_values`: a list of (H, W, 3) uint8. And what `keep` names. Or
+            `Skipped`, by `bad_images`.
 
         Raises:
             SampleError: an image cannot be used, or the record is not what is said above.
@@ -123,11 +129,12 @@ class VisionLanguageProcessor:
     def _patches(self, images: list[Any]) -> dict[str, Any]:
         if not images:
             return {}
-        made = self.image_processor(images=images, do_resize=False, return_tensors="np")
-        return {
-            "pixel_values": np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
-            "image_grid_thw": np.asarray(made["image_grid_thw"], dtype=np.int64),
-        }
+        if not self.late_patches:
+            return make_patches(self.image_processor, images)
+        arrays = [np.asarray(image) for image in images]
+        side = self.image_processor.patch_size
+        grids = [(1, array.shape[0] // side, array.shape[1] // side) for array in arrays]
+        return {IMAGES_KEY: arrays, "image_grid_thw": np.array(grids, dtype=np.int64)}
 
     def _tokens(self, parts: list[Part], grids: Any) -> dict[str, Any]:
         image_id = self._special[self.template.image_token]

@@ -2,7 +2,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import as_bytes, noise, smooth
 from PIL import Image
@@ -14,6 +14,7 @@ from odb_nodes.vision import ImageError, ImageReader, resized_shape
 read = ImageReader(max_pixels=28 * 28 * 16)
 
 
+@settings(deadline=None, max_examples=1000)
 @given(
     height=st.integers(1, 5000),
     width=st.integers(1, 5000),

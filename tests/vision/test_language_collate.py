@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from pictures import asked, noise, processor, samples, step
+from pictures import asked, content_of, make_loader, noise, processor, record, samples, step
 
 from odb_nodes import PaddingCollate, SampleError
+from odb_nodes.sample import observe_sample
+from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import VisionLanguageCollate
 
 collate = VisionLanguageCollate(dummy=processor().dummy_image(), pad_token_id=0)
@@ -100,3 +104,36 @@ def test_the_dummy_is_the_smallest_image():
     dummy = processor().dummy_image()
     assert smallest["image_grid_thw"].prod() >= np.prod(dummy.grid_thw)
     assert smallest["pixel_values"].shape[1] == dummy.patch_values
+
+
+# --- patches made with the batch ------------------------------------------------------------------
+
+made = processor()
+late = replace(made, late_patches=True)
+
+
+def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
+    collate = VisionLanguageCollate(dummy=made.dummy_image(), image_processor=made.image_processor)
+    indices = [0, 1, 2, 5]
+    carried = [late(record(index)) for index in indices]
+    found, expected = collate(carried), collate(samples(indices))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert [observe_sample(one)[1:] for one in carried] == [
+        observe_sample(one)[1:] for one in samples(indices)
+    ]
+    (early,) = samples([5])
+    assert 8 * sum(image.nbytes for image in carried[-1]["images"]) == early["pixel_values"].nbytes
+    without = collate.collate_step([carried[-1]], step(is_filler=True))
+    assert "pixel_values" not in without and "images" not in without
+    with pytest.raises(SampleError, match="pass `image_processor=processor.image_processor`, whic"):
+        VisionLanguageCollate(dummy=None)(carried)
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.filterwarnings("ignore:sample .* is skipped")
+def test_late_patches_come_out_of_workers_and_states(state):
+    expected = content_of(make_loader(30))
+    with make_loader(30, process_fn=late, num_workers=2, state=state) as loader:
+        assert content_of(loader) == expected
+    assert_resumes_exactly(lambda: make_loader(20, process_fn=late, state=state), epochs=1)

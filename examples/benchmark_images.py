@@ -101,15 +101,16 @@ def measured() -> Iterator[Peak]:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process and its children; what they share counts once."""
-    total = 0
+    """Return the memory of this process, and what its children have on top of that."""
     process = psutil.Process()
-    for one in (process, *process.children(recursive=True)):
+    total = process.memory_info().rss
+    for child in process.children(recursive=True):
         try:
-            total += one.memory_full_info().pss
+            # Not what they share: a part of that is of other jobs on the machine, and would vary.
+            total += child.memory_full_info().uss
         except psutil.NoSuchProcess:
             pass
-    return total
+    return int(total)
 
 
 def parse() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Train a tiny Qwen2-VL on pictures of very different size; kill it, and resume it exactly.
 
-    python examples/train_vlm.py             # about 8 minutes on 2 busy cores
+    python examples/train_vlm.py             # about a minute on 2 cores
     python examples/train_vlm.py --steps 12  # a quick look
 
 The pictures are drawn as they are read, from a thumbnail to a megapixel or two, as JPEG or PNG

@@ -43,6 +43,14 @@ def test_patches_are_those_of_transformers(patch_size, merge_size, temporal):
     assert ours["pixel_values"].shape[1] == 3 * temporal * patch_size**2
 
 
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "LA"])
+def test_patches_of_other_modes_are_those_of_transformers_too(mode):
+    image = noise(150, 90).convert(mode)
+    expected = processor().image_processor(images=[image], return_tensors="np")
+    found = processor()(asked(as_bytes(image)))
+    assert np.array_equal(found["pixel_values"], expected["pixel_values"])
+
+
 def test_a_conversation_becomes_tokens_with_the_prompt_masked():
     sample = processor()(asked(noise(56, 28), question="What?", answer="a red bar", id=7))
     assert decode(sample["input_ids"]) == (

@@ -1,7 +1,5 @@
 """Render a conversation with images as parts of text, in the form of ChatML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -14,7 +14,7 @@ from odb_nodes.nodes import (
 )
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
-from odb_nodes.sample import Observation, Sample, SourceItem
+from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
 from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
@@ -46,6 +46,7 @@ __all__ = [
     "Sample",
     "SampleError",
     "ShardedSampler",
+    "Skipped",
     "SourceItem",
     "SourceMixer",
     "StateError",

@@ -25,11 +25,13 @@ from odb_nodes.nodes import (
 )
 from odb_nodes.nodes.aligned_round import LossScaling
 from odb_nodes.nodes.budget_defaults import Collate, collate_for
+from odb_nodes.nodes.group_collator import collate_group
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
-from odb_nodes.sample import Observe, Sample, observe_sample
+from odb_nodes.sample import Observe, Sample, Skipped, observe_sample
 from odb_nodes.sources.datasets import order_of, source_of
+from odb_nodes.step_info import StepInfo
 
 
 class _Process:
@@ -50,7 +52,7 @@ class _Process:
         names = [f"{key}={name_of(part)}" for key, part in parts.items() if part is not None]
         self.__qualname__ = f"sample({', '.join(names)})"
 
-    def __call__(self, item: Any) -> Sample:
+    def __call__(self, item: Any) -> Sample | Skipped:
         data = item if self._dataset is None else self._dataset[item]
         if self._process_fn is not None:
             data = self._process_fn(data)
@@ -59,6 +61,8 @@ class _Process:
         if self._observe is None:
             return observe_sample(self._prepare(data))  # counts arrays faster than lists
         sample = observe_sample(data, self._observe)
+        if isinstance(sample, Skipped):
+            return sample
         return sample._replace(data=self._prepare(data))
 
 
@@ -84,8 +88,8 @@ class ODBDataLoader:
         num_workers: worker processes; 0 processes in the trainer's own thread, with no thread
             beside it.
         window: samples waiting in the pool to be grouped.
-        process_fn: item of the dataset -> processed sample; runs in the workers. Default: the items
-            are processed samples.
+        process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
+            Default: the items are processed samples.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
         prefetch: batches made ahead by a thread, where there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
@@ -266,6 +270,11 @@ class ODBDataLoader:
         return self._bucketer.dropped_samples
 
     @property
+    def skipped_samples(self) -> dict[str, int]:
+        """Samples pulled in this epoch so far that processing `Skipped`, by its reason."""
+        return self._bucketer.skipped_samples
+
+    @property
     def unemitted_samples(self) -> int:
         """Samples of this rank and epoch that `uneven="stop"` left over."""
         return self._aligner.unemitted_samples
@@ -313,3 +322,7 @@ class _PinningCollate:
     def __call__(self, samples: list[Any]) -> Any:
         with torch.cuda.device(self._device):
             return pin_memory(self._collate(samples))
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        with torch.cuda.device(self._device):
+            return pin_memory(collate_group(self._collate, samples, info))

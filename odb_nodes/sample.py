@@ -1,6 +1,7 @@
 """A processed sample with what grouping needs to know of it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,15 @@ import torch
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 
-__all__ = ["IGNORE_INDEX", "Observation", "Sample", "SourceItem", "flat", "observe_sample"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Observation",
+    "Sample",
+    "Skipped",
+    "SourceItem",
+    "flat",
+    "observe_sample",
+]
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
@@ -38,6 +47,19 @@ class SourceItem(NamedTuple):
     item: Any
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """What processing returns for a sample that is to be left out of the epoch, and counted.
+
+    Attributes:
+        reason: a word or two; samples are counted by it, see `WindowBucketer.skipped_samples`.
+        message: which sample it is, and what is wrong with it; shown for the first of each reason.
+    """
+
+    reason: str
+    message: str = ""
+
+
 class Observation(NamedTuple):
     """What an `observe` function may return: `None` leaves a field to the default."""
 
@@ -49,8 +71,8 @@ class Observation(NamedTuple):
 Observe = Callable[[Any], int | Observation | tuple[int, ...]]
 
 
-def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
-    """Return `data` with its length, supervised tokens and patches.
+def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
+    """Return `data` with its length, supervised tokens and patches; `Skipped` as it is.
 
     Args:
         data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
@@ -64,6 +86,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
     """
     if isinstance(data, SourceItem):
         return observe_sample(data.item, observe)
+    if isinstance(data, Skipped):
+        return data
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)

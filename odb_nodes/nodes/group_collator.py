@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torchdata.nodes import BaseNode
 
@@ -15,6 +15,21 @@ from odb_nodes.state import seal, unseal
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 __all__ = ["Collate", "GroupCollator"]
+
+
+@runtime_checkable
+class StepCollate(Protocol):
+    """A collate function that also looks at the step: a batch may need what other ranks have."""
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
+        """Return the batch of `samples` for this step; takes the place of calling the function."""
+
+
+def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
+    """Return the batch of a step, from a collate function that looks at it or does not."""
+    if isinstance(collate, StepCollate):
+        return collate.collate_step(samples, info)
+    return collate(samples)
 
 
 class GroupCollator(BaseNode[MutableMapping[str, Any]]):
@@ -29,7 +44,8 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
             rank.
         collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
             Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
-            below.
+            below. If it has a method `collate_step(samples, info)`, that is called instead, with
+            the `StepInfo`.
 
     Raises:
         ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
@@ -102,8 +118,9 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
+        info = info or StepInfo.of_one_rank(group, self._step)
         try:
-            batch = self._collate([sample.data for sample in group])
+            batch = collate_group(self._collate, [sample.data for sample in group], info)
         except StopIteration as error:  # which would end the epoch here
             raise RuntimeError("`collate_fn` raised StopIteration.") from error
         if not isinstance(batch, MutableMapping):
@@ -111,5 +128,5 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
-        batch[STEP_INFO_KEY] = info or StepInfo.of_one_rank(group, self._step)
+        batch[STEP_INFO_KEY] = info
         return batch

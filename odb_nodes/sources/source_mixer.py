@@ -11,7 +11,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes.checks import check_node
 from odb_nodes.errors import SampleError
 from odb_nodes.names import name_of
-from odb_nodes.sample import Sample, SourceItem
+from odb_nodes.sample import Sample, Skipped, SourceItem
 from odb_nodes.state import seal, unseal
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
@@ -115,6 +115,8 @@ class SourceMixer(BaseNode[Any]):
             except StopIteration:
                 self._exhaust(name)
                 continue
+            if isinstance(item, Skipped):  # which has no part in the shares
+                return item
             self._samples[name] += 1
             if isinstance(item, Sample):
                 self._tokens[name] += item.tokens

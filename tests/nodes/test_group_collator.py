@@ -7,11 +7,15 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
     GroupCollator,
+    LengthObserver,
     Loader,
+    ODBDataLoader,
     PaddingCollate,
+    RankAligner,
     Sample,
     SampleError,
     StateError,
+    WindowBucketer,
     pop_step_info,
 )
 
@@ -249,3 +253,26 @@ def test_a_collate_function_must_return_a_mapping():
     node.reset(None)
     with pytest.raises(TypeError, match="`collate_fn` must return a dict .* `tuple`"):
         next(node)
+
+
+class Stepwise(PaddingCollate):
+    """A collate function that looks at the step."""
+
+    def collate_step(self, samples, info):
+        return {**self(samples), "seen": info}
+
+
+def test_a_collate_function_may_look_at_the_step():
+    data = [{"input_ids": [1] * (n % 5 + 1), "pixel_values": [0] * (n % 5 == 4)} for n in range(20)]
+    bucketer = WindowBucketer(LengthObserver(IterableWrapper(data)), 16, 4)
+    batches = list(Loader(GroupCollator(RankAligner(bucketer), Stepwise())))
+    for batch in batches:
+        assert pop_step_info(batch) is batch["seen"]
+        assert batch["seen"].modalities == (
+            ("image",) if any(map(len, batch["pixel_values"])) else ()
+        )
+    assert {batch["seen"].modalities for batch in batches} == {("image",), ()}
+    loader = ODBDataLoader(data, token_budget=16, collate_fn=Stepwise())
+    assert all(batch["seen"] is pop_step_info(batch) for batch in loader)
+    alone = GroupCollator(WindowBucketer(LengthObserver(IterableWrapper(data)), 16, 4), Stepwise())
+    assert all(batch["seen"].modalities == () for batch in Loader(alone))

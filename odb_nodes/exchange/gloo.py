@@ -47,9 +47,15 @@ class GlooExchange:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         # Numbered here, where the order is that of the program, and not in `connect`, which threads
         # of several loaders may call in any order: their ranks would meet those of another loader.
-        job_store = _own_connection(dist.distributed_c10d._get_default_store())
         ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
-        count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these ranks
+        try:
+            job_store = _own_connection(dist.distributed_c10d._get_default_store())
+            count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these
+        except dist.DistError as error:
+            raise PeerError(
+                "the store of the job, which lives with rank 0 or torchrun, does not answer "
+                f"({_first_line(error)}). Restart all ranks."
+            ) from error
         self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
         self._advice = (
             "Build and iterate the same graphs on all ranks, in the same order: this is number "

@@ -17,12 +17,13 @@ from odb_nodes.sample import Observation, Sample, SourceItem
 from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
+    Mixing,
     PerSource,
     ShardedSampler,
     SourceMixer,
 )
 from odb_nodes.state import load_state, save_state
-from odb_nodes.step_info import AlignedGroup, StepInfo, pop_step_info
+from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "JsonlSource",
     "LengthObserver",
     "Loader",
+    "Mixing",
     "ODBDataLoader",
     "Observation",
     "PaddingCollate",
@@ -44,6 +46,7 @@ __all__ = [
     "Sample",
     "SampleError",
     "ShardedSampler",
+    "SourceCount",
     "SourceItem",
     "SourceMixer",
     "StateError",

@@ -1,5 +1,7 @@
 """A processed sample with what grouping needs to know of it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +11,15 @@ import torch
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 
-__all__ = ["IGNORE_INDEX", "Observation", "Sample", "SourceItem", "flat", "observe_sample"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Observation",
+    "Sample",
+    "SourceItem",
+    "SourcedSample",
+    "flat",
+    "observe_sample",
+]
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
@@ -29,6 +39,36 @@ class Sample(NamedTuple):
     tokens: int
     targets: int
     patches: int = 0
+
+    @property
+    def source(self) -> str:
+        """Name of the source that it comes from, "" where sources have none."""
+        return ""
+
+    def of_source(self, name: str) -> Sample:
+        """Return this sample under the name of its source; before one that it has already."""
+        sample = SourcedSample(*self)
+        sample.name = f"{name}/{self.source}" if self.source else name
+        return sample
+
+
+class SourcedSample(Sample):
+    """A sample that knows its source. Beside the fields, so it unpacks and compares as any other.
+
+    Attributes:
+        name: of the source.
+    """
+
+    name: str
+
+    @property
+    def source(self) -> str:
+        """Name of the source that it comes from."""
+        return self.name
+
+    def _replace(self, **fields: Any) -> Sample:  # type: ignore[override]
+        changed = Sample(*self)._replace(**fields)
+        return changed.of_source(self.name)
 
 
 class SourceItem(NamedTuple):
@@ -63,7 +103,10 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
         SampleError: there is no length, or it is not an integer of at least 1.
     """
     if isinstance(data, SourceItem):
-        return observe_sample(data.item, observe)
+        try:
+            return observe_sample(data.item, observe).of_source(data.source)
+        except SampleError as error:
+            raise SampleError(f"of source {data.source!r}: {error}") from error
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)

@@ -22,6 +22,7 @@ from odb_nodes.checks import check_bool, check_iterable
 from odb_nodes.sources.iterable_source import IterableSource
 from odb_nodes.sources.rank import has_data_elsewhere
 from odb_nodes.sources.sharded_sampler import ShardedSampler
+from odb_nodes.sources.streams import is_stream
 
 _RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
@@ -54,7 +55,8 @@ def source_of(
                 ", whose order is its own."
             )
         return dataset, None
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
+    if streams or not hasattr(dataset, "__getitem__"):
         check_iterable("dataset", dataset)
         if sampler is not None:
             raise ValueError("`sampler` must be None for an iterable dataset.")

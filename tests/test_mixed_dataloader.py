@@ -1,13 +1,20 @@
 """Several datasets in one `ODBDataLoader`: by weight, each with processing of its own."""
 
-import json
-import random
 from collections import Counter
 
-import numpy as np
 import pytest
-import torch
-from torch.utils.data import IterableDataset
+from mixed_sources import (
+    FUNCTIONS,
+    SIZES,
+    WEIGHTS,
+    chat,
+    encode,
+    make,
+    mixture,
+    ocr,
+    rows,
+    write_chats,
+)
 
 from odb_nodes import (
     JsonlSource,
@@ -21,60 +28,11 @@ from odb_nodes import (
 )
 from odb_nodes.testing import assert_resumes_exactly
 
-TEMPLATES = ("user: {} bot: {}", "<u>{}<b>{}", "Q {}\nA {}")
-WEIGHTS = {"chat": 0.5, "captions": 0.3, "ocr": 0.2}
-
-
-def encode(text, masked=0):
-    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-    return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) < masked, -100, ids)}
-
-
-def chat(record):
-    """A template that Python draws, and a cut that torch does; the question is not learned."""
-    text = random.choice(TEMPLATES).format(record["question"], record["answer"])
-    return encode(text[: len(text) - int(torch.randint(3, ()))], masked=len(record["question"]))
-
-
-def caption(text):
-    return encode(" ".join(np.random.permutation(text.split())))
-
-
-def ocr(pair):
-    shape, text = pair
-    return encode(f"{shape[0]}x{shape[1]} {text}", masked=4)
-
-
-FUNCTIONS = {"chat": chat, "captions": caption, "ocr": ocr}
-
-
-class Scans(IterableDataset):
-    def __iter__(self):
-        return (((n, n + 1), "scan " * (n % 7 + 1)) for n in range(25))
-
-
-def write_chats(path, size=40):
-    records = [{"question": "why " * (n % 5 + 1), "answer": f"since {n} " * 3} for n in range(size)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
 
 @pytest.fixture
 def datasets(tmp_path):
-    captions = [f"the picture number {n} of " + "very " * (n % 11) + "many" for n in range(60)]
     chats = write_chats(tmp_path / "chats.jsonl")
-    return lambda: {"chat": JsonlSource(chats), "captions": captions, "ocr": Scans()}
-
-
-def make(datasets, **options):
-    given = {"token_budget": 400, "window": 16, "seed": 3, "round_size": 8, **options}
-    given = {"weights": WEIGHTS, "process_fn": FUNCTIONS, **given}
-    return ODBDataLoader(datasets(), **given)
-
-
-def rows(loader):
-    """What the batches of an epoch hold, as plain data."""
-    return [(pop_step_info(batch), batch["input_ids"].tolist()) for batch in loader]
+    return lambda: mixture(chats)
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
@@ -84,7 +42,7 @@ def test_every_step_resumes(datasets, by, stop):
     assert_resumes_exactly(lambda: make(datasets, weights=mixing), every=3, chain=2)
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"state": "payload"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"state": "payload"}], ids=str)
 def test_every_step_resumes_with(datasets, options):
     assert_resumes_exactly(lambda: make(datasets, **options))
 
@@ -127,7 +85,7 @@ def test_every_sample_of_every_source_is_counted_once(datasets, by, num_workers)
             for name, count in info.local_sources.items():
                 samples[name] += count.samples
                 tokens[name] += count.tokens
-        assert samples == {"chat": 40, "captions": 60, "ocr": 25}
+        assert samples == SIZES
         assert all(tokens[name] > samples[name] for name in samples)
 
 

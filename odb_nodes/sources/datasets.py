@@ -72,7 +72,10 @@ def source_of(
             "`IterableDataset`, or pass something with `__len__`."
         )
     if len(dataset) == 0 and not has_data_elsewhere(shard[1]):
-        raise ValueError("`dataset` must have at least 1 sample, but is empty.")
+        raise ValueError(
+            "`dataset` must have at least 1 sample, but is empty. Only one of several ranks with "
+            "data of their own (`sharded=True`) may have none."
+        )
     if sampler is None:
         return ShardedSampler(dataset, shuffle is not False, seed, *shard), dataset
     if shuffle:

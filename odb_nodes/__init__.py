@@ -18,12 +18,13 @@ from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
 from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
+    Mixing,
     PerSource,
     ShardedSampler,
     SourceMixer,
 )
 from odb_nodes.state import load_state, save_state
-from odb_nodes.step_info import AlignedGroup, StepInfo, pop_step_info
+from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "JsonlSource",
     "LengthObserver",
     "Loader",
+    "Mixing",
     "ODBDataLoader",
     "Observation",
     "PackedCollate",
@@ -47,6 +49,7 @@ __all__ = [
     "SampleError",
     "ShardedSampler",
     "Skipped",
+    "SourceCount",
     "SourceItem",
     "SourceMixer",
     "StateError",

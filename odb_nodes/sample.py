@@ -1,7 +1,9 @@
 """A processed sample with what grouping needs to know of it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ __all__ = [
     "Sample",
     "Skipped",
     "SourceItem",
+    "SourcedSample",
     "flat",
     "observe_sample",
 ]
@@ -39,6 +42,36 @@ class Sample(NamedTuple):
     targets: int
     patches: int = 0
 
+    @property
+    def source(self) -> str:
+        """Name of the source that it comes from, "" where sources have none."""
+        return ""
+
+    def of_source(self, name: str) -> Sample:
+        """Return this sample under the name of its source; before one that it has already."""
+        sample = SourcedSample(*self)
+        sample.name = f"{name}/{self.source}" if self.source else name
+        return sample
+
+
+class SourcedSample(Sample):
+    """A sample that knows its source. Beside the fields, so it unpacks and compares as any other.
+
+    Attributes:
+        name: of the source.
+    """
+
+    name: str
+
+    @property
+    def source(self) -> str:
+        """Name of the source that it comes from."""
+        return self.name
+
+    def _replace(self, **fields: Any) -> Sample:  # type: ignore[override]
+        changed = Sample(*self)._replace(**fields)
+        return changed.of_source(self.name)
+
 
 class SourceItem(NamedTuple):
     """An item, and the name of the source that it comes from."""
@@ -58,6 +91,10 @@ class Skipped:
 
     reason: str
     message: str = ""
+
+    def of_source(self, name: str) -> Skipped:
+        """Return this with the name of the source in its message."""
+        return replace(self, message=f"source {name!r}: {self.message}")
 
 
 class Observation(NamedTuple):
@@ -85,7 +122,11 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
         SampleError: there is no length, or it is not an integer of at least 1.
     """
     if isinstance(data, SourceItem):
-        return observe_sample(data.item, observe)
+        try:
+            sample = observe_sample(data.item, observe)
+        except SampleError as error:
+            raise SampleError(f"of source {data.source!r}: {error}") from error
+        return sample.of_source(data.source)
     if isinstance(data, Skipped):
         return data
     seen = Observation(_length_of(data)) if observe is None else observe(data)

@@ -11,7 +11,7 @@ import numpy as np
 from odb_nodes.planning.alignment import FILLER, RoundPlan
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
-from odb_nodes.step_info import AlignedGroup, StepInfo
+from odb_nodes.step_info import AlignedGroup, StepInfo, count_sources
 
 LossScaling = Literal["exact", "approx", "none"]
 
@@ -118,5 +118,6 @@ class AlignedRound:
             optimizer_samples=int(together[:, 1].sum()),
             optimizer_targets=int(together[:, 2].sum()),
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
+            local_sources={} if is_filler else count_sources(group),
         )
         return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

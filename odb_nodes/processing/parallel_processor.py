@@ -22,6 +22,7 @@ from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sources.epochs import EpochCounter
+from odb_nodes.sources.origin import Origin, origin_of, show_origin
 from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import detach, seal, unseal
 
@@ -35,6 +36,7 @@ class _Chunk:
     source_state: Any
     size: int
     task: ChunkTask
+    origins: list[Origin | None]  # of its items
     future: Future[ChunkResult] | None  # None: processed when its turn comes
     source_error: Exception | None
 
@@ -84,6 +86,7 @@ class ParallelProcessor(BaseNode[T]):
         check_node("source", source)
         check_callable("process_fn", process_fn)
         self.source = source
+        self._origin = origin_of(source)
         self._seed = None if seed is None else check_integer("seed", seed)
         self._process_fn = process_fn
         self._workers = workers or WorkerOptions()
@@ -223,8 +226,9 @@ class ParallelProcessor(BaseNode[T]):
         if failure is not None:
             position = self._position + len(results)
             self._failure = SampleError(
-                f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}, cannot be "
-                f"processed: {failure.error}\nNo batch with it was delivered. Mend it, then "
+                f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}"
+                f"{show_origin(chunk.origins[len(results)])}, cannot be processed: "
+                f"{failure.error}\nNo batch with it was delivered. Mend it, then "
                 f"iterate again or resume. It was processed in {failure.worker}.\n{failure.details}"
             )
         elif chunk.source_error is not None:
@@ -233,10 +237,12 @@ class ParallelProcessor(BaseNode[T]):
     def _read_chunk(self) -> None:
         source_state = detach(self.source.state_dict())
         items: list[Any] = []
+        origins: list[Origin | None] = []
         error: Exception | None = None
         try:
             while len(items) < self._workers.chunk_size:
                 items.append(next(self.source))
+                origins.append(self._origin())
         except StopIteration:
             self._source_ended = True
         except Exception as caught:
@@ -246,7 +252,7 @@ class ParallelProcessor(BaseNode[T]):
             task = ChunkTask(items, self._epochs.epoch, self._submitted)
             self._submitted += len(items)
             future = self._submit(task)
-            self._in_flight.append(_Chunk(source_state, len(items), task, future, error))
+            self._in_flight.append(_Chunk(source_state, len(items), task, origins, future, error))
 
     def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
         if self._pool is not None:

@@ -1,6 +1,6 @@
 """Mix three sources by weight, each with its own processing; kill the run, and resume it exactly.
 
-    python examples/mix_sources.py             # about a minute on 2 cores
+    python examples/mix_sources.py             # a few minutes on 2 cores
     python examples/mix_sources.py --steps 12  # a quick look
     python examples/mix_sources.py --by tokens
 

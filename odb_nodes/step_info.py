@@ -31,7 +31,10 @@ def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; nothing where no sample knows its source."""
     if all(type(sample) is Sample for sample in samples):
         return {}
-    return add_counts((sample.source, SourceCount(1, sample.tokens)) for sample in samples)
+    tokens: dict[str, list[int]] = {}
+    for sample in samples:
+        tokens.setdefault(sample.source, []).append(sample.tokens)
+    return {source: SourceCount(len(of_one), sum(of_one)) for source, of_one in tokens.items()}
 
 
 def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCount]:

@@ -239,3 +239,31 @@ def test_two_ranks(tmp_path):
     """
     for found in run_ranks(tmp_path, body, 2, json.dumps([4, 3])):
         assert found == [[*range(40)]] * 2
+
+
+def test_ranks_with_different_orders_say_so(tmp_path):
+    body = """
+    import datasets
+    rows = [{"input_ids": [n] * (n % 5 + 1)} for n in range(40)]
+    data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3).shuffle()
+    try:
+        list(ODBDataLoader(data, token_budget=12, window=4, timeout_s=60.0))
+    except StateError as error:
+        r.finish(str(error))
+    """
+    for error in run_ranks(tmp_path, body, 2):
+        assert "shuffle_seed" in error
+
+
+def test_files_that_are_streamed(tmp_path):
+    for part in range(3):
+        lines = [json.dumps(row) for row in ROWS[8 * part : 8 * part + 8]]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
+
+    def make():
+        files = [str(tmp_path / f"{part}.jsonl") for part in range(3)]
+        options = {"split": "train", "streaming": True, "cache_dir": str(tmp_path / "cache")}
+        return IterableSource(datasets.load_dataset("json", data_files=files, **options), 0, 1)
+
+    assert sorted(ids(Loader(make()))) == [*range(24)]
+    assert_resumes_exactly(make, every=3, chain=1)

@@ -20,6 +20,7 @@ from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, F
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
+from odb_nodes.processing.signals import deferred_interrupt
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.origin import Origin, origin_of, show_origin
@@ -140,8 +141,9 @@ class ParallelProcessor(BaseNode[T]):
             self._skip(self._taken)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
-            self._pool = start_pool(self._processor, self._workers)
-            self._finalizer = weakref.finalize(self, self._pool.close)
+            with deferred_interrupt():
+                self._pool = start_pool(self._processor, self._workers)
+                self._finalizer = weakref.finalize(self, self._pool.close)
 
     def next(self) -> T:
         """Return the next processed sample.
@@ -175,9 +177,10 @@ class ParallelProcessor(BaseNode[T]):
 
     def close(self) -> None:
         """Stop the workers. A later reset starts them again."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._pool, self._finalizer = None, None
+        finalizer, self._pool, self._finalizer = self._finalizer, None, None
+        if finalizer is not None:
+            with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
+                finalizer()
 
     def _clear(self) -> None:
         self._interruption: Future[ChunkResult] = Future()

@@ -15,6 +15,8 @@ from odb_nodes.sample import Sample
 
 Collate = Callable[[list[Any]], MutableMapping[str, Any]]
 
+_OF_THE_BUDGET = ("pad_to_multiple_of", "shapes", "max_samples")
+
 
 def find_budget(source: BaseNode[Any]) -> TokenBudget | None:
     """Return the budget of the `WindowBucketer` below; `None` where there is none."""
@@ -50,7 +52,7 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     """Return the collate function for the groups of a budget: `collate_fn`, or the default one.
 
     Raises:
-        ValueError: `collate_fn` is one of ours, but of another layout or of other shapes.
+        ValueError: `collate_fn` is one of ours, but of another layout, multiple or shapes.
     """
     if budget is None:
         return collate_fn or PaddingCollate()
@@ -60,16 +62,22 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
         return kind.of(budget)
     if not isinstance(collate_fn, (PaddingCollate, PackedCollate)):
         return collate_fn
-    remedy = f"Leave it out, or use `{kind.__name__}.of(budget, ...)`."
+    name = type(collate_fn).__name__
     if not isinstance(collate_fn, kind):
         raise ValueError(
             f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
-            f"but is a `{type(collate_fn).__name__}` instead. {remedy}"
+            f"but is a `{name}` instead. Leave it out, use `{kind.__name__}.of(budget)`, or choose "
+            "the other layout."
         )
-    ladder = budget.shape_ladder()
-    if collate_fn.shapes != ladder:
-        raise ValueError(
-            f"`shapes` of `collate_fn` must be the {len(ladder)} of the budget's `shape_ladder()`, "
-            f"but are {len(collate_fn.shapes)} others instead (0: any shape). {remedy}"
-        )
+    for field, expected in vars(kind.of(budget)).items():
+        given = getattr(collate_fn, field)
+        if field in _OF_THE_BUDGET and given != expected:
+            raise ValueError(
+                f"`{field}` of `collate_fn` must be that of the budget, {_shown(expected)}, but is "
+                f"{_shown(given)} instead. Use `{name}.of(budget, ...)`."
+            )
     return collate_fn
+
+
+def _shown(value: object) -> str:
+    return f"a ladder of {len(value)} shapes" if isinstance(value, tuple) else repr(value)

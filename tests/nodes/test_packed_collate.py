@@ -219,13 +219,19 @@ def test_bounded_shapes_resume_exactly(layout, state):
     [
         (TokenBudget(99, layout="packed"), PaddingCollate(), '"packed".* is a `PaddingCollate`'),
         (TokenBudget(99), PackedCollate(), '"padded".* is a `PackedCollate`.*`PaddingCollate.of'),
-        (TokenBudget(99, shapes=9), PaddingCollate(), "must be the 7 of .* but are 0 others"),
+        (TokenBudget(99, shapes=9), PaddingCollate(), "a ladder of 7 shapes, but is a ladder of 0"),
         (
             TokenBudget(99),
             PaddingCollate.of(TokenBudget(99, shapes=9)),
-            "must be the 0 of .* but are 7 others",
+            "a ladder of 0 shapes, but is a ladder of 7",
         ),
-        (TokenBudget(99, layout="packed", shapes=9), PackedCollate(), "must be the 1 of"),
+        (TokenBudget(99, layout="packed", shapes=9), PackedCollate(), "a ladder of 1 shapes"),
+        (TokenBudget(99, pad_to_multiple_of=8), PaddingCollate(), "`pad_to_multiple_of` .* 8, but"),
+        (
+            TokenBudget(99, layout="packed", max_samples=3),
+            PackedCollate(),
+            "`max_samples` of `collate_fn` must be that of the budget, 3, but is None",
+        ),
     ],
 )
 def test_a_collate_function_for_another_budget_is_refused(budget, collate_fn, message):

@@ -1,0 +1,324 @@
+"""`Trainer` of transformers with dynamic batches, on one rank and on two real ones."""
+
+import itertools
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import language_models as lm  # noqa: E402
+import trainer_jobs as t  # noqa: E402
+from rank_jobs import RankJob, run_ranks  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+from odb_nodes import PaddingCollate, StateError  # noqa: E402
+from odb_nodes.integrations.huggingface import (  # noqa: E402
+    LrScaling,
+    ODBConfig,
+    ODBTrainer,
+    ODBTrainerMixin,
+    configure_trainer,
+)
+
+SIZE = 40
+IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport trainer_jobs as t\n"
+LOSSES = [
+    ("Normalizing", None),
+    ("Averaging", None),
+    ("Ignoring", None),
+    ("Plain", lm.sum_over_items),
+    ("Plain", lm.mean_over_batch),
+]
+
+
+def places_of(exhaustive):
+    """After the first step, within an epoch, around its end, and at the very end; or all."""
+    return None if exhaustive else lambda steps: [1, steps // 2 - 1, steps // 2, steps]
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("model, function", LOSSES)
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, model, function, accumulate):
+    trainer = t.make_trainer(
+        tmp_path,
+        model=model,
+        compute_loss_func=function,
+        gradient_accumulation_steps=accumulate,
+    )
+    trainer.train()
+    entries = t.entries_of(tmp_path, "train")
+    error, steps, _ = t.check_steps([entries], SIZE, accumulate)
+    assert error < 1e-12
+    assert steps > 6
+    assert all(torch.isfinite(torch.tensor(entry["gradient"])).all() for entry in entries)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_the_gradient_check_sees_another_scale(tmp_path, factor):
+    class Scaled(ODBTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * factor
+
+    trainer = t.make_trainer(tmp_path, kind=Scaled, num_train_epochs=1)
+    trainer.train()
+    error, *_ = t.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)
+    assert error == pytest.approx(abs(factor - 1))
+
+
+@pytest.mark.parametrize("model", ["Twice", "Undivided"])
+def test_a_loss_that_is_scaled_twice_or_not_at_all_is_refused(tmp_path, model):
+    trainer = t.make_trainer(tmp_path, model=model)
+    with pytest.raises(ValueError, match="scaled twice, or not at all"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_subclass_that_normalises_again_is_refused(tmp_path):
+    class Again(ODBTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch=torch.tensor(7))
+
+    with pytest.raises(ValueError, match="would be normalised twice"):
+        t.make_trainer(tmp_path, model="Averaging", kind=Again).train()
+
+
+def test_a_subclass_that_does_not_weigh_the_loss_is_refused(tmp_path):
+    class Alone(ODBTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs)["loss"]
+
+    with pytest.raises(ValueError, match=r"`Alone` overrides it"):
+        t.make_trainer(tmp_path, model="Averaging", kind=Alone).train()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulate, exhaustive):
+    entries = t.resume_everywhere(
+        tmp_path, places_of(exhaustive), gradient_accumulation_steps=accumulate
+    )
+    t.check_steps([entries], SIZE, accumulate)
+
+
+def test_max_steps_ends_within_an_epoch(tmp_path, exhaustive):
+    options = {"max_steps": 9, "gradient_accumulation_steps": 2, "size": 30}
+    entries = t.resume_everywhere(tmp_path, places_of(exhaustive), **options)
+    assert [entry["step"] for entry in entries] == list(range(1, 10))
+    assert 1 < entries[-1]["epoch"] < 2
+
+
+def test_a_checkpoint_at_the_end_of_each_epoch_resumes_exactly(tmp_path):
+    whole = t.make_trainer(tmp_path, "whole", save_strategy="epoch")
+    whole.train()
+    entries = t.entries_of(tmp_path, "whole")
+    (place,) = [entry["step"] for entry in entries if entry["epoch"] == 1]
+    resumed = t.make_trainer(tmp_path, "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{place}"))
+    assert t.entries_of(tmp_path, "resumed") == entries[place:]
+    assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+
+
+def test_the_schedule_goes_on_as_it_was(tmp_path):
+    for schedule in ("steps", "samples"):
+        folder = tmp_path / schedule
+        options = {"odb": {"schedule": schedule}, "lr_scheduler_type": "cosine"}
+        t.resume_everywhere(folder, lambda steps: [steps // 3], **options)
+
+
+def test_a_schedule_by_samples_ends_with_the_last_sample(tmp_path):
+    odb = {"schedule": "samples", "steps_per_epoch": 5}  # there are more
+    trainer = t.make_trainer(tmp_path, odb=odb, logging_steps=1)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    epochs = [0.0, *(entry["epoch"] for entry in trainer.state.log_history if "loss" in entry)]
+    assert len(rates) > 10
+    assert rates == pytest.approx([t.LR * (1 - epoch / 2) for epoch in epochs[:-1]])
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 3, 100])
+def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
+    trainer = t.make_trainer(tmp_path, odb={"steps_per_epoch": steps_per_epoch})
+    trainer.train()
+    entries = t.entries_of(tmp_path, "train")
+    t.check_steps([entries], SIZE, 1)
+    assert trainer.state.global_step == trainer.state.max_steps == len(entries)
+    assert trainer.args.max_steps == -1
+    assert trainer.args.ignore_data_skip is False
+
+
+def test_a_part_of_an_epoch(tmp_path):
+    trainer = t.make_trainer(tmp_path, num_train_epochs=0.5)
+    trainer.train()
+    entries = t.entries_of(tmp_path, "train")
+    assert [entry["epoch"] >= 0.5 for entry in entries] == [False] * (len(entries) - 1) + [True]
+
+
+def test_another_callback_may_end_an_epoch(tmp_path):
+    class EndAtThree(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 3
+
+    def run(name, **options):
+        trainer = t.make_trainer(tmp_path, name, **options)
+        trainer.add_callback(EndAtThree())
+        return trainer
+
+    whole = run("whole", save_strategy="epoch")
+    whole.train()
+    entries = t.entries_of(tmp_path, "whole")
+    ids = [index for entry in entries[3:] for group in entry["ids"] for index in group]
+    assert sorted(ids) == list(range(SIZE))  # the second epoch, from its beginning
+    resumed = run("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert t.entries_of(tmp_path, "resumed") == entries[3:]
+
+
+def test_evaluation_is_untouched(tmp_path):
+    trainer = t.make_trainer(
+        tmp_path,
+        eval_strategy="epoch",
+        per_device_eval_batch_size=2,
+        eval_dataset=t.Texts(10),
+        data_collator=PaddingCollate(),
+    )
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 2
+    stock = Trainer(
+        trainer.model, trainer.args, eval_dataset=t.Texts(10), data_collator=PaddingCollate()
+    )
+    assert stock.evaluate()["eval_loss"] == losses[-1]
+
+
+def test_a_trainer_of_any_class_is_configured(tmp_path):
+    class Mine(Trainer):
+        pass
+
+    model = lm.Normalizing()
+    trainer = Mine(model, t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
+    given = configure_trainer(trainer, token_budget=64, window=12)
+    trainer.add_callback(t.Recorder(model, tmp_path / "train-0.jsonl"))
+    trainer.train()
+    assert given is trainer
+    assert isinstance(trainer, Mine)
+    assert t.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)[0] < 1e-12
+    with pytest.raises(ValueError, match="has dynamic batches already"):
+        configure_trainer(trainer, token_budget=64)
+
+
+def test_the_learning_rate_follows_the_samples_of_a_step(tmp_path):
+    scaling = LrScaling(reference_samples=4, rule="linear")
+    options = {"lr_scheduler_type": "constant", "odb": {"lr_scaling": scaling}}
+    t.make_trainer(tmp_path, **options).train()
+    entries = t.entries_of(tmp_path, "train")
+    for entry, after in itertools.pairwise(entries):
+        before, gradient = torch.tensor(entry["before"]), torch.tensor(entry["gradient"])
+        samples = sum(map(len, entry["ids"]))
+        expected = before - t.LR * samples / 4 * gradient
+        assert torch.allclose(expected, torch.tensor(after["before"]))
+
+
+def test_the_log_tells_of_the_batches(tmp_path):
+    trainer = t.make_trainer(tmp_path, num_train_epochs=1, logging_steps=1)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(entry["odb/samples_per_step"] for entry in log) == SIZE
+    tokens = sum(len(lm.sample_of(index)["input_ids"]) for index in range(SIZE))
+    assert sum(entry["odb/real_tokens_per_step"] for entry in log) == tokens
+    assert all(0 <= entry["odb/padding_share"] < 0.6 for entry in log)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False"),
+        ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must be"),
+        ({"max_steps": 3, "odb": {"schedule": "samples"}}, "`schedule` must be"),
+        ({"odb": {"uneven": "join"}}, "`uneven` must be"),
+        ({"odb": {"token_budget": 0}}, "`token_budget` must be"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        t.make_trainer(tmp_path, **options)
+
+
+def test_a_checkpoint_without_a_state_is_refused(tmp_path):
+    trainer = t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1)
+    trainer.train()
+    (tmp_path / "checkpoint-3" / "odb_nodes-rank00000-of-00001.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no state"):
+        t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    with pytest.raises(StateError, match="`accumulate` was 1 when saved"):
+        t.make_trainer(tmp_path, gradient_accumulation_steps=2).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+        )
+
+
+def test_the_config_is_keyword_only_and_frozen():
+    with pytest.raises(TypeError):
+        ODBConfig(64)
+    with pytest.raises(AttributeError):
+        ODBConfig(token_budget=64).window = 3
+    assert issubclass(ODBTrainer, ODBTrainerMixin)
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, accumulate, exhaustive):
+    body = """
+        folder, accumulate, exhaustive = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+        places = None if exhaustive else lambda steps: [1, steps // 2 - 1, steps // 2, steps]
+        found = []
+        for model, size, budget in (("Normalizing", 37, 64), ("Averaging", 5, 24)):
+            options = dict(model=model, size=size, gradient_accumulation_steps=accumulate)
+            options["odb"] = dict(token_budget=budget)
+            entries = t.resume_everywhere(f"{folder}/{model}", places, **options)
+            found.append(t.check_steps(r.gathered(entries), size, accumulate))
+        r.finish(found)
+    """
+    (first, second) = run_ranks(
+        tmp_path, program(body), 2, str(tmp_path), str(accumulate), str(exhaustive), timeout_s=250
+    )
+    assert first == second
+    assert all(error < 1e-12 for error, _, _ in first)
+    _, (_, _, fillers) = first
+    assert fillers
+
+
+def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
+    body = "t.main()"
+
+    def job(name, **options):
+        given = {"folder": str(tmp_path / "run"), "name": name, "num_train_epochs": 1, **options}
+        given["gradient_accumulation_steps"] = 2
+        return RankJob(tmp_path, program(body), 2, json.dumps(given), init=False)
+
+    with job("whole") as whole:
+        expected = [json.loads(out.splitlines()[-1]) for out in whole.finish(200)]
+    with job("killed", save_strategy="steps", save_steps=2, kill_at=3) as killed:
+        assert [code for code, *_ in killed.results(200)] == [-signal.SIGKILL] * 2
+    with job("resumed", resume=True) as resumed:
+        found = [json.loads(out.splitlines()[-1]) for out in resumed.finish(200)]
+    for rank in range(2):
+        assert found[rank]["weights"] == expected[rank]["weights"]
+        assert found[rank]["steps"] == expected[rank]["steps"]
+        entries = lm.read(tmp_path / "run" / f"whole-{rank}.jsonl")
+        assert lm.read(tmp_path / "run" / f"resumed-{rank}.jsonl") == entries[2:]
+
+
+def program(body):
+    """A program of ranks, with the names of `trainer_jobs` as `t`."""
+    from textwrap import dedent
+
+    return IMPORTS + dedent(body)

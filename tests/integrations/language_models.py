@@ -154,3 +154,37 @@ def read(path):
 
 def rank_and_size():
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_steps(all_entries, size, accumulate, *, may_be_short=False):
+    """Every sample once per epoch over all ranks, and every gradient that of the global mean.
+
+    Args:
+        all_entries: of each rank.
+        size: of the dataset.
+        accumulate: micro-steps of each optimizer step.
+        may_be_short: some optimizer steps have fewer.
+
+    Returns:
+        The largest error of a gradient, relative; steps; and micro-steps that are filler.
+    """
+    worst, seen, fillers = 0.0, [], 0
+    for step in zip(*all_entries, strict=True):
+        assert len({entry["epoch"] for entry in step}) == 1
+        micro_steps = {len(entry["ids"]) for entry in step}
+        assert micro_steps == {accumulate} or (may_be_short and micro_steps <= {*range(accumulate)})
+        new = []
+        for entry in step:
+            assert entry["gradient"] == step[0]["gradient"]
+            for ids, is_filler in zip(entry["ids"], entry["fillers"], strict=True):
+                new += [] if is_filler else ids
+                fillers += is_filler
+        expected = expected_gradient(torch.tensor(step[0]["before"], dtype=torch.float64), new)
+        found = torch.tensor(step[0]["gradient"], dtype=torch.float64)
+        if (difference := (found - expected).norm().item()) > 0:
+            worst = max(worst, difference / expected.norm().item())
+        seen += new
+        if step[0]["epoch"] % 1 == 0:
+            assert sorted(seen) == list(range(size)), step[0]["epoch"]
+            seen = []
+    return worst, len(all_entries[0]), fillers

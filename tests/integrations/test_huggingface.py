@@ -56,7 +56,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, model, funct
     )
     trainer.train()
     entries = t.entries_of(tmp_path, "train")
-    error, steps, _ = t.check_steps([entries], SIZE, accumulate)
+    error, steps, _ = lm.check_steps([entries], SIZE, accumulate)
     assert error < 1e-12
     assert steps > 6
     assert all(torch.isfinite(torch.tensor(entry["gradient"])).all() for entry in entries)
@@ -70,7 +70,7 @@ def test_the_gradient_check_sees_another_scale(tmp_path, factor):
 
     trainer = t.make_trainer(tmp_path, kind=Scaled, num_train_epochs=1)
     trainer.train()
-    error, *_ = t.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)
+    error, *_ = lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)
     assert error == pytest.approx(abs(factor - 1))
 
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulate, exhaustive
     entries = t.resume_everywhere(
         tmp_path, places_of(exhaustive), gradient_accumulation_steps=accumulate
     )
-    t.check_steps([entries], SIZE, accumulate)
+    lm.check_steps([entries], SIZE, accumulate)
 
 
 def test_max_steps_ends_within_an_epoch(tmp_path, exhaustive):
@@ -148,7 +148,7 @@ def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
     trainer = t.make_trainer(tmp_path, odb={"steps_per_epoch": steps_per_epoch})
     trainer.train()
     entries = t.entries_of(tmp_path, "train")
-    t.check_steps([entries], SIZE, 1)
+    lm.check_steps([entries], SIZE, 1)
     assert trainer.state.global_step == trainer.state.max_steps == len(entries)
     assert trainer.args.max_steps == -1
     assert trainer.args.ignore_data_skip is False
@@ -202,14 +202,13 @@ def test_a_trainer_of_any_class_is_configured(tmp_path):
     class Mine(Trainer):
         pass
 
-    model = lm.Normalizing()
-    trainer = Mine(model, t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
+    trainer = Mine(lm.Normalizing(), t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
     given = configure_trainer(trainer, token_budget=64, window=12)
-    trainer.add_callback(t.Recorder(model, tmp_path / "train-0.jsonl"))
+    trainer.add_callback(t.Recorder(trainer, tmp_path / "train-0.jsonl"))
     trainer.train()
     assert given is trainer
     assert isinstance(trainer, Mine)
-    assert t.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)[0] < 1e-12
+    assert lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)[0] < 1e-12
     with pytest.raises(ValueError, match="has dynamic batches already"):
         configure_trainer(trainer, token_budget=64)
 
@@ -284,7 +283,7 @@ def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, accumulate,
             options = dict(model=model, size=size, gradient_accumulation_steps=accumulate)
             options["odb"] = dict(token_budget=budget)
             entries = t.resume_everywhere(f"{folder}/{model}", places, **options)
-            found.append(t.check_steps(r.gathered(entries), size, accumulate))
+            found.append(t.language_models.check_steps(r.gathered(entries), size, accumulate))
         r.finish(found)
     """
     (first, second) = run_ranks(

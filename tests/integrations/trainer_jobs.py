@@ -13,7 +13,6 @@ from language_models import (
     LR,
     Texts,
     append,
-    expected_gradient,
     gradient_of,
     rank_and_size,
     read,
@@ -27,8 +26,9 @@ from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
 class Recorder(TrainerCallback):
     """Notes for each optimizer step the ids of this rank, the weights before, and the gradient."""
 
-    def __init__(self, model, path, kill_at=None):
-        self.model, self.path, self.kill_at = model, path, kill_at
+    def __init__(self, trainer, path, kill_at=None):
+        self.trainer, self.path, self.kill_at = trainer, path, kill_at
+        self.model = trainer.model
         self.before = None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -37,10 +37,12 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         ids, self.model.seen = self.model.seen, []
         entry = {"step": state.global_step, "epoch": state.epoch, "ids": ids}
+        entry["fillers"] = self.fillers
         entry |= {"gradient": self.gradient.tolist(), "before": self.before.tolist()}
         append(self.path, entry)
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.fillers = [micro_step.info.is_filler for micro_step in self.trainer.odb_run.waiting]
         if state.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -78,46 +80,12 @@ def make_trainer(folder, name="train", model="Normalizing", size=40, kill_at=Non
     extra = {key: options.pop(key) for key in keys if key in options}
     trainer = kind(model, arguments(folder, **options), train_dataset=Texts(size), odb=odb, **extra)
     # Ids stay in the batch: the model takes them.
-    trainer.add_callback(Recorder(model, Path(folder, f"{name}-{rank}.jsonl"), kill_at))
+    trainer.add_callback(Recorder(trainer, Path(folder, f"{name}-{rank}.jsonl"), kill_at))
     return trainer
 
 
 def entries_of(folder, name):
     return read(Path(folder, f"{name}-{rank_and_size()[0]}.jsonl"))
-
-
-def check_steps(all_entries, size, accumulate):
-    """Every sample once per epoch over all ranks, and every gradient that of the global mean.
-
-    Args:
-        all_entries: of each rank.
-        size: of the dataset.
-        accumulate: micro-steps of each optimizer step.
-
-    Returns:
-        The largest error of a gradient, relative; steps; and micro-steps that repeat samples.
-    """
-    worst, seen, repeated = 0.0, [], 0
-    for step in zip(*all_entries, strict=True):
-        assert len({entry["epoch"] for entry in step}) == 1
-        assert all(len(entry["ids"]) == accumulate for entry in step)
-        new = []
-        for entry in step:
-            assert entry["gradient"] == step[0]["gradient"]
-            for ids in entry["ids"]:
-                fresh = [index for index in ids if index not in new]
-                new += fresh
-                repeated += not fresh
-        new = [index for index in new if index not in seen]  # Fillers were counted before.
-        expected = expected_gradient(torch.tensor(step[0]["before"], dtype=torch.float64), new)
-        found = torch.tensor(step[0]["gradient"], dtype=torch.float64)
-        if (difference := (found - expected).norm().item()) > 0:
-            worst = max(worst, difference / expected.norm().item())
-        seen += new
-        if step[0]["epoch"] % 1 == 0:
-            assert sorted(seen) == list(range(size)), step[0]["epoch"]
-            seen = []
-    return worst, len(all_entries[0]), repeated
 
 
 def resume_everywhere(folder, places=None, **options):

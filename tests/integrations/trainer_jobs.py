@@ -18,7 +18,7 @@ from language_models import (
     read,
     weights_of,
 )
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
 
@@ -63,7 +63,8 @@ def arguments(folder, **options):
         "dataloader_num_workers": 0,
         "ddp_find_unused_parameters": False,
     }
-    return TrainingArguments(**{**given, **options})
+    kind = Seq2SeqTrainingArguments if options.pop("seq2seq", False) else TrainingArguments
+    return kind(**{**given, **options})
 
 
 def config(**options):
@@ -111,25 +112,17 @@ def resume_everywhere(folder, places=None, **options):
 
 
 def main():
-    """Train as `sys.argv[1]`, JSON, says; print the final weights."""
+    """Train as `sys.argv[1]`, JSON, says; then, if it was to resume, from the beginning, too."""
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
     resume = options.pop("resume", None)
-    function = options.pop("compute_loss_func", None)
-    if function is not None:
-        options["compute_loss_func"] = getattr(language_models, function)
-    trainer = make_trainer(**options)
-    output = trainer.train(resume_from_checkpoint=resume)
-    result = {
-        "weights": weights_of(trainer.model).tolist(),
-        "steps": output.global_step,
-        "epoch": trainer.state.epoch,
-        "log": trainer.state.log_history,
-    }
-    print(json.dumps(result), flush=True)
+    runs = [(resume, options)]
+    if resume:
+        runs.append((None, {**options, "name": "whole"}))
+    for checkpoint, run in runs:
+        trainer = make_trainer(**run)
+        output = trainer.train(resume_from_checkpoint=checkpoint)
+        result = {"weights": weights_of(trainer.model).tolist(), "steps": output.global_step}
+        print(json.dumps(result | {"epoch": trainer.state.epoch}), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

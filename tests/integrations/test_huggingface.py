@@ -399,7 +399,7 @@ def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
     with job("resumed", resume=True) as resumed:
         outputs = resumed.finish(200)
     for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if line.startswith("{\"")]
+        lines = [line for line in output.splitlines() if line.startswith('{"')]
         found, expected = map(json.loads, lines)
         assert found == expected
         entries = lm.read(tmp_path / "run" / f"whole-{rank}.jsonl")

@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE))
 import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 
-from odb_nodes import PaddingCollate, StateError  # noqa: E402
+from odb_nodes import PaddingCollate, StateError, TokenBudget  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
     LrScaling,
     ODBConfig,
@@ -154,13 +155,33 @@ def test_a_schedule_by_samples_ends_with_the_last_sample(tmp_path):
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 3, 100])
 def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
+    ends, totals = [], []
+
+    class Epochs(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            totals.append(state.max_steps)
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            ends.append(state.epoch)
+
     trainer = t.make_trainer(tmp_path, odb={"steps_per_epoch": steps_per_epoch})
+    trainer.add_callback(Epochs())
     trainer.train()
+    assert totals == [2 * (steps_per_epoch or 13)]
     entries = t.entries_of(tmp_path, "train")
     lm.check_steps([entries], SIZE, 1)
     assert trainer.state.global_step == trainer.state.max_steps == len(entries)
     assert trainer.args.max_steps == -1
+    assert ends == [1.0, 2.0]
     assert trainer.args.ignore_data_skip is False
+
+
+def test_arguments_that_are_shares_of_the_whole(tmp_path):
+    trainer = t.make_trainer(tmp_path, logging_steps=0.2, warmup_steps=0.5)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [6, 12, 18, 24]
+    assert max(entries, key=lambda entry: entry["learning_rate"])["step"] == 12
 
 
 def test_a_part_of_an_epoch(tmp_path):
@@ -304,6 +325,20 @@ def test_a_trainer_of_any_class_is_configured(tmp_path):
         configure_trainer(trainer, token_budget=64)
 
 
+def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
+    odb = {"token_budget": TokenBudget(20, oversize="drop"), "window": 12}
+    options = {"num_train_epochs": 1, "save_strategy": "steps", "odb": odb}
+    with pytest.warns(UserWarning, match="it is dropped"):
+        trainer = t.make_trainer(tmp_path, **options)
+        trainer.train()
+    assert trainer.state.epoch == 1
+    place = tmp_path / f"checkpoint-{trainer.state.global_step}"
+    assert place.is_dir()
+    resumed = t.make_trainer(tmp_path, "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(place))
+    assert resumed.state.global_step == trainer.state.global_step
+
+
 def test_the_learning_rate_follows_the_samples_of_a_step(tmp_path):
     scaling = LrScaling(reference_samples=4, rule="linear")
     options = {"lr_scheduler_type": "constant", "odb": {"lr_scaling": scaling}}
@@ -317,13 +352,34 @@ def test_the_learning_rate_follows_the_samples_of_a_step(tmp_path):
 
 
 def test_the_log_tells_of_the_batches(tmp_path):
-    trainer = t.make_trainer(tmp_path, num_train_epochs=1, logging_steps=1)
+    options = {"num_train_epochs": 1, "logging_steps": 1, "gradient_accumulation_steps": 3}
+    trainer = t.make_trainer(tmp_path, **options)
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert sum(entry["odb/samples_per_step"] for entry in log) == SIZE
     tokens = sum(len(lm.sample_of(index)["input_ids"]) for index in range(SIZE))
     assert sum(entry["odb/real_tokens_per_step"] for entry in log) == tokens
-    assert all(0 <= entry["odb/padding_share"] < 0.6 for entry in log)
+    assert all(0 <= entry["odb/padding_share"] < 0.6 for entry in log[:-1])
+    assert [entry["odb/filler_share"] for entry in log[:-1]] == [0.0] * (len(log) - 1)
+    assert log[-1]["odb/filler_share"] == pytest.approx(2 / 3)  # of 13 batches, 1 is left
+
+
+def test_metrics_go_to_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    t.make_trainer(tmp_path, num_train_epochs=1, report_to=["tensorboard"]).train()
+    (path,) = (tmp_path / "events").rglob("events*")
+    names = EventAccumulator(str(path)).Reload().Tags()["scalars"]
+    scalars = {name.removeprefix("train/") for name in names}
+    assert {"loss", "odb/padding_share", "odb/real_tokens_per_s", "odb/rank_balance"} <= scalars
+
+
+def test_workers_change_nothing(tmp_path):
+    options = {"num_train_epochs": 1, "gradient_accumulation_steps": 2}
+    t.make_trainer(tmp_path, "alone", **options).train()
+    entries = t.resume_everywhere(
+        tmp_path, lambda steps: [steps // 2], dataloader_num_workers=1, **options
+    )
+    assert entries == t.entries_of(tmp_path, "alone")
 
 
 @pytest.mark.parametrize(

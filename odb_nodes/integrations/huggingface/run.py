@@ -77,6 +77,15 @@ class Run:
         steps: int = math.ceil(self._steps_per_epoch * args.num_train_epochs)
         return steps
 
+    @property
+    def most_steps(self) -> int:
+        """What no run exceeds: an optimizer step has at least one sample."""
+        samples = self.batches.samples_per_epoch
+        if self._steps_per_epoch is None or samples is None:
+            return self.total_steps
+        epochs: int = math.ceil(self._trainer.args.num_train_epochs)
+        return max(self.total_steps, epochs * samples) + 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands on this rank. Between optimizer steps only."""
         return {self.BATCHES_KEY: self.batches.state_dict(), self.STEPS_KEY: self._steps_per_epoch}
@@ -99,11 +108,11 @@ class Run:
         infos = [pop_step_info(batch) for batch in taken]
         self.optimizer_samples = infos[0].optimizer_samples
         kept = [self._without_columns(batch) for batch in taken]
-        for batch, info in zip(kept, infos, strict=True):
-            self.meter.add(batch, info, wait_s)
         while len(kept) < count:
             kept.append(dict(kept[-1]))
-            infos.append(replace(infos[-1], is_filler=True, local_samples=0, local_targets=0))
+            infos.append(_repeated(infos[-1]))
+        for batch, info in zip(kept, infos, strict=True):
+            self.meter.add(batch, info, wait_s)
         kept, items = self._weigh(kept, infos)
         self._tells_items = items is not None
         return kept, items
@@ -153,7 +162,6 @@ class Run:
         total = torch.tensor(sum(known), device=self._trainer.args.device)
         if ranks > 1:
             total = accelerator.gather(total).sum()
-        targets = max(1, int(total))
         if self.normalizer is Normalizer.UNKNOWN:
             self._find_normalizer(batches, known)
         if self.normalizer is Normalizer.TRAINER:
@@ -161,6 +169,7 @@ class Run:
             average = getattr(self._trainer.args, "average_tokens_across_devices", False)
             # Without it, the `Trainer` takes the mean over ranks of what each divides.
             return batches, total.clamp(min=1) / (1 if average else ranks)
+        targets = max(1, int(total))
         self._note(infos, [self._ours(ranks * count / targets) for count in known])
         for batch, count in zip(batches, counts, strict=True):
             if not count:
@@ -195,7 +204,7 @@ class Run:
             return
         # The smallest that has targets. All ranks compute, as a sharded model needs.
         _, _, index = min(
-            (not count, batch_size(batch), index)
+            (not count, _size(batch), index)
             for index, (batch, count) in enumerate(zip(batches, targets, strict=True))
         )
         found = find_normalizer(
@@ -236,6 +245,13 @@ class Run:
         return summarize(gathered.cpu(), steps, seconds)
 
 
-def batch_size(batch: Mapping[str, Any]) -> int:
-    """Return the number of numbers in a batch."""
+def _repeated(info: StepInfo) -> StepInfo:
+    """Return what is to be known of a batch that comes once more, after its optimizer step."""
+    return replace(
+        info, is_filler=True, local_samples=0, local_targets=0, micro_step=info.micro_step + 1
+    )
+
+
+def _size(batch: Mapping[str, Any]) -> int:
+    """Return how many numbers a batch has."""
     return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))

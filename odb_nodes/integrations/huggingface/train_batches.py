@@ -33,7 +33,7 @@ class TrainBatches:
         self.epoch = 0
         self.samples = 0  # of all ranks, in this epoch
         self.samples_seen = 0  # the same, by this process
-        self._samples_per_epoch = samples_per_epoch
+        self.samples_per_epoch = samples_per_epoch
         self._epochs = epochs
         self._it: Iterator[Any] | None = None
 
@@ -45,9 +45,9 @@ class TrainBatches:
     @property
     def progress(self) -> float:
         """Epochs done, with the share of this one. Without a length, full epochs only."""
-        if self._samples_per_epoch is None:
+        if self.samples_per_epoch is None:
             return float(self.epoch)
-        return self.epoch + self.samples / self._samples_per_epoch
+        return self.epoch + self.samples / self.samples_per_epoch
 
     @property
     def is_done(self) -> bool:

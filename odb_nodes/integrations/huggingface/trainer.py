@@ -87,7 +87,7 @@ class ODBTrainerMixin(_Mixed):
         """Let the `Trainer` neither count the steps of an epoch nor read batches to skip them."""
         args = self.args
         before = args.max_steps, args.ignore_data_skip
-        args.max_steps, args.ignore_data_skip = run.total_steps, True
+        args.max_steps, args.ignore_data_skip = run.most_steps, True
         try:
             yield
         finally:
@@ -98,15 +98,21 @@ class ODBTrainerMixin(_Mixed):
     ) -> Any:
         """Make the learning-rate schedule; by samples, if it is to follow them."""
         run, is_given = self.odb_run, self.lr_scheduler is not None
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if run is not None and self.odb.schedule == "samples":
-            if is_given:
-                raise ValueError(
-                    '`schedule` must be "steps" where a scheduler of your own is given: see '
-                    "`odb_nodes.integrations.learning_rate.follow`."
-                )
-            batches = run.batches
-            scheduler = follow(scheduler, lambda: batches.share_done * num_training_steps)
+        if run is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.odb.schedule == "samples" and is_given:
+            raise ValueError(
+                '`schedule` must be "steps" where a scheduler of your own is given: see '
+                "`odb_nodes.integrations.learning_rate.follow`."
+            )
+        total = run.total_steps
+        if run.ends_by_epochs:  # The `Trainer` knows only what bounds the steps.
+            self.state.max_steps = total
+            if not self.state.global_step:  # Else they are those of the checkpoint.
+                self.state.compute_steps(self.args, total)
+        scheduler = super().create_scheduler(total, optimizer)
+        if self.odb.schedule == "samples":
+            scheduler = follow(scheduler, lambda: run.batches.share_done * total)
             self.lr_scheduler = scheduler
         return scheduler
 

@@ -231,6 +231,11 @@ class ODBDataLoader:
         )
 
     @property
+    def accumulate(self) -> int:
+        """Batches of an optimizer step."""
+        return self._aligner.accumulate
+
+    @property
     def num_samples(self) -> int:
         """Samples of an epoch on this rank.
 

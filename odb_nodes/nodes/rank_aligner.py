@@ -148,6 +148,11 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._clear()
 
     @property
+    def accumulate(self) -> int:
+        """Steps of an optimizer step."""
+        return self._rule.accumulate
+
+    @property
     def unemitted_samples(self) -> int:
         """Samples of this rank and epoch that `uneven="stop"` left over."""
         return self._at.unemitted_samples

@@ -1,0 +1,257 @@
+"""What belongs to one call of `Trainer.train`: its batches, losses and metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from odb_nodes.integrations.huggingface.loss import (
+    MicroStep,
+    Normalizer,
+    count_targets,
+    find_normalizer,
+    give_targets,
+)
+from odb_nodes.integrations.huggingface.train_batches import TrainBatches
+from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.step_info import StepInfo, pop_step_info
+
+Batch = dict[str, Any]
+
+
+class Run:
+    """Takes the batches of an optimizer step out of the loader and settles what each weighs.
+
+    Args:
+        trainer: whose run it is.
+        batches: of the run.
+        steps_per_epoch: optimizer steps, about; `None` where `max_steps` ends the run.
+        columns: keys that a batch may have; `None` for all.
+        shift: the first label of a row is no target.
+    """
+
+    BATCHES_KEY = "batches"
+    STEPS_KEY = "steps_per_epoch"
+
+    def __init__(
+        self,
+        trainer: Any,
+        batches: TrainBatches,
+        *,
+        steps_per_epoch: int | None,
+        columns: set[str] | None,
+        shift: bool,
+    ) -> None:
+        self._trainer = trainer
+        self.batches = batches
+        self._steps_per_epoch = steps_per_epoch
+        self._columns = columns
+        self._shift = shift
+        self.normalizer = Normalizer.UNKNOWN
+        self.meter = StepMeter()
+        self.waiting: deque[MicroStep] = deque()
+        self.active: MicroStep | None = None
+        self.optimizer_samples = 0
+        self._tells_items = False
+
+    @property
+    def ends_by_epochs(self) -> bool:
+        """Whether epochs end the run, and not `max_steps`."""
+        return self._steps_per_epoch is not None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run: exact with `max_steps`, else about."""
+        args = self._trainer.args
+        if self._steps_per_epoch is None:
+            return int(args.max_steps)
+        steps: int = math.ceil(self._steps_per_epoch * args.num_train_epochs)
+        return steps
+
+    @property
+    def most_steps(self) -> int:
+        """What no run exceeds: an optimizer step has at least one sample."""
+        samples = self.batches.samples_per_epoch
+        if self._steps_per_epoch is None or samples is None:
+            return self.total_steps
+        epochs: int = math.ceil(self._trainer.args.num_train_epochs)
+        return max(self.total_steps, epochs * samples) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands on this rank. Between optimizer steps only."""
+        return {self.BATCHES_KEY: self.batches.state_dict(), self.STEPS_KEY: self._steps_per_epoch}
+
+    # --- an optimizer step --------------------------------------------------------------------
+
+    def take(self, batches: Iterator[Any], count: int) -> tuple[list[Batch], torch.Tensor | None]:
+        """Return the batches of an optimizer step, and what their loss is to be divided by.
+
+        Args:
+            batches: of the epoch.
+            count: how many the `Trainer` wants; the last optimizer step of an epoch may have less,
+                and is filled up, since the `Trainer` would not step there.
+        """
+        start_s = time.perf_counter()
+        taken = list(islice(batches, count))
+        if not taken:
+            return [], None
+        wait_s = (time.perf_counter() - start_s) / len(taken)
+        infos = [pop_step_info(batch) for batch in taken]
+        self.optimizer_samples = infos[0].optimizer_samples
+        kept = [self._without_columns(batch) for batch in taken]
+        while len(kept) < count:
+            kept.append(dict(kept[-1]))
+            infos.append(_repeated(infos[-1]))
+        for batch, info in zip(kept, infos, strict=True):
+            self.meter.add(batch, info, wait_s)
+        kept, items = self._weigh(kept, infos)
+        self._tells_items = items is not None
+        return kept, items
+
+    @contextmanager
+    def computing(self, num_items_in_batch: Any) -> Iterator[None]:
+        """Make the next batch of an optimizer step the active one.
+
+        Raises:
+            ValueError: its loss would be normalised twice, or was not weighed.
+        """
+        if (num_items_in_batch is not None) != self._tells_items:
+            raise ValueError(
+                f"`num_items_in_batch` must be as `get_batch_samples` returned it, but is "
+                f"{num_items_in_batch!r} now: the loss would be normalised "
+                f"{'not at all' if self._tells_items else 'twice'}. A subclass overrides "
+                "`get_batch_samples` or `training_step`: pass on what it returned."
+            )
+        self.active = micro_step = self.waiting.popleft()
+        try:
+            yield
+        finally:
+            self.active = None
+        if not micro_step.is_scaled:
+            raise ValueError(
+                "`compute_loss` must call that of `ODBTrainerMixin`, which weighs the loss, but "
+                f"`{type(self._trainer).__name__}` overrides it. Call `super().compute_loss`, or "
+                "give dynamic batches to a `Trainer` that has it: `configure_trainer`."
+            )
+
+    def _without_columns(self, batch: Any) -> Batch:
+        columns = self._columns
+        return {key: batch[key] for key in batch if columns is None or key in columns}
+
+    def _weigh(
+        self, batches: list[Batch], infos: list[StepInfo]
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """Note the factor of each batch, and return what the `Trainer` is to divide by."""
+        counts = [count_targets(batch, shift=self._shift) for batch in batches]
+        own = [0 if info.is_filler else count for count, info in zip(counts, infos, strict=True)]
+        known = [count for count in own if count is not None]
+        if len(known) < len(own):  # The model has its own idea of targets: those of the samples.
+            self._note(infos, [self._ours(info.loss_scale) for info in infos])
+            return batches, None
+        accelerator = self._trainer.accelerator
+        ranks = accelerator.num_processes
+        total = torch.tensor(sum(known), device=self._trainer.args.device)
+        if ranks > 1:
+            total = accelerator.gather(total).sum()
+        if self.normalizer is Normalizer.UNKNOWN:
+            self._find_normalizer(batches, known)
+        if self.normalizer is Normalizer.TRAINER:
+            self._note(infos, [float(not info.is_filler) for info in infos])
+            average = getattr(self._trainer.args, "average_tokens_across_devices", False)
+            # Without it, the `Trainer` takes the mean over ranks of what each divides.
+            return batches, total.clamp(min=1) / (1 if average else ranks)
+        targets = max(1, int(total))
+        self._note(infos, [self._ours(ranks * count / targets) for count in known])
+        for batch, count in zip(batches, counts, strict=True):
+            if not count:
+                give_targets(batch)
+        return batches, None
+
+    def _note(self, infos: list[StepInfo], factors: list[float]) -> None:
+        self.waiting = deque(
+            MicroStep(info=info, factor=0.0 if info.is_filler else factor)
+            for info, factor in zip(infos, factors, strict=True)
+        )
+
+    def _ours(self, scale: float) -> float:
+        """Return a loss scale, times what the `Trainer` divides a mean loss by."""
+        trainer = self._trainer
+        is_divided = trainer.compute_loss_func is None
+        if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
+            is_divided = not said
+        return scale * trainer.args.gradient_accumulation_steps if is_divided else scale
+
+    # --- the normalisation of the loss --------------------------------------------------------
+
+    def _find_normalizer(self, batches: list[Batch], targets: list[int]) -> None:
+        """Settle, on all ranks alike, who normalises the loss.
+
+        Raises:
+            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`.
+        """
+        trainer = self._trainer
+        if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+            self.normalizer = Normalizer.OURS
+            return
+        # The smallest that has targets. All ranks compute, as a sharded model needs.
+        _, _, index = min(
+            (not count, _size(batch), index)
+            for index, (batch, count) in enumerate(zip(batches, targets, strict=True))
+        )
+        found = find_normalizer(
+            self._loss, batches[index], targets=max(1, targets[index]), shift=self._shift
+        )
+        if not targets[index]:
+            found = Normalizer.UNKNOWN
+        of_ranks = torch.tensor([int(found)], device=trainer.args.device)
+        self.normalizer = Normalizer(int(trainer.accelerator.gather(of_ranks).max()))
+        if self.normalizer is Normalizer.NEITHER:
+            name = "compute_loss_func" if trainer.compute_loss_func is not None else "model"
+            raise ValueError(
+                f"the loss of `{name}` must be a mean over targets, or their sum divided by "
+                "`num_items_in_batch`, but is neither: told two and four times as many items, or "
+                "given a sample twice, it does not become what those would. It is scaled twice, or "
+                "not at all. Divide by `num_items_in_batch`, and by nothing else."
+            )
+
+    def _loss(self, batch: Mapping[str, Any], items: int) -> float:
+        """Return the loss of a batch, and leave the generators alone."""
+        trainer = self._trainer
+        trainer.model_wrapped.eval()
+        device = trainer.args.device
+        inputs, told = send_to_device(dict(batch), device), torch.tensor(items, device=device)
+        generators = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(generators):
+            loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=told)
+            return float(loss)
+
+    # --- metrics ------------------------------------------------------------------------------
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last call. All ranks call it together."""
+        if not len(self.meter):
+            return {}
+        rows, steps, seconds = self.meter.take()
+        gathered = self._trainer.accelerator.gather(rows.to(self._trainer.args.device)[None])
+        return summarize(gathered.cpu(), steps, seconds)
+
+
+def _repeated(info: StepInfo) -> StepInfo:
+    """Return what is to be known of a batch that comes once more, after its optimizer step."""
+    return replace(
+        info, is_filler=True, local_samples=0, local_targets=0, micro_step=info.micro_step + 1
+    )
+
+
+def _size(batch: Mapping[str, Any]) -> int:
+    """Return how many numbers a batch has."""
+    return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))

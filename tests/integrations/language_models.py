@@ -1,0 +1,190 @@
+"""A tiny language model, texts with masked labels, and the gradient that a step should have."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+VOCABULARY, HIDDEN = 29, 8
+LR = 0.05
+
+
+def sample_of(index):
+    """2 to 24 tokens; 0 to 90% of the labels masked, and all of them in every ninth."""
+    rng = np.random.default_rng(index)
+    tokens = rng.integers(1, VOCABULARY, size=rng.integers(2, 25))
+    share = 1.0 if index % 9 == 0 else rng.uniform(0, 0.9)
+    labels = np.where(rng.random(len(tokens)) < share, -100, tokens)
+    return {"input_ids": tokens, "labels": labels, "id": index}
+
+
+class Texts:
+    """A map-style dataset of these."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return sample_of(index)
+
+
+class Decoder(nn.Module):
+    """Each position sees the mean of those before it; tells of the ids of its samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64)
+        self.hidden = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
+        self.seen = []
+
+    def logits(self, input_ids):
+        positions = torch.arange(1, input_ids.shape[1] + 1)[:, None]
+        mean = self.embedding(input_ids).cumsum(1) / positions
+        return self.head(torch.tanh(self.hidden(mean)))
+
+    def sum_loss(self, input_ids, labels):
+        logits = self.logits(input_ids)[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+    def note(self, ids):
+        if self.training:
+            self.seen.append(ids.tolist())
+
+
+class Normalizing(Decoder):
+    """Divides by the number of items that it is told, as models of transformers do."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
+        self.note(id)
+        items = kwargs.get("num_items_in_batch")
+        if items is None:
+            items = (labels[:, 1:] != -100).sum()
+        return {"loss": self.sum_loss(input_ids, labels) / items}
+
+
+class Averaging(Decoder):
+    """Returns the mean, as torch's loss does: NaN without targets."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None):
+        self.note(id)
+        loss = self.sum_loss(input_ids, labels) / (labels[:, 1:] != -100).sum()
+        return {"loss": loss}
+
+
+class Ignoring(Decoder):
+    """Accepts all arguments and ignores them: takes the mean."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
+        return Averaging.forward(self, input_ids, labels=labels, id=id)
+
+
+class Plain(Decoder):
+    """Leaves the loss to `compute_loss_func`."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None):
+        self.note(id)
+        return {"logits": self.logits(input_ids)}
+
+
+class Twice(Decoder):
+    """Divides a mean by the number of items again."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
+        loss = Averaging.forward(self, input_ids, labels=labels, id=id)["loss"]
+        items = kwargs.get("num_items_in_batch")
+        return {"loss": loss if items is None else loss / items}
+
+
+class Undivided(Twice):
+    """Returns a sum."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
+        self.note(id)
+        return {"loss": self.sum_loss(input_ids, labels)}
+
+
+def sum_over_items(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    loss = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def mean_over_batch(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def weights_of(model):
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def gradient_of(model):
+    return torch.cat([one.grad.flatten() for one in model.parameters()])
+
+
+def expected_gradient(weights, ids):
+    """That of the mean over all supervised tokens of these samples, computed one by one."""
+    model = Decoder()
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    total, items = 0.0, 0
+    for sample in map(sample_of, ids):
+        labels = torch.tensor(sample["labels"])[None]
+        total = total + model.sum_loss(torch.tensor(sample["input_ids"])[None], labels)
+        items += int((labels[:, 1:] != -100).sum())
+    (total / max(items, 1)).backward()
+    return gradient_of(model)
+
+
+def append(path, entry):
+    with open(path, "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def rank_and_size():
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_steps(all_entries, size, accumulate, *, may_be_short=False):
+    """Every sample once per epoch over all ranks, and every gradient that of the global mean.
+
+    Args:
+        all_entries: of each rank.
+        size: of the dataset.
+        accumulate: micro-steps of each optimizer step.
+        may_be_short: some optimizer steps have fewer.
+
+    Returns:
+        The largest error of a gradient, relative; steps; and micro-steps that are filler.
+    """
+    worst, seen, fillers = 0.0, [], 0
+    for step in zip(*all_entries, strict=True):
+        assert len({entry["epoch"] for entry in step}) == 1
+        micro_steps = {len(entry["ids"]) for entry in step}
+        assert micro_steps == {accumulate} or (may_be_short and micro_steps <= {*range(accumulate)})
+        new = []
+        for entry in step:
+            assert entry["gradient"] == step[0]["gradient"]
+            for ids, is_filler in zip(entry["ids"], entry["fillers"], strict=True):
+                new += [] if is_filler else ids
+                fillers += is_filler
+        expected = expected_gradient(torch.tensor(step[0]["before"], dtype=torch.float64), new)
+        found = torch.tensor(step[0]["gradient"], dtype=torch.float64)
+        if (difference := (found - expected).norm().item()) > 0:
+            worst = max(worst, difference / expected.norm().item())
+        seen += new
+        if step[0]["epoch"] % 1 == 0:
+            assert sorted(seen) == list(range(size)), step[0]["epoch"]
+            seen = []
+    return worst, len(all_entries[0]), fillers

@@ -1,0 +1,177 @@
+"""Training loops of Accelerate with dynamic batches, on one rank and on two real ones."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import accelerate_jobs as a  # noqa: E402
+import language_models as lm  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
+from rank_jobs import RankJob, run_ranks  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+
+from odb_nodes import ODBDataLoader, StateError  # noqa: E402
+from odb_nodes.integrations.accelerate import configure_accelerator  # noqa: E402
+
+SIZE = 40
+IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport accelerate_jobs as a\n"
+
+
+def places_of(exhaustive):
+    """After the first step, within an epoch, around its end, and at the very end; or all."""
+    return None if exhaustive else lambda steps: [1, steps // 2 - 1, steps // 2, steps - 1]
+
+
+def loader_of(accumulate=1, size=SIZE):
+    return ODBDataLoader(lm.Texts(size), token_budget=64, window=12, accumulate=accumulate)
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("model", ["Averaging", "Normalizing"])
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, model, accumulate):
+    a.train(tmp_path, model=model, accumulate=accumulate)
+    entries = lm.read(tmp_path / "train-0.jsonl")
+    error, steps, _ = lm.check_steps([entries], SIZE, accumulate, may_be_short=True)
+    assert error < 1e-12
+    assert steps > 6
+    if accumulate > 1:
+        assert any(len(entry["ids"]) < accumulate for entry in entries)
+
+
+@pytest.mark.parametrize("scale", ["none", "twice"])
+def test_the_gradient_check_sees_another_scale(tmp_path, scale):
+    a.train(tmp_path, accumulate=3, scale=scale)
+    entries = lm.read(tmp_path / "train-0.jsonl")
+    assert lm.check_steps([entries], SIZE, 3, may_be_short=True)[0] > 0.1
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulate, exhaustive):
+    a.resume_everywhere(tmp_path, places_of(exhaustive), accumulate=accumulate)
+
+
+def test_saving_within_an_optimizer_step_is_refused(tmp_path):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    with configure_accelerator(accelerator, loader_of(3)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(StateError, match="step 0 is micro-step 1 of 3"):
+            accelerator.save_state(tmp_path)
+        next(batches), next(batches)
+        accelerator.save_state(tmp_path)
+        next(batches)
+        accelerator.load_state(tmp_path)
+        accelerator.save_state(tmp_path)
+
+
+def test_an_epoch_that_was_left_within_an_optimizer_step_disturbs_no_other():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with configure_accelerator(accelerator, loader_of(3)) as loader:
+        for most in (1, 1000):
+            for number, batch in enumerate(loader, 1):
+                info = a.pop_step_info(batch)
+                with accelerator.accumulate(model):
+                    assert accelerator.sync_gradients == info.ends_optimizer_step
+                if number == most:
+                    break
+
+
+def test_prepare_leaves_the_loader_as_it_is():
+    accelerator = Accelerator(cpu=True)
+    with configure_accelerator(accelerator, loader_of()) as loader:
+        assert accelerator.prepare(loader) is loader
+        assert sum(len(batch["id"]) for batch in loader) == SIZE
+        assert loader.dataset is loader.loader.dataset
+
+
+def test_what_does_not_go_together_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(TypeError, match="must be an `ODBDataLoader`"):
+        configure_accelerator(accelerator, [1, 2])
+    with pytest.raises(ValueError, match=r"`gradient_accumulation_steps` \(2\)"):
+        configure_accelerator(accelerator, loader_of(3))
+    with configure_accelerator(accelerator, loader_of(2)):
+        with pytest.raises(ValueError, match="must have one configured loader"):
+            configure_accelerator(accelerator, loader_of(2))
+    configure_accelerator(accelerator, loader_of(2)).close()
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    with pytest.raises(ValueError, match="`sync_with_dataloader` must be True"):
+        configure_accelerator(
+            Accelerator(cpu=True, gradient_accumulation_plugin=plugin), loader_of(2)
+        )
+    Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
+
+
+def test_metrics_go_to_tensorboard(tmp_path):
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    with configure_accelerator(accelerator, loader_of()) as loader:
+        for step, _ in enumerate(loader, 1):
+            accelerator.log(loader.take_metrics(), step=step)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert {
+        "odb/padding_share",
+        "odb/rank_balance",
+        "odb/filler_share",
+        "odb/data_wait_share",
+        "odb/real_tokens_per_step",
+        "odb/real_tokens_per_s",
+        "odb/samples_per_step",
+    } <= {*events.Tags()["scalars"]}
+    assert sum(scalar.value for scalar in events.Scalars("odb/samples_per_step")) == SIZE
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, exhaustive):
+    body = """
+        places = None if sys.argv[2] == "True" else lambda steps: [1, steps // 2, steps - 1]
+        found = []
+        for accumulate, size, budget in ((1, 5, 4), (3, 37, 64)):
+            folder = f"{sys.argv[1]}/{accumulate}"
+            options = dict(accumulate=accumulate, size=size, token_budget=budget)
+            entries = r.gathered(a.resume_everywhere(folder, places, **options))
+            check = a.language_models.check_steps
+            found.append(check(entries, size, accumulate, may_be_short=True))
+        r.finish(found)
+    """
+    arguments = str(tmp_path), str(exhaustive)
+    first, second = run_ranks(tmp_path, IMPORTS + dedent(body), 2, *arguments, timeout_s=250)
+    assert first == second
+    assert all(error < 1e-12 for error, *_ in first)
+    (*_, fillers), _ = first
+    assert fillers
+
+
+def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
+    def job(name, **options):
+        given = {"folder": str(tmp_path / "run"), "name": name, "accumulate": 2, **options}
+        return RankJob(tmp_path, IMPORTS + "a.main()", 2, json.dumps(given), init=False)
+
+    with job("whole") as whole:
+        expected = [json.loads(out.splitlines()[-1]) for out in whole.finish(200)]
+    with job("killed", save_every=2, kill_at=3) as killed:
+        assert [code for code, *_ in killed.results(200)] == [-signal.SIGKILL] * 2
+    with job("resumed", resume=str(tmp_path / "run" / "step-2")) as resumed:
+        assert [json.loads(out.splitlines()[-1]) for out in resumed.finish(200)] == expected
+    for rank in range(2):
+        whole, rest = (
+            [entry["ids"] for entry in lm.read(tmp_path / "run" / f"{name}-{rank}.jsonl")]
+            for name in ("whole", "resumed")
+        )
+        assert rest == whole[2:]

@@ -1,0 +1,469 @@
+"""`Trainer` of transformers with dynamic batches, on one rank and on two real ones."""
+
+import copy
+import itertools
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import language_models as lm  # noqa: E402
+import trainer_jobs as t  # noqa: E402
+from rank_jobs import RankJob, run_ranks  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
+
+from odb_nodes import PaddingCollate, StateError, TokenBudget  # noqa: E402
+from odb_nodes.integrations.huggingface import (  # noqa: E402
+    LrScaling,
+    ODBConfig,
+    ODBSeq2SeqTrainer,
+    ODBTrainer,
+    ODBTrainerMixin,
+    configure_trainer,
+)
+
+SIZE = 40
+IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport trainer_jobs as t\n"
+LOSSES = [
+    ("Normalizing", None),
+    ("Averaging", None),
+    ("Ignoring", None),
+    ("Plain", lm.sum_over_items),
+    ("Plain", lm.mean_over_batch),
+]
+
+
+def places_of(exhaustive):
+    """After the first step, within an epoch, around its end, and at the very end; or all."""
+    return None if exhaustive else lambda steps: [1, steps // 2 - 1, steps // 2, steps]
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("model, function", LOSSES)
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, model, function, accumulate):
+    trainer = t.make_trainer(
+        tmp_path,
+        model=model,
+        compute_loss_func=function,
+        gradient_accumulation_steps=accumulate,
+    )
+    trainer.train()
+    entries = t.entries_of(tmp_path, "train")
+    error, steps, _ = lm.check_steps([entries], SIZE, accumulate)
+    assert error < 1e-12
+    assert steps > 6
+    assert all(torch.isfinite(torch.tensor(entry["gradient"])).all() for entry in entries)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_the_gradient_check_sees_another_scale(tmp_path, factor):
+    class Scaled(ODBTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * factor
+
+    trainer = t.make_trainer(tmp_path, kind=Scaled, num_train_epochs=1)
+    trainer.train()
+    error, *_ = lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)
+    assert error == pytest.approx(abs(factor - 1))
+
+
+@pytest.mark.parametrize("model", ["Twice", "Undivided"])
+def test_a_loss_that_is_scaled_twice_or_not_at_all_is_refused(tmp_path, model):
+    trainer = t.make_trainer(tmp_path, model=model)
+    with pytest.raises(ValueError, match="scaled twice, or not at all"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_subclass_that_normalises_again_is_refused(tmp_path):
+    class Again(ODBTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch=torch.tensor(7))
+
+    with pytest.raises(ValueError, match="would be normalised twice"):
+        t.make_trainer(tmp_path, model="Averaging", kind=Again).train()
+
+
+def test_a_subclass_that_does_not_weigh_the_loss_is_refused(tmp_path):
+    class Alone(ODBTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs)["loss"]
+
+    with pytest.raises(ValueError, match=r"`Alone` overrides it"):
+        t.make_trainer(tmp_path, model="Averaging", kind=Alone).train()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulate, exhaustive):
+    entries = t.resume_everywhere(
+        tmp_path, places_of(exhaustive), gradient_accumulation_steps=accumulate
+    )
+    lm.check_steps([entries], SIZE, accumulate)
+
+
+def test_max_steps_ends_within_an_epoch(tmp_path, exhaustive):
+    options = {"max_steps": 9, "gradient_accumulation_steps": 2, "size": 30}
+    entries = t.resume_everywhere(tmp_path, places_of(exhaustive), **options)
+    assert [entry["step"] for entry in entries] == list(range(1, 10))
+    assert 1 < entries[-1]["epoch"] < 2
+
+
+def test_a_checkpoint_at_the_end_of_each_epoch_resumes_exactly(tmp_path):
+    whole = t.make_trainer(tmp_path, "whole", save_strategy="epoch")
+    whole.train()
+    entries = t.entries_of(tmp_path, "whole")
+    (place,) = [entry["step"] for entry in entries if entry["epoch"] == 1]
+    resumed = t.make_trainer(tmp_path, "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{place}"))
+    assert t.entries_of(tmp_path, "resumed") == entries[place:]
+    assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+
+
+def test_the_schedule_goes_on_as_it_was(tmp_path):
+    for schedule in ("steps", "samples"):
+        folder = tmp_path / schedule
+        options = {"odb": {"schedule": schedule}, "lr_scheduler_type": "cosine"}
+        t.resume_everywhere(folder, lambda steps: [steps // 3], **options)
+
+
+def test_a_schedule_by_samples_ends_with_the_last_sample(tmp_path):
+    odb = {"schedule": "samples", "steps_per_epoch": 5}  # there are more
+    trainer = t.make_trainer(tmp_path, odb=odb, logging_steps=1)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    epochs = [0.0, *(entry["epoch"] for entry in trainer.state.log_history if "loss" in entry)]
+    assert len(rates) > 10
+    assert rates == pytest.approx([t.LR * (1 - epoch / 2) for epoch in epochs[:-1]])
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 3, 100])
+def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
+    ends, totals = [], []
+
+    class Epochs(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            totals.append(state.max_steps)
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            ends.append(state.epoch)
+
+    trainer = t.make_trainer(tmp_path, odb={"steps_per_epoch": steps_per_epoch})
+    trainer.add_callback(Epochs())
+    trainer.train()
+    assert totals == [2 * (steps_per_epoch or 13)]
+    entries = t.entries_of(tmp_path, "train")
+    lm.check_steps([entries], SIZE, 1)
+    assert trainer.state.global_step == trainer.state.max_steps == len(entries)
+    assert trainer.args.max_steps == -1
+    assert ends == [1.0, 2.0]
+    assert trainer.args.ignore_data_skip is False
+
+
+def test_arguments_that_are_shares_of_the_whole(tmp_path):
+    trainer = t.make_trainer(tmp_path, logging_steps=0.2, warmup_steps=0.5)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [6, 12, 18, 24]
+    assert max(entries, key=lambda entry: entry["learning_rate"])["step"] == 12
+
+
+def test_a_part_of_an_epoch(tmp_path):
+    trainer = t.make_trainer(tmp_path, num_train_epochs=0.5)
+    trainer.train()
+    entries = t.entries_of(tmp_path, "train")
+    assert [entry["epoch"] >= 0.5 for entry in entries] == [False] * (len(entries) - 1) + [True]
+
+
+def test_another_callback_may_end_an_epoch(tmp_path):
+    class EndAtThree(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 3
+
+    def run(name, **options):
+        trainer = t.make_trainer(tmp_path, name, **options)
+        trainer.add_callback(EndAtThree())
+        return trainer
+
+    whole = run("whole", save_strategy="epoch")
+    whole.train()
+    entries = t.entries_of(tmp_path, "whole")
+    ids = [index for entry in entries[3:] for group in entry["ids"] for index in group]
+    assert sorted(ids) == list(range(SIZE))  # the second epoch, from its beginning
+    resumed = run("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert t.entries_of(tmp_path, "resumed") == entries[3:]
+
+
+def collate_pairs(samples):
+    """Texts and their labels, of lengths of their own."""
+    rows = {key: [torch.as_tensor(one[key]) for one in samples] for key in ("input_ids", "labels")}
+    pad = torch.nn.utils.rnn.pad_sequence
+    mask = pad([torch.ones_like(row) for row in rows["input_ids"]], batch_first=True)
+    labels = pad(rows["labels"], batch_first=True, padding_value=-100)
+    ids = pad(rows["input_ids"], batch_first=True)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def decoder():
+    config = LlamaConfig(
+        vocab_size=lm.VOCABULARY,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def encoder_decoder():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=lm.VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_the_gradient_of_a_model_of_transformers(tmp_path, kind, accumulate):
+    torch.manual_seed(0)
+    shifts = kind == "decoder"
+    model = (decoder() if shifts else encoder_decoder()).double()
+    reference = copy.deepcopy(model)
+    data = [lm.sample_of(index) for index in range(SIZE)]
+    if not shifts:  # whose first label is a target
+        data = [{**sample, "labels": sample["input_ids"][::2]} for sample in data]
+    errors, batches = [], []
+
+    class Check(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            reference.load_state_dict(model.state_dict())
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            reference.zero_grad()
+            rows = [row for batch in batches for row in rows_of(batch)]
+            labels = [row["labels"][:, 1:] if shifts else row["labels"] for row in rows]
+            counts = [int((label != -100).sum()) for label in labels]
+            for row, count in zip(rows, counts, strict=True):
+                if count:  # The loss of one sample alone is its mean.
+                    (reference(**row).loss * count / sum(counts)).backward()
+            expected, found = (lm.gradient_of(one) for one in (reference, model))
+            errors.append((found - expected).norm() / expected.norm())
+            batches.clear()
+
+    def keep(module, args, kwargs):
+        if module.training:
+            batches.append({key: kwargs[key] for key in ("input_ids", "labels", "attention_mask")})
+
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    trainer = (ODBTrainer if shifts else ODBSeq2SeqTrainer)(
+        model,
+        t.arguments(
+            tmp_path, max_steps=6, gradient_accumulation_steps=accumulate, seq2seq=not shifts
+        ),
+        train_dataset=data,
+        data_collator=None if shifts else collate_pairs,
+        odb=t.config(),
+    )
+    trainer.add_callback(Check())
+    trainer.train()
+    assert len(errors) == 6
+    assert max(errors) < 1e-6  # they compute losses in fp32
+
+
+def rows_of(batch):
+    """Each sample of a batch alone, as wide as it was."""
+    count = len(batch["input_ids"])
+    return [{key: value[row : row + 1] for key, value in batch.items()} for row in range(count)]
+
+
+def test_evaluation_is_untouched(tmp_path):
+    trainer = t.make_trainer(
+        tmp_path,
+        eval_strategy="epoch",
+        per_device_eval_batch_size=2,
+        eval_dataset=t.Texts(10),
+        data_collator=PaddingCollate(),
+    )
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 2
+    stock = Trainer(
+        trainer.model, trainer.args, eval_dataset=t.Texts(10), data_collator=PaddingCollate()
+    )
+    assert stock.evaluate()["eval_loss"] == losses[-1]
+
+
+def test_a_trainer_of_any_class_is_configured(tmp_path):
+    class Mine(Trainer):
+        pass
+
+    trainer = Mine(lm.Normalizing(), t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
+    given = configure_trainer(trainer, token_budget=64, window=12)
+    trainer.add_callback(t.Recorder(trainer, tmp_path / "train-0.jsonl"))
+    trainer.train()
+    assert given is trainer
+    assert isinstance(trainer, Mine)
+    assert lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 1)[0] < 1e-12
+    with pytest.raises(ValueError, match="has dynamic batches already"):
+        configure_trainer(trainer, token_budget=64)
+
+
+def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
+    odb = {"token_budget": TokenBudget(20, oversize="drop"), "window": 12}
+    options = {"num_train_epochs": 1, "save_strategy": "steps", "odb": odb}
+    with pytest.warns(UserWarning, match="it is dropped"):
+        trainer = t.make_trainer(tmp_path, **options)
+        trainer.train()
+    assert trainer.state.epoch == 1
+    place = tmp_path / f"checkpoint-{trainer.state.global_step}"
+    assert place.is_dir()
+    resumed = t.make_trainer(tmp_path, "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(place))
+    assert resumed.state.global_step == trainer.state.global_step
+
+
+def test_the_learning_rate_follows_the_samples_of_a_step(tmp_path):
+    scaling = LrScaling(reference_samples=4, rule="linear")
+    options = {"lr_scheduler_type": "constant", "odb": {"lr_scaling": scaling}}
+    t.make_trainer(tmp_path, **options).train()
+    entries = t.entries_of(tmp_path, "train")
+    for entry, after in itertools.pairwise(entries):
+        before, gradient = torch.tensor(entry["before"]), torch.tensor(entry["gradient"])
+        samples = sum(map(len, entry["ids"]))
+        expected = before - t.LR * samples / 4 * gradient
+        assert torch.allclose(expected, torch.tensor(after["before"]))
+
+
+def test_the_log_tells_of_the_batches(tmp_path):
+    options = {"num_train_epochs": 1, "logging_steps": 1, "gradient_accumulation_steps": 3}
+    trainer = t.make_trainer(tmp_path, **options)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(entry["odb/samples_per_step"] for entry in log) == SIZE
+    tokens = sum(len(lm.sample_of(index)["input_ids"]) for index in range(SIZE))
+    assert sum(entry["odb/real_tokens_per_step"] for entry in log) == tokens
+    assert all(0 <= entry["odb/padding_share"] < 0.6 for entry in log[:-1])
+    assert [entry["odb/filler_share"] for entry in log[:-1]] == [0.0] * (len(log) - 1)
+    assert log[-1]["odb/filler_share"] == pytest.approx(2 / 3)  # of 13 batches, 1 is left
+
+
+def test_metrics_go_to_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    t.make_trainer(tmp_path, num_train_epochs=1, report_to=["tensorboard"]).train()
+    (path,) = (tmp_path / "events").rglob("events*")
+    names = EventAccumulator(str(path)).Reload().Tags()["scalars"]
+    scalars = {name.removeprefix("train/") for name in names}
+    assert {"loss", "odb/padding_share", "odb/real_tokens_per_s", "odb/rank_balance"} <= scalars
+
+
+def test_workers_change_nothing(tmp_path):
+    options = {"num_train_epochs": 1, "gradient_accumulation_steps": 2}
+    t.make_trainer(tmp_path, "alone", **options).train()
+    entries = t.resume_everywhere(
+        tmp_path, lambda steps: [steps // 2], dataloader_num_workers=1, **options
+    )
+    assert entries == t.entries_of(tmp_path, "alone")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False"),
+        ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must be"),
+        ({"max_steps": 3, "odb": {"schedule": "samples"}}, "`schedule` must be"),
+        ({"odb": {"uneven": "join"}}, "`uneven` must be"),
+        ({"odb": {"token_budget": 0}}, "`token_budget` must be"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        t.make_trainer(tmp_path, **options)
+
+
+def test_a_checkpoint_without_a_state_is_refused(tmp_path):
+    trainer = t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1)
+    trainer.train()
+    (tmp_path / "checkpoint-3" / "odb_nodes-rank00000-of-00001.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no state"):
+        t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    with pytest.raises(StateError, match="`accumulate` was 1 when saved"):
+        t.make_trainer(tmp_path, gradient_accumulation_steps=2).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+        )
+
+
+def test_the_config_is_keyword_only_and_frozen():
+    with pytest.raises(TypeError):
+        ODBConfig(64)
+    with pytest.raises(AttributeError):
+        ODBConfig(token_budget=64).window = 3
+    assert issubclass(ODBTrainer, ODBTrainerMixin)
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, accumulate, exhaustive):
+    body = """
+        folder, accumulate, exhaustive = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+        places = None if exhaustive else lambda steps: [1, steps // 2 - 1, steps // 2, steps]
+        found = []
+        for model, size, budget in (("Normalizing", 37, 64), ("Averaging", 5, 4)):
+            options = dict(model=model, size=size, gradient_accumulation_steps=accumulate)
+            options["odb"] = dict(token_budget=budget)
+            entries = t.resume_everywhere(f"{folder}/{model}", places, **options)
+            found.append(t.language_models.check_steps(r.gathered(entries), size, accumulate))
+        r.finish(found)
+    """
+    (first, second) = run_ranks(
+        tmp_path, program(body), 2, str(tmp_path), str(accumulate), str(exhaustive), timeout_s=250
+    )
+    assert first == second
+    assert all(error < 1e-12 for error, _, _ in first)
+    _, (_, _, fillers) = first
+    assert fillers
+
+
+def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
+    body = "t.main()"
+
+    def job(name, **options):
+        given = {"folder": str(tmp_path / "run"), "name": name, "num_train_epochs": 1, **options}
+        given["gradient_accumulation_steps"] = 2
+        return RankJob(tmp_path, program(body), 2, json.dumps(given), init=False)
+
+    with job("killed", save_strategy="steps", save_steps=2, kill_at=3) as killed:
+        assert [code for code, *_ in killed.results(200)] == [-signal.SIGKILL] * 2
+    with job("resumed", resume=True) as resumed:
+        outputs = resumed.finish(200)
+    for rank, output in enumerate(outputs):
+        lines = [line for line in output.splitlines() if line.startswith('{"')]
+        found, expected = map(json.loads, lines)
+        assert found == expected
+        entries = lm.read(tmp_path / "run" / f"whole-{rank}.jsonl")
+        assert lm.read(tmp_path / "run" / f"resumed-{rank}.jsonl") == entries[2:]
+
+
+def program(body):
+    """A program of ranks, with the names of `trainer_jobs` as `t`."""
+    from textwrap import dedent
+
+    return IMPORTS + dedent(body)

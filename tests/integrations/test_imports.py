@@ -1,0 +1,44 @@
+"""What is imported, and when; and what is said where it cannot be."""
+
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "tensorboard", "datasets")
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_library_alone_imports_no_framework():
+    code = f"""
+import sys, odb_nodes, odb_nodes.integrations, odb_nodes.testing
+import odb_nodes.integrations.metrics, odb_nodes.integrations.learning_rate
+import odb_nodes.integrations.step_estimate
+print([name for name in {FRAMEWORKS} if name in sys.modules])
+"""
+    result = run(code)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize(
+    "module, missing, extra",
+    [("huggingface", "transformers", "hf"), ("accelerate", "accelerate", "accelerate")],
+)
+def test_a_missing_framework_is_an_error_that_names_the_command(module, missing, extra):
+    code = f"import sys; sys.modules[{missing!r}] = None; import odb_nodes.integrations.{module}"
+    result = run(code)
+    assert result.returncode == 1
+    assert f"needs `{missing}`" in result.stderr
+    assert f"pip install 'odb-nodes[{extra}]'" in result.stderr
+
+
+def test_the_integration_of_accelerate_does_not_import_transformers():
+    result = run(
+        "import sys, odb_nodes.integrations.accelerate; print('transformers' in sys.modules)"
+    )
+    assert result.stdout.strip() == "False", result.stderr

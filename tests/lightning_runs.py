@@ -1,26 +1,34 @@
 """Runs of a Lightning `Trainer` with dynamic batches, and what they have trained on."""
 
 import logging
+import os
+import signal
 import warnings
 from pathlib import Path
 
 import gradients as g
+import rank_jobs as r
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from odb_nodes import StateError
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
 
 SIZE = 40
+RANKS_SIZE = 61
 
 
 class Module(LightningModule):
     """Notes the batches of every step, and the gradient that the optimizer gets."""
 
-    def __init__(self, dropout=0.0):
+    def __init__(self, dropout=0.0, lr=1e-2):
         super().__init__()
+        self.lr = lr
         self.model = g.LanguageModel()
         self.dropout = torch.nn.Dropout(dropout)
         self.seen = []  # per batch: epoch, ids, whether it fills, optimizer steps before
@@ -44,7 +52,7 @@ class Module(LightningModule):
         self.gradients.append(g.gradient_of(self.model).clone())
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
     @property
     def weights(self):
@@ -119,3 +127,72 @@ def check_resumed(whole, trainer, resumed, resumed_trainer, tolerance=1e-12):
     assert resumed.seen == rest
     assert (resumed.weights - whole.weights).abs().max() <= tolerance
     return len(rest)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+class KillEverywhere(Callback):
+    """Kills the process with SIGKILL on all ranks, before an optimizer step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_on_ranks(*callbacks, accumulate, **options):
+    given = {"max_epochs": 2, "accumulate_grad_batches": accumulate, **options}
+    ranks = {"strategy": "ddp", "devices": 2}
+    return fit(*callbacks, size=RANKS_SIZE, **ranks, **given)
+
+
+def whole_and_resumed(folder, accumulate):
+    """Run to the end, saving everywhere, and from many of the places; note the whole run."""
+    save = SaveEverywhere(folder)
+    whole, trainer = fit_on_ranks(save, accumulate=accumulate)
+    for path in save.paths[::6] + save.paths[-2:]:
+        resumed, its_trainer = fit_on_ranks(accumulate=accumulate, checkpoint=path)
+        check_resumed(whole, trainer, resumed, its_trainer, 1e-9)
+    state = {"seen": whole.seen, "weights": whole.weights, "steps": trainer.global_step}
+    torch.save(state, Path(folder, f"whole-{dist.get_rank()}.pt"))
+    return {"seen": whole.seen, "steps": trainer.global_step}
+
+
+def gradient_errors_of_ranks(accumulate):
+    """Of every optimizer step, against one process that has the batches of all ranks."""
+    module, _ = fit_on_ranks(accumulate=accumulate, module=Module(lr=0.0), max_epochs=1)
+    one = g.OneProcess([RANKS_SIZE])
+    errors = []
+    for gradient, own in zip(module.gradients, module.groups(), strict=True):
+        groups = [group for of_rank in r.gathered(own) for group in of_rank]
+        errors.append(g.relative_error(gradient, one.gradient(groups, "exact")))
+    return errors
+
+
+def run_until_killed(folder, accumulate, step):
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
+    fit_on_ranks(saver, KillEverywhere(step), accumulate=accumulate, enable_checkpointing=True)
+
+
+def resume_after_kill(folder, accumulate):
+    """Go on from the last checkpoint, and compare with what the whole run has noted."""
+    path = str(Path(folder, "last.ckpt"))
+    resumed, trainer = fit_on_ranks(accumulate=accumulate, checkpoint=path)
+    whole = torch.load(Path(folder, f"whole-{dist.get_rank()}.pt"), weights_only=True)
+    assert trainer.global_step == whole["steps"]
+    assert resumed.seen == whole["seen"][len(whole["seen"]) - len(resumed.seen) :]
+    assert (resumed.weights - whole["weights"]).abs().max() <= 1e-9
+    return resumed.seen[0][3]
+
+
+def refused_with_another_number_of_ranks(path):
+    """What one rank is told of a checkpoint of two."""
+    try:
+        fit(checkpoint=path, size=RANKS_SIZE, max_epochs=2)
+    except StateError as error:
+        return str(error)
+    return None

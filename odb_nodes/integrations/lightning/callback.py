@@ -1,0 +1,232 @@
+"""The callback that weighs losses, saves states, and checks what Lightning does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from odb_nodes.dataloader import ODBDataLoader
+from odb_nodes.errors import StateError
+from odb_nodes.integrations.lightning.batches import TrainBatches
+from odb_nodes.integrations.lightning.checks import (
+    check_epoch_end,
+    check_optimizer_step,
+    check_states,
+    check_trainer,
+)
+from odb_nodes.integrations.lightning.position import Position, epochs_processed, set_progress
+from odb_nodes.integrations.lightning.run import Run
+from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.step_info import StepInfo
+
+__all__ = ["ODBCallback"]
+
+
+class ODBCallback(Callback):
+    """Trains with dynamic batches: exact losses, exact resume from `ckpt_path`, `odb/*` metrics.
+
+    `training_step` returns the mean loss over the supervised tokens of its batch. The gradient of
+    that loss is weighed here, so that the gradient of an optimizer step is that of the mean over
+    the supervised tokens of all its batches, on all ranks; the division by
+    `accumulate_grad_batches` is undone.
+
+    A checkpoint stands at the last optimizer step that was taken when it was written. It holds the
+    states of all ranks, and those of torch's generators.
+
+    Args:
+        log_metrics: log `odb/*` every `log_every_n_steps` optimizer steps.
+    """
+
+    STATE_KEY = "odb_nodes"
+
+    def __init__(self, *, log_metrics: bool = True) -> None:
+        self._log_metrics = log_metrics
+        self._batches: TrainBatches | None = None
+        self._run = Run(Position())
+        self._meter = StepMeter()
+
+    def batches(self, loader: ODBDataLoader) -> TrainBatches:
+        """Return what `train_dataloader` of a module or data module is to return.
+
+        Args:
+            loader: made in that hook, when the ranks know of each other, with
+                `accumulate=trainer.accumulate_grad_batches`.
+        """
+        start = self._run.start
+        if start.loader is not None:
+            loader.load_state_dict(start.loader)
+        elif start.epoch:
+            loader.set_epoch(start.epoch)
+        self._batches = TrainBatches(loader)
+        return self._batches
+
+    @property
+    def step_info(self) -> StepInfo:
+        """Counts of the step that is trained on. Its `loss_scale` is 1: nothing is left to be done.
+
+        Raises:
+            RuntimeError: no step has begun.
+        """
+        if self._run.current is None:
+            raise RuntimeError("`step_info` is known only once a training step has begun.")
+        return replace(self._run.current.info, loss_scale=1.0)
+
+    # --- a run --------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what does not go with dynamic batches."""
+        if stage == TrainerFn.FITTING:
+            check_trainer(trainer)
+            self._batches = None
+            self._run = Run(Position(epoch=trainer.current_epoch))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure."""
+        self._required_batches()
+        self._meter = StepMeter()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Take up what belongs to the batch."""
+        self._run.begin(
+            self._required_batches(),
+            batch_idx,
+            epoch=trainer.current_epoch,
+            optimizer_steps=trainer.global_step,
+        )
+        if self._run.current is not None:
+            fetched = self._run.current
+            self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        """Weigh the gradient of the loss."""
+        if self._run.current is None or not loss.requires_grad:
+            return
+        # By the gradient, since a hook cannot return another loss. Lightning divides automatically
+        # optimized losses by the number of batches, also where the last step has fewer.
+        divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        factor = self._run.current.info.loss_scale * divided_by
+        loss.register_hook(lambda gradient: gradient * factor)
+        self._run.backwards += 1
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Check that Lightning has done what the loader counts on, and log."""
+        has_stepped = self._run.has_stepped(trainer.global_step)
+        check_optimizer_step(trainer, self._run, has_stepped=has_stepped)
+        if has_stepped and self._log_metrics and is_logged(trainer):
+            self._log(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to leave an epoch, other than to end the run."""
+        if self._run.state_after(self._batches) is None:
+            check_epoch_end(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Stop the workers."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop the workers."""
+        self._close()
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the states of all ranks into the checkpoint. All ranks call it.
+
+        Raises:
+            StateError: this version of Lightning writes its progress in an unknown way.
+        """
+        if self._batches is None:
+            return  # Nothing was trained here.
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        position = self._run.settle(trainer.global_step)
+        after = self._run.state_after(self._batches)
+        if after is not None and epochs_processed(fit_loop) > position.epoch:
+            epoch = position.epoch + 1
+            position = replace(position, epoch=epoch, steps=0, samples=0, loader=after)
+        set_progress(fit_loop, position)
+        checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, asdict(position))
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go back to where the checkpoint stands.
+
+        Raises:
+            StateError: it has no state, or was saved by another number of ranks.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        states = check_states(trainer, checkpoint.get(self.STATE_KEY))
+        start = Position(**states[trainer.global_rank])
+        self._run = Run(start)
+        if self._batches is None:
+            return
+        # Some strategies load only after the optimizers were made.
+        if self._batches.has_begun:
+            raise StateError(
+                f"batches were read before `{type(trainer.strategy).__name__}` has loaded the "
+                "checkpoint, by `trainer.estimated_stepping_batches`. Use "
+                "`ODBDataModule.estimated_steps` in its place."
+            )
+        if start.loader is not None:
+            self._batches.loader.load_state_dict(start.loader)
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _required_batches(self) -> TrainBatches:
+        if self._batches is None:
+            raise RuntimeError(
+                "`ODBCallback` has no batches: `train_dataloader` must return "
+                "`callback.batches(loader)`, as that of `ODBDataModule` does."
+            )
+        return self._batches
+
+    def _close(self) -> None:
+        if self._batches is not None:
+            self._batches.loader.close()
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rows, steps, seconds = self._meter.take()
+        of_ranks: Any = pl_module.all_gather(rows.to(pl_module.device))
+        metrics = summarize(of_ranks.reshape(-1, *rows.shape).cpu(), steps, seconds)
+        pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+        try:
+            share = self._run.epoch_samples / self._required_batches().loader.num_samples
+        except TypeError:
+            return  # A dataset without a length.
+        epoch = trainer.current_epoch + share
+        pl_module.log("odb/epoch", epoch, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+
+
+def is_logged(trainer: Any) -> bool:
+    """Tell whether Lightning passes on what is logged in the optimizer step that has ended."""
+    return bool(trainer.global_step % max(1, trainer.log_every_n_steps) == 0)
+
+
+def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
+    if trainer.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(values, value)
+    return values

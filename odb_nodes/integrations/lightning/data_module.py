@@ -1,0 +1,108 @@
+"""A data module whose training batches are dynamic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from odb_nodes.checks import check_count
+from odb_nodes.dataloader import ODBDataLoader
+from odb_nodes.integrations.lightning.batches import TrainBatches
+from odb_nodes.integrations.lightning.callback import ODBCallback
+from odb_nodes.integrations.step_estimate import estimate_steps
+from odb_nodes.planning import TokenBudget
+
+__all__ = ["ODBDataModule"]
+
+
+class ODBDataModule(LightningDataModule):
+    """Makes the loader of a rank, once the ranks know of each other.
+
+    The trainer must have an `ODBCallback`. Validation batches come from the `val_dataloader` of the
+    module, or of a subclass.
+
+    Args:
+        dataset: to train on; see `ODBDataLoader`.
+        token_budget: padded tokens of a batch on one rank, or a `TokenBudget`.
+        options: further arguments of `ODBDataLoader`. `accumulate` is that of the trainer.
+
+    Raises:
+        ValueError: `accumulate` is given, or `uneven="join"`, which needs a loop of your own.
+    """
+
+    def __init__(self, dataset: Any, *, token_budget: int | TokenBudget, **options: Any) -> None:
+        super().__init__()
+        TokenBudget.of(token_budget, "token_budget")
+        if "accumulate" in options:
+            raise ValueError(
+                "`accumulate` must not be given: it is `accumulate_grad_batches` of the trainer."
+            )
+        if options.get("uneven") == "join":
+            raise ValueError(
+                '`uneven` must be "fill" or "stop" under a `Trainer`, but is "join" instead.'
+            )
+        self._dataset = dataset
+        self._budget = token_budget
+        self._options = options
+
+    def train_dataloader(self) -> TrainBatches:
+        """Return the batches of a run.
+
+        Raises:
+            RuntimeError: the trainer has no `ODBCallback`, or several.
+        """
+        trainer = self._trainer_of("train_dataloader")
+        callbacks = [each for each in trainer.callbacks if isinstance(each, ODBCallback)]
+        if len(callbacks) != 1:
+            raise RuntimeError(
+                f"the trainer must have one `ODBCallback`, but has {len(callbacks)}. Make it with "
+                "`Trainer(callbacks=[ODBCallback()])`."
+            )
+        loader = ODBDataLoader(
+            self._dataset,
+            token_budget=self._budget,
+            accumulate=trainer.accumulate_grad_batches,
+            **self._options,
+        )
+        return callbacks[0].batches(loader)
+
+    def estimated_steps(self, looked_at: int = 512) -> int:
+        """Return about how many optimizer steps the run will have, the same on all ranks.
+
+        For schedules, in `configure_optimizers`, on all ranks. `trainer.estimated_stepping_batches`
+        is `max_steps` where batches cannot be counted, and so -1 without that.
+
+        Args:
+            looked_at: how many samples of the dataset to process for it.
+
+        Raises:
+            ValueError: the run has no end.
+        """
+        trainer = self._trainer_of("estimated_steps")
+        max_epochs, max_steps = trainer.max_epochs, int(trainer.max_steps)
+        if max_epochs is None or max_epochs < 0:
+            if max_steps < 0:
+                raise ValueError("`max_epochs` or `max_steps` must be given, to have an end.")
+            return max_steps
+        options = self._options
+        steps = 0
+        if trainer.is_global_zero:
+            steps = max_epochs * estimate_steps(
+                self._dataset,
+                budget=TokenBudget.of(self._budget),
+                window=options.get("window", 1024),
+                accumulate=trainer.accumulate_grad_batches,
+                world_size=trainer.world_size,
+                process_fn=options.get("process_fn"),
+                observe=options.get("observe"),
+                looked_at=check_count("looked_at", looked_at),
+                seed=options.get("seed", 0),
+            )
+        agreed = int(trainer.strategy.broadcast(steps))
+        return agreed if max_steps < 0 else min(agreed, max_steps)
+
+    def _trainer_of(self, name: str) -> Any:
+        if self.trainer is None:
+            raise RuntimeError(f"`{name}` needs a trainer: call `trainer.fit(datamodule=...)`.")
+        return self.trainer

@@ -1,0 +1,167 @@
+"""Arguments in the manner of LLaMA-Factory, and what they come to."""
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from odb_nodes import PackedCollate, TokenBudget
+from odb_nodes.integrations.llama_factory import DynamicBatches
+
+
+@dataclass
+class DataArguments:
+    cutoff_len: int = 2048
+    packing: bool | None = None
+    neat_packing: bool = False
+    streaming: bool = False
+
+
+def arguments(**changed):
+    """As they come from a command line: three objects."""
+    data, training, finetuning = (
+        DataArguments(),
+        SimpleNamespace(
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            group_by_length=False,
+            dataloader_drop_last=False,
+        ),
+        SimpleNamespace(stage="sft", disable_shuffling=False),
+    )
+    for name, value in changed.items():
+        holder = next(one for one in (data, training, finetuning) if hasattr(one, name))
+        setattr(holder, name, value)
+    return data, training, finetuning
+
+
+def test_the_budget_is_what_fixed_batches_take_at_most():
+    batches = DynamicBatches.of(*arguments())
+    assert batches.budget == TokenBudget(2048 * 4)
+    assert batches.accumulate == 2
+    assert batches.shuffle
+
+
+def test_one_mapping_as_of_a_yaml_file_does_too():
+    batches = DynamicBatches.of(
+        {"cutoff_len": 128, "per_device_train_batch_size": 2, "stage": "sft", "lora_rank": 8}
+    )
+    assert batches.budget == TokenBudget(256)
+    assert batches.accumulate == 1
+    assert batches.data_args["lora_rank"] == 8
+
+
+def test_neat_packing_becomes_a_packed_budget_over_whole_samples():
+    given = arguments(neat_packing=True, packing=True)
+    batches = DynamicBatches.of(*given)
+    assert batches.budget == TokenBudget(2048 * 4, layout="packed")
+    assert not batches.data_args.packing and not batches.data_args.neat_packing
+    assert given[0].packing and given[0].neat_packing  # not changed
+
+
+def test_a_budget_can_be_given():
+    assert DynamicBatches.of(*arguments(), token_budget=5000).budget == TokenBudget(5000)
+    with pytest.raises(ValueError, match=r"at least `cutoff_len` \(2048\), but is 1000"):
+        DynamicBatches.of(*arguments(), token_budget=1000)
+    given = {"cutoff_len": 100}
+    assert DynamicBatches.of(given, token_budget=300).budget == TokenBudget(300)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"packing": True}, "`packing` must be False, or `neat_packing` True"),
+        ({"packing": False, "neat_packing": True}, "`packing` must not be False where"),
+        ({"stage": "pt"}, "`packing` must be given"),
+        ({"stage": "dpo"}, "`stage` must be one of"),
+        ({"group_by_length": True}, "`group_by_length` must be False"),
+        ({"dataloader_drop_last": True}, "`dataloader_drop_last` must be False"),
+        ({"cutoff_len": 0}, "`cutoff_len` must be in"),
+        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be in"),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be in"),
+    ],
+)
+def test_what_contradicts_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicBatches.of(*arguments(**changed))
+
+
+def test_pretraining_without_packing_is_fine():
+    assert DynamicBatches.of(*arguments(stage="pt", packing=False)).budget.layout == "padded"
+
+
+def test_what_is_missing_or_given_twice_is_refused():
+    with pytest.raises(ValueError, match="`per_device_train_batch_size` must be given"):
+        DynamicBatches.of({"cutoff_len": 10})
+    with pytest.raises(ValueError, match="`cutoff_len` is given twice, as 2048 and as 10"):
+        DynamicBatches.of(*arguments(), {"cutoff_len": 10})
+    with pytest.raises(TypeError, match="`neat_packing` must be True or False"):
+        DynamicBatches.of(*arguments(neat_packing="yes"))
+
+
+# --- a trainer ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """What the integration with transformers is asked for, in its place."""
+    asked = []
+
+    def configure_trainer(trainer, **options):
+        asked.append(options)
+        return trainer
+
+    module = ModuleType("odb_nodes.integrations.huggingface")
+    module.configure_trainer = configure_trainer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asked
+
+
+def trainer_of(training, **changed):
+    given = {
+        "args": training,
+        "train_dataset": [{"input_ids": [1, 2], "attention_mask": [1, 1]}],
+        "data_collator": SimpleNamespace(pad_to_multiple_of=None),
+    }
+    return SimpleNamespace(**{**given, **changed})
+
+
+def test_a_trainer_of_any_class_is_configured(configured):
+    given = arguments()
+    trainer = trainer_of(given[1])
+    assert DynamicBatches.of(*given).configure(trainer, window=64) is trainer
+    assert configured == [{"token_budget": TokenBudget(2048 * 4), "window": 64}]
+
+
+def test_the_budget_counts_what_the_collator_pads(configured):
+    given = arguments(cutoff_len=2047, per_device_train_batch_size=1)
+    collator = SimpleNamespace(pad_to_multiple_of=8)
+    DynamicBatches.of(*given).configure(trainer_of(given[1], data_collator=collator))
+    # A sample of 2047 tokens, padded to 2048, does not exceed it.
+    assert configured == [{"token_budget": TokenBudget(2048, pad_to_multiple_of=8)}]
+
+
+def test_packed_batches_are_made_by_our_collator(configured):
+    given = arguments(neat_packing=True)
+    trainer = trainer_of(given[1])
+    DynamicBatches.of(*given).configure(trainer)
+    assert isinstance(trainer.data_collator, PackedCollate)
+    assert configured == [{"token_budget": TokenBudget(2048 * 4, layout="packed")}]
+
+
+def test_data_that_is_not_to_be_shuffled_is_not(configured):
+    given = arguments(disable_shuffling=True)
+    DynamicBatches.of(*given).configure(trainer_of(given[1]))
+    assert given[1].train_sampling_strategy == "sequential"
+
+
+def test_a_trainer_that_contradicts_is_refused(configured):
+    given = arguments()
+    other = SimpleNamespace(gradient_accumulation_steps=5)
+    with pytest.raises(ValueError, match="of the trainer must be 2, as in the arguments, but is 5"):
+        DynamicBatches.of(*given).configure(trainer_of(other))
+    packed = [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}]
+    with pytest.raises(ValueError, match="is packed already"):
+        DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=packed))
+    assert configured == []

@@ -1,0 +1,78 @@
+"""Arguments in the manner of LLaMA-Factory, and a trainer made in its manner."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("odb_nodes.integrations.huggingface")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from odb_nodes import PaddingCollate
+from odb_nodes.integrations.llama_factory import DynamicBatches
+
+SIZE, CUTOFF = 50, 32
+
+
+class Texts:
+    """Samples as a preprocessed dataset has them, none longer than the cutoff."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        tokens = [1 + (index + place) % 60 for place in range(2 + 7 * index % (CUTOFF - 1))]
+        labels = [-100, *tokens[1:]]
+        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": labels}
+
+
+class CustomSeq2SeqTrainer(Seq2SeqTrainer):
+    """Takes an argument of its own, and passes the loss on."""
+
+    def __init__(self, finetuning_args, **kwargs):
+        super().__init__(**kwargs)
+        self.finetuning_args = finetuning_args
+        self.seen = {}  # batches by their labels: what fills the last optimizer step repeats one
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if model.training:
+            labels = tuple(inputs["labels"].flatten().tolist())
+            self.seen[labels] = tuple(inputs["input_ids"].shape)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("neat_packing", [False, True])
+def test_a_trainer_made_in_its_manner_trains_on_dynamic_batches(neat_packing, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
+    data_args = SimpleNamespace(cutoff_len=CUTOFF, packing=None, neat_packing=neat_packing)
+    finetuning_args = SimpleNamespace(stage="sft", disable_shuffling=False)
+    training_args = Seq2SeqTrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        num_train_epochs=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        remove_unused_columns=False,
+    )
+    batches = DynamicBatches.of(data_args, training_args, finetuning_args)
+    trainer = CustomSeq2SeqTrainer(
+        finetuning_args,
+        model=model,
+        args=training_args,
+        train_dataset=Texts(),
+        data_collator=PaddingCollate(pad_to_multiple_of=8),
+    )
+    assert batches.configure(trainer, window=16) is trainer
+    trainer.train()
+    assert all(rows * width <= 4 * CUTOFF for rows, width in trainer.seen.values())
+    assert all(rows == 1 for rows, _ in trainer.seen.values()) == neat_packing
+    targets = sum(label != -100 for labels in trainer.seen for label in labels)
+    assert targets == sum(len(Texts()[index]["input_ids"]) - 1 for index in range(SIZE))
+    assert trainer.state.global_step == -(-len(trainer.seen) // 3)

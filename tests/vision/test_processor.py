@@ -1,15 +1,17 @@
+import io
 import pickle
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from pictures import as_bytes, asked, noise, processor
+from pictures import as_bytes, asked, in_mode, noise, processor
+from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from odb_nodes import SampleError, Skipped
 from odb_nodes.names import name_of
-from odb_nodes.vision import BadImages, ChatTemplate, VisionLanguageProcessor
+from odb_nodes.vision import BadImages, ChatTemplate, VisionLanguageCollate, VisionLanguageProcessor
 
 SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]
 
@@ -43,12 +45,57 @@ def test_patches_are_those_of_transformers(patch_size, merge_size, temporal):
     assert ours["pixel_values"].shape[1] == 3 * temporal * patch_size**2
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "LA"])
-def test_patches_of_other_modes_are_those_of_transformers_too(mode):
-    image = noise(150, 90).convert(mode)
-    expected = processor().image_processor(images=[image], return_tensors="np")
-    found = processor()(asked(as_bytes(image)))
-    assert np.array_equal(found["pixel_values"], expected["pixel_values"])
+MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "F", "I;16"]
+
+
+def late_patches(record):
+    """The `pixel_values` that a collate function makes of `images`."""
+    made = processor()
+    sample = VisionLanguageProcessor(made.tokenizer, made.image_processor, late_patches=True)(
+        record
+    )
+    collate = VisionLanguageCollate(dummy=None, image_processor=made.image_processor)
+    return collate([sample])["pixel_values"].numpy()
+
+
+def assert_patches_are_theirs(image, source):
+    expected = processor().image_processor(images=[image], return_tensors="np")["pixel_values"]
+    assert np.array_equal(processor()(asked(source))["pixel_values"], expected)
+    assert np.array_equal(late_patches(asked(source)), expected)
+    return expected
+
+
+@pytest.mark.parametrize("size", [(150, 90), (56, 84), (500, 300)])
+@pytest.mark.parametrize("mode", MODES)
+def test_patches_of_other_modes_are_those_of_transformers_too(mode, size):
+    assert_patches_are_theirs(in_mode(mode, *size), in_mode(mode, *size))
+
+
+TRANSPARENT = [
+    ("P", "PNG", {"transparency": 7}),
+    ("P", "PNG", {"transparency": bytes(range(256))}),
+    ("P", "GIF", {"transparency": 7}),
+    ("L", "PNG", {"transparency": 7}),
+    ("1", "PNG", {"transparency": 0}),
+    ("RGB", "PNG", {"transparency": (7, 7, 7)}),
+    ("LA", "PNG", {}),
+    ("RGBA", "PNG", {}),
+    ("RGBA", "TIFF", {}),
+    ("RGBA", "WEBP", {"lossless": True}),
+]
+
+
+@pytest.mark.parametrize("mode, format, options", TRANSPARENT)
+def test_what_is_transparent_is_white_as_in_transformers(mode, format, options):
+    file = as_bytes(in_mode(mode, 120, 70), format, **options)
+    for source in (file, Image.open(io.BytesIO(file))):
+        assert_patches_are_theirs(Image.open(io.BytesIO(file)), source)
+    clear = Image.new(mode, (60, 60)) if "A" in mode else Image.new(mode, (60, 60), 0)
+    if "transparency" in options:
+        options = {"transparency": (0, 0, 0) if mode == "RGB" else 0}
+    file = as_bytes(clear, format, **options)
+    white = assert_patches_are_theirs(Image.open(io.BytesIO(file)), file)
+    assert np.array_equal(white, assert_patches_are_theirs(*[Image.new("L", (60, 60), 255)] * 2))
 
 
 def test_a_conversation_becomes_tokens_with_the_prompt_masked():

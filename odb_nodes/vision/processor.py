@@ -8,8 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes.checks import check_bool
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Skipped
+from odb_nodes.vision.arguments import (
+    ORDER,
+    check_image_processor,
+    check_names,
+    check_tokenizer,
+    check_type,
+)
 from odb_nodes.vision.chat import ChatTemplate, Part
 from odb_nodes.vision.dummy import IMAGES_KEY, TYPE_KEY, DummyImage
 from odb_nodes.vision.images import ImageError, ImageReader
@@ -39,6 +47,7 @@ class VisionLanguageProcessor:
             pool and of what travels between processes, and more work where batches are made.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the tokenizer lacks a token of the template.
     """
 
@@ -54,6 +63,7 @@ class VisionLanguageProcessor:
     _special: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._check()
         processor, template = self.image_processor, self.template
         read = ImageReader(
             multiple=processor.patch_size * processor.merge_size,
@@ -125,6 +135,16 @@ class VisionLanguageProcessor:
             grid_thw=(1, processor.merge_size, processor.merge_size),
             patch_values=channels * processor.temporal_patch_size * side * side,
         )
+
+    def _check(self) -> None:
+        check_tokenizer("tokenizer", self.tokenizer)
+        made = "`AutoImageProcessor.from_pretrained(...)` makes that of a model."
+        check_image_processor("image_processor", self.image_processor, f"{ORDER}; {made}")
+        check_type("template", self.template, ChatTemplate, "Pass `ChatTemplate(...)`.")
+        remedy = 'Pass `BadImages(corrupt="skip")`, or `BadImages.skipped()` for all reasons.'
+        check_type("bad_images", self.bad_images, BadImages, remedy)
+        check_names("keep", self.keep)
+        check_bool("late_patches", self.late_patches)
 
     def _patches(self, images: list[Any]) -> dict[str, Any]:
         if not images:

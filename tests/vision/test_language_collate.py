@@ -99,6 +99,19 @@ def test_a_dummy_needs_labels():
         collate.collate_step([{"input_ids": [1, 2]}], step("image"))
 
 
+@pytest.mark.parametrize("dummy", [True, "x", processor().dummy_image])
+def test_what_is_no_dummy_is_refused(dummy):
+    with pytest.raises(
+        TypeError, match="`dummy` must be a `DummyImage`, but is .*, with the paren"
+    ):
+        VisionLanguageCollate(dummy=dummy)
+
+
+def test_what_is_no_image_processor_is_refused():
+    with pytest.raises(TypeError, match="`image_processor` must be an image .* Pass `processor.im"):
+        VisionLanguageCollate(dummy=None, image_processor=processor())
+
+
 def test_the_dummy_is_the_smallest_image():
     smallest = processor()(asked(noise(28, 28)))
     dummy = processor().dummy_image()

@@ -224,6 +224,59 @@ def test_what_is_wrong_is_said_when_it_is_built():
         BadImages(huge="drop")
 
 
+TOKENIZER, IMAGE_PROCESSOR = processor().tokenizer, processor().image_processor
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            (None, IMAGE_PROCESSOR),
+            "`tokenizer` must be a tokenizer of .*, but is None instead. The",
+        ),
+        (
+            (IMAGE_PROCESSOR, TOKENIZER),
+            "`tokenizer` .*Qwen2VLImageProcessorPil.* The order is `Vis",
+        ),
+        ((TOKENIZER, None), "`image_processor` must be an image processor .*, but is None instead"),
+        (
+            (TOKENIZER, TOKENIZER),
+            "`image_processor` must be .*order is `VisionLanguageProcessor.tok",
+        ),
+        ((TOKENIZER, Qwen2VLImageProcessorPil), "but is the class `Qwen2VLImageProcessorPil` inst"),
+    ],
+)
+def test_tokenizer_and_image_processor_are_told_apart(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        VisionLanguageProcessor(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"bad_images": "skip"},
+            "`bad_images` must be a `BadImages`, but is 'skip' .*BadImages.sk",
+        ),
+        ({"bad_images": {"huge": "skip"}}, "`bad_images` must be .* is {'huge': 'skip'} inst"),
+        ({"template": "chatml"}, "`template` must be a `ChatTemplate`, but is 'chatml'"),
+        ({"keep": "id"}, "`keep` must be a tuple of strings, but is 'id' instead. Pass"),
+        ({"late_patches": "yes"}, "`late_patches` must be True or False, but is 'yes' instead"),
+        ({"max_image_pixels": None}, "`max_image_pixels` must be an integer, but is None"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
+
+
+def test_an_image_processor_must_bound_the_pixels():
+    theirs = Qwen2VLImageProcessorPil()
+    theirs.size = {"height": 224, "width": 224}
+    with pytest.raises(ValueError, match="`size` of `image_processor` must have `shortest_edge` a"):
+        VisionLanguageProcessor(TOKENIZER, theirs)
+
+
 def test_it_travels_to_workers_and_states_know_what_it_does():
     travelled = pickle.loads(pickle.dumps(processor()))
     record = asked(noise(50, 70))

@@ -52,8 +52,10 @@ def resized_shape(
         max_pixels: most pixels of the result; an elongated image may exceed it.
 
     Raises:
-        ImageError: the longer side is over 200 times the other.
+        ImageError: there is no pixel, or the longer side is over 200 times the other.
     """
+    if min(height, width) < 1:
+        raise ImageError("corrupt", f"it has no pixels: {width} x {height}")
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ImageError(
             "elongated",

@@ -152,10 +152,9 @@ def test_images_of_parts_and_of_the_record_come_in_order():
         {"type": "image"},
         {"type": "image", "image": noise(28 * 2, 28 * 2)},
     ]
-    messages = [{"role": "user", "content": content}]
-    sample = processor()({"messages": messages, "images": [noise(28, 28 * 4)]})
+    sample = processor()({**said(content), "images": [noise(28, 28 * 4)]})
     assert sample["image_grid_thw"].tolist() == [[1, 2, 8], [1, 8, 2], [1, 4, 4]]
-    assert (sample["labels"] == -100).all()
+    assert (sample["labels"][sample["mm_token_type_ids"] == 1] == -100).all()
 
 
 def test_several_answers_are_supervised():
@@ -202,19 +201,51 @@ def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
 # --- the rest -------------------------------------------------------------------------------------
 
 
+def said(content, role="assistant"):
+    return {"messages": [{"role": role, "content": content}]}
+
+
 @pytest.mark.parametrize(
     "record, message",
     [
-        ("text", "must be a mapping with `messages`, but is 'text'"),
+        ({}, "must have `messages`, but has .'id', 'source'. instead"),
+        ({"messages": "x"}, "`messages` must be a list of one message or more, but is 'x' instead"),
+        ({"messages": None}, "`messages` must be a list .*, but is None instead"),
+        ({"messages": {"role": "user", "content": "x"}}, "`messages` must be a list of one"),
+        ({"messages": []}, r"`messages` must be a list .*, but is \[\] instead. Pass .*role"),
+        ({"messages": ["x"]}, "must have `role` and `content`, but is 'x' instead"),
         ({"messages": [{"role": "user"}]}, "must have `role` and `content`, but is"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "but holds {'type': 'a"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has fewer images"),
-        ({"messages": [], "images": [b"", b""]}, "per image part without one, but has 2 more"),
+        (said("x", role="human"), "`role` of a message must be one of system, user, assistant, bu"),
+        (said(None), "`content` must be a string, .*, but is None instead. Pass an empty string"),
+        (said({"type": "text"}), "`content` must be a string, .*, but is {'type': 'text'} instead"),
+        (said([{"type": "audio"}]), "but holds {'type': 'a"),
+        (said([{"type": "text"}]), "but holds {'type': 'text'} instead"),
+        (said([{"type": "text", "text": None}]), "but holds {'type': 'text', 'text': None} inst"),
+        (said("x", role="user"), "must have one of the assistant, but have none.*return `Skipped`"),
+        (said([{"type": "image"}]), "has fewer images .* Add what is missing"),
+        ({**said("x"), "images": [b"", b""]}, "per image part without one, but has 2 more"),
+        (
+            {**said([{"type": "image"}]), "images": "/a.jpg"},
+            "`images` must be a list of images, but is '/a.jpg' instead. Put a single one in a l",
+        ),
+        ({**said([{"type": "image"}]), "images": noise(9, 9)}, "`images` must be a list of images"),
+        ({**said([{"type": "image"}]), "images": [7]}, "an image must be a path, .* is `int` inst"),
     ],
 )
 def test_a_record_of_another_form_is_an_error(record, message):
-    with pytest.raises(SampleError, match=message):
-        processor()(record)
+    named = "the sample with source 'web', id 'x1' cannot be used: .*"
+    with pytest.raises(SampleError, match=named + message):
+        make(bad_images=BadImages.skipped())({**record, "id": "x1", "source": "web"})
+
+
+def test_a_record_must_be_a_mapping():
+    with pytest.raises(SampleError, match="must be a mapping with `messages`, but is 'text'"):
+        processor()("text")
+
+
+def test_an_empty_answer_is_one():
+    sample = processor()(asked(answer=""))
+    assert decode(sample["labels"][sample["labels"] != -100]) == "<|im_end|>"
 
 
 def test_what_is_wrong_is_said_when_it_is_built():

@@ -20,9 +20,9 @@ from odb_nodes.vision.arguments import (
     check_type,
 )
 from odb_nodes.vision.chat import ChatTemplate, Part
-from odb_nodes.vision.dummy import IMAGES_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.dummy import IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
 from odb_nodes.vision.images import ImageError, ImageReader
-from odb_nodes.vision.patches import make_patches
+from odb_nodes.vision.patches import make_patches, settings_of
 from odb_nodes.vision.policy import BadImages
 
 
@@ -93,8 +93,9 @@ class VisionLanguageProcessor:
             `input_ids`, `labels` (-100 where not supervised) and `mm_token_type_ids` (1 for image
             tokens), (L,) int64. With images, `pixel_values`: (patches, C x temporal x height x
             width of a patch) float32, and `image_grid_thw`: (images, 3) int64; with `late_patches`
-            `images` instead of `pixel_values`: a list of (H, W, 3) uint8. And what `keep` names. Or
-            `Skipped`, by `bad_images`.
+            `images` instead of `pixel_values`: a list of (H, W, 3) uint8, and `image_settings`: how
+            patches are to be made of them, as strings. And what `keep` names. Or `Skipped`,
+            by `bad_images`.
 
         Raises:
             SampleError: an image cannot be used, the record is not what is said above, or no
@@ -179,7 +180,11 @@ class VisionLanguageProcessor:
         arrays = [np.asarray(image) for image in images]
         side = self.image_processor.patch_size
         grids = [(1, array.shape[0] // side, array.shape[1] // side) for array in arrays]
-        return {IMAGES_KEY: arrays, "image_grid_thw": np.array(grids, dtype=np.int64)}
+        return {
+            IMAGES_KEY: arrays,
+            SETTINGS_KEY: settings_of(self.image_processor),
+            "image_grid_thw": np.array(grids, dtype=np.int64),
+        }
 
     def _tokens(self, parts: list[Part], grids: Any) -> dict[str, Any]:
         image_id = self._special[self.template.image_token]

@@ -36,6 +36,17 @@ def noise(width, height, seed=0):
     return Image.fromarray(values)
 
 
+def in_mode(mode, width, height):
+    """Noise of any mode of Pillow, in every band, alpha included."""
+    if mode in ("1", "I", "F", "I;16"):
+        return noise(width, height).convert("I").convert(mode)
+    if mode == "PA":
+        return in_mode("LA", width, height).convert("PA")
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    values = np.random.default_rng(1).integers(0, 256, (height, width, bands), np.uint8)
+    return Image.frombytes(mode, (width, height), values.tobytes())
+
+
 def smooth(width, height):
     """An image whose values change slowly, so that it can be shrunk in two ways and compared."""
     rows, columns = np.mgrid[:height, :width]

@@ -6,6 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 from odb_nodes.errors import SampleError
 
+ROLES = ("system", "user", "assistant")
+_CONTENT_RULE = (
+    '`content` must be a string, or a list of {"type": "text", "text": ...} and '
+    '{"type": "image", "image": ...}'
+)
+
 
 class Part(NamedTuple):
     """A part of a rendered conversation.
@@ -49,13 +55,27 @@ class ChatTemplate:
         """Return the parts of a conversation, text that belongs together joined.
 
         Args:
-            messages: each with `role` and `content`: a string, or a list of
-                `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
+            messages: one or more, each with `role`, `"system"`, `"user"` or `"assistant"`, and
+                `content`: a string, or a list of `{"type": "text", "text": ...}` and
+                `{"type": "image", "image": ...}`.
             images: for the image parts without `image`, in order.
 
         Raises:
-            SampleError: a message is not like that, or there are more or fewer images than parts.
+            SampleError: a message is not like that, there is none, or there are more or fewer
+                images than parts.
         """
+        if not _is_list(messages) or not messages:
+            raise SampleError(
+                f"`messages` must be a list of one message or more, but is {messages!r:.100} "
+                'instead. Pass [{"role": "user", "content": ...}, {"role": "assistant", ...}].'
+            )
+        for message in messages:
+            _check_message(message)
+        if not isinstance(images, Iterable) or isinstance(images, (str, bytes, Mapping)):
+            raise SampleError(
+                f"`images` must be a list of images, but is {images!r:.100} instead. Put a single "
+                "one in a list."
+            )
         left = iter(images)
         parts = list(self._parts(messages, left))
         if (unused := sum(1 for _ in left)) > 0:
@@ -68,13 +88,9 @@ class ChatTemplate:
     def _parts(
         self, messages: Sequence[Mapping[str, Any]], images: Iterator[Any]
     ) -> Iterator[Part]:
-        if self.system is not None and (not messages or messages[0].get("role") != "system"):
+        if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise SampleError(
-                    f"a message must have `role` and `content`, but is {message!r:.100} instead."
-                )
             supervised = message["role"] == "assistant"
             yield Part("special", self.start)
             yield Part("text", f"{message['role']}\n")
@@ -86,17 +102,14 @@ class ChatTemplate:
     def _content(self, content: Any, images: Iterator[Any]) -> Iterator[Part]:
         for entry in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             kind = entry.get("type") if isinstance(entry, Mapping) else None
-            if kind == "text":
+            if kind == "text" and isinstance(entry.get("text"), str):
                 yield Part("text", entry["text"])
             elif kind == "image":
                 yield Part("special", self.image_start)
                 yield Part("image", self._image(entry, images))
                 yield Part("special", self.image_end)
             else:
-                raise SampleError(
-                    '`content` must be a string, or a list of {"type": "text", "text": ...} and '
-                    f'{{"type": "image", "image": ...}}, but holds {entry!r:.100} instead.'
-                )
+                raise SampleError(f"{_CONTENT_RULE}, but holds {entry!r:.100} instead.")
 
     def _image(self, entry: Mapping[str, Any], images: Iterator[Any]) -> Any:
         if (image := entry.get("image")) is not None:
@@ -104,7 +117,29 @@ class ChatTemplate:
         for image in images:
             return image
         raise SampleError(
-            "`images` has fewer images than the messages have image parts without an `image`."
+            "`images` has fewer images than the messages have image parts without an `image`. Add "
+            "what is missing, or remove those parts."
+        )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise SampleError(
+            f"a message must have `role` and `content`, but is {message!r:.100} instead."
+        )
+    if (role := message["role"]) not in ROLES:
+        raise SampleError(
+            f"the `role` of a message must be one of {', '.join(ROLES)}, but is {role!r:.100} "
+            "instead. Rename it, or leave the message out."
+        )
+    if not isinstance(content := message["content"], str) and not _is_list(content):
+        raise SampleError(
+            f"{_CONTENT_RULE}, but is {content!r:.100} instead. Pass an empty string for no text, "
+            "or leave the message out."
         )
 
 

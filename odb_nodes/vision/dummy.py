@@ -14,7 +14,9 @@ from odb_nodes.sample import IGNORE_INDEX, flat
 
 IMAGES_KEY = "images"
 """A list of (H, W, 3) uint8, of which patches are made with the batch."""
-IMAGE_KEYS = ("pixel_values", "image_grid_thw", IMAGES_KEY)
+SETTINGS_KEY = "image_settings"
+"""What the patches of `images` are made with, see `settings_of`."""
+IMAGE_KEYS = ("pixel_values", "image_grid_thw", IMAGES_KEY, SETTINGS_KEY)
 TYPE_KEY = "mm_token_type_ids"
 """(L,) int64: 1 where an image's token is, 0 for text. transformers 5 wants it beside images."""
 

@@ -52,8 +52,10 @@ def resized_shape(
         max_pixels: most pixels of the result; an elongated image may exceed it.
 
     Raises:
-        ImageError: the longer side is over 200 times the other.
+        ImageError: there is no pixel, or the longer side is over 200 times the other.
     """
+    if min(height, width) < 1:
+        raise ImageError("corrupt", f"it has no pixels: {width} x {height}")
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ImageError(
             "elongated",
@@ -78,6 +80,7 @@ class ImageReader:
 
     A large JPEG is decoded at a fraction of its size, at least twice that of the result, so a
     photograph of 12 megapixels takes megabytes, not dozens of them. Orientation tags are applied.
+    What is transparent is put on white, as image processors of transformers do.
 
     Args:
         multiple: pixels; height and width become multiples of it: patch size times merge size.
@@ -156,8 +159,8 @@ class ImageReader:
         if owned:
             least = (rows, columns) if turned else (columns, rows)
             image.draft(None, (int(_DRAFT_GAP * least[0]), int(_DRAFT_GAP * least[1])))
-        upright = _upright(image)
-        # Palettes cannot be interpolated, and alpha would be weighed in; RGB and grey are exact.
+        upright = _opaque(_upright(image))
+        # Palettes cannot be interpolated; RGB and grey are exact.
         if upright.mode not in ("RGB", "L"):
             upright = upright.convert("RGB")
         if upright.size != (columns, rows):
@@ -187,3 +190,13 @@ def _upright(image: Image) -> Image:
         return image
     turned: Image = import_extra("PIL.ImageOps", "vision").exif_transpose(image)
     return turned
+
+
+def _opaque(image: Image) -> Image:
+    """Return an image on white where it is transparent, by alpha or by one colour of its own."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image
+    pillow = import_extra("PIL.Image", "vision")
+    white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
+    blended: Image = pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return blended

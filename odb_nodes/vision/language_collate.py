@@ -14,8 +14,9 @@ from odb_nodes.nodes.padding_collate import PaddingCollate
 from odb_nodes.nodes.token_rows import TOKEN_KEYS
 from odb_nodes.sample import flat
 from odb_nodes.step_info import StepInfo
-from odb_nodes.vision.dummy import IMAGE_KEYS, IMAGES_KEY, TYPE_KEY, DummyImage
-from odb_nodes.vision.patches import make_patches
+from odb_nodes.vision.arguments import check_image_processor, check_type
+from odb_nodes.vision.dummy import IMAGE_KEYS, IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.patches import check_settings, make_patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,10 @@ class VisionLanguageCollate(PaddingCollate):
         image_processor: makes the patches of samples that carry `images` instead, see
             `VisionLanguageProcessor.late_patches`.
         modality: name of images among the `StepInfo.modalities`.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: there are `shapes` and a `dummy`.
     """
 
     token_keys: tuple[str, ...] = (*TOKEN_KEYS, TYPE_KEY)
@@ -45,6 +50,12 @@ class VisionLanguageCollate(PaddingCollate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dummy is not None:
+            remedy = "Pass `processor.dummy_image()`, with the parentheses, or None for no dummy."
+            check_type("dummy", self.dummy, DummyImage, remedy)
+        if self.image_processor is not None:
+            remedy = "Pass `processor.image_processor`, that of the `VisionLanguageProcessor`."
+            check_image_processor("image_processor", self.image_processor, remedy)
         if self.shapes and self.dummy is not None:
             raise ValueError(
                 "`shapes` must be () where there is a `dummy`, which may widen a batch beyond its "
@@ -57,7 +68,8 @@ class VisionLanguageCollate(PaddingCollate):
         Raises:
             TypeError, ValueError, SampleError: as `PaddingCollate`.
             SampleError: `pixel_values` and `image_grid_thw` of a sample differ in their number of
-                patches, or there is no `image_processor` where one is needed.
+                patches, there is no `image_processor` where one is needed, or it makes other
+                patches than that of the processor would.
         """
         texts = [_text_of(sample) for sample in samples]
         if any(TYPE_KEY in text for text in texts):
@@ -89,6 +101,8 @@ class VisionLanguageCollate(PaddingCollate):
                     "`image_processor=processor.image_processor`, which makes them, or leave out "
                     "`late_patches` of the processor."
                 )
+            if SETTINGS_KEY in sample:
+                check_settings(self.image_processor, sample[SETTINGS_KEY])
             sample = {**sample, **make_patches(self.image_processor, sample[IMAGES_KEY])}
         pixels = np.asarray(sample["pixel_values"], dtype=np.float32)
         grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)

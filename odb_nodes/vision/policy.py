@@ -20,7 +20,7 @@ class BadImages:
 
     Args:
         missing: there is no such file.
-        corrupt: it is no image, or is truncated, or damaged.
+        corrupt: it is no image, has no pixels, or is truncated or damaged.
         huge: it has more pixels than the `ImageReader` allows.
         elongated: its longer side is over 200 times the other, which no patch grid can hold.
     """

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from odb_nodes.checks import check_bool
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Skipped
+from odb_nodes.vision.arguments import (
+    ORDER,
+    check_image_processor,
+    check_names,
+    check_tokenizer,
+    check_type,
+)
 from odb_nodes.vision.chat import ChatTemplate, Part
-from odb_nodes.vision.dummy import IMAGES_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.dummy import IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
 from odb_nodes.vision.images import ImageError, ImageReader
-from odb_nodes.vision.patches import make_patches
+from odb_nodes.vision.patches import make_patches, settings_of
 from odb_nodes.vision.policy import BadImages
 
 
@@ -21,7 +30,8 @@ from odb_nodes.vision.policy import BadImages
 class VisionLanguageProcessor:
     """Record -> sample for Qwen2-VL and models like it; runs in the workers.
 
-    A record is a mapping with `messages` (see `ChatTemplate.render`), `images` for the image parts
+    A record is a mapping with `messages` (see `ChatTemplate.render`), one of the assistant or more,
+    `images` for the image parts
     without one of their own, and `id`, which errors name. An image is a path, the bytes of a file,
     or a Pillow image. The text becomes tokens part by part, so no text can be taken for a special
     token, and each image `grid.prod() / merge_size**2` image tokens.
@@ -39,6 +49,7 @@ class VisionLanguageProcessor:
             pool and of what travels between processes, and more work where batches are made.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the tokenizer lacks a token of the template.
     """
 
@@ -54,6 +65,7 @@ class VisionLanguageProcessor:
     _special: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._check()
         processor, template = self.image_processor, self.template
         read = ImageReader(
             multiple=processor.patch_size * processor.merge_size,
@@ -81,37 +93,26 @@ class VisionLanguageProcessor:
             `input_ids`, `labels` (-100 where not supervised) and `mm_token_type_ids` (1 for image
             tokens), (L,) int64. With images, `pixel_values`: (patches, C x temporal x height x
             width of a patch) float32, and `image_grid_thw`: (images, 3) int64; with `late_patches`
-            `images` instead of `pixel_values`: a list of (H, W, 3) uint8. And what `keep` names. Or
-            `Skipped`, by `bad_images`.
+            `images` instead of `pixel_values`: a list of (H, W, 3) uint8, and `image_settings`: how
+            patches are to be made of them, as strings. And what `keep` names. Or `Skipped`,
+            by `bad_images`.
 
         Raises:
-            SampleError: an image cannot be used, or the record is not what is said above.
+            SampleError: an image cannot be used, the record is not what is said above, or no
+                message is the assistant's; names the record's `id`.
         """
-        if not isinstance(record, Mapping) or "messages" not in record:
+        if not isinstance(record, Mapping):
             raise SampleError(
                 f"a record must be a mapping with `messages`, but is {record!r:.100} instead."
             )
-        parts = self.template.render(record["messages"], record.get("images") or ())
-        sources = [part.content for part in parts if part.kind == "image"]
-        images = []
-        for number, source in enumerate(sources):
-            try:
-                images.append(self._read(source))
-            except ImageError as error:
-                message = f"{_describe(record, number, source)} cannot be used: {error}."
-                if self.bad_images.skips(error.reason):
-                    return Skipped(error.reason, message)
-                raise SampleError(
-                    f"{message} Mend or remove it, or leave such samples out with "
-                    f'`bad_images=BadImages({error.reason}="skip")`.'
-                ) from error
-            except OSError as error:
-                raise SampleError(
-                    f"{_describe(record, number, source)} cannot be read: {error}. The file is "
-                    "there, so the sample is not skipped."
-                ) from error
+        with _naming(record):
+            parts = self._parts(record)
+        images = self._images(record, [part.content for part in parts if part.kind == "image"])
+        if isinstance(images, Skipped):
+            return images
         vision = self._patches(images)
-        tokens = self._tokens(parts, vision.get("image_grid_thw", np.empty((0, 3), np.int64)))
+        with _naming(record):
+            tokens = self._tokens(parts, vision.get("image_grid_thw", np.empty((0, 3), np.int64)))
         return {**{key: record[key] for key in self.keep if key in record}, **tokens, **vision}
 
     def dummy_image(self) -> DummyImage:
@@ -126,6 +127,51 @@ class VisionLanguageProcessor:
             patch_values=channels * processor.temporal_patch_size * side * side,
         )
 
+    def _check(self) -> None:
+        check_tokenizer("tokenizer", self.tokenizer)
+        made = "`AutoImageProcessor.from_pretrained(...)` makes that of a model."
+        check_image_processor("image_processor", self.image_processor, f"{ORDER}; {made}")
+        check_type("template", self.template, ChatTemplate, "Pass `ChatTemplate(...)`.")
+        remedy = 'Pass `BadImages(corrupt="skip")`, or `BadImages.skipped()` for all reasons.'
+        check_type("bad_images", self.bad_images, BadImages, remedy)
+        check_names("keep", self.keep)
+        check_bool("late_patches", self.late_patches)
+
+    def _parts(self, record: Mapping[str, Any]) -> list[Part]:
+        if "messages" not in record:
+            raise SampleError(
+                f"a record must have `messages`, but has {sorted(map(str, record))} instead."
+            )
+        images = record.get("images")
+        parts = self.template.render(record["messages"], () if images is None else images)
+        if not any(part.supervised for part in parts):
+            raise SampleError(
+                "`messages` must have one of the assistant, but have none, so there is nothing to "
+                "learn from them. Leave such records out of the data, or return `Skipped` for them."
+            )
+        return parts
+
+    def _images(self, record: Mapping[str, Any], sources: list[Any]) -> list[Any] | Skipped:
+        images = []
+        for number, source in enumerate(sources):
+            try:
+                with _naming(record):
+                    images.append(self._read(source))
+            except ImageError as error:
+                message = f"{_describe(record, number, source)} cannot be used: {error}."
+                if self.bad_images.skips(error.reason):
+                    return Skipped(error.reason, message)
+                raise SampleError(
+                    f"{message} Mend or remove it, or leave such samples out with "
+                    f'`bad_images=BadImages({error.reason}="skip")`.'
+                ) from error
+            except OSError as error:
+                raise SampleError(
+                    f"{_describe(record, number, source)} cannot be read: {error}. The file is "
+                    "there, so the sample is not skipped."
+                ) from error
+        return images
+
     def _patches(self, images: list[Any]) -> dict[str, Any]:
         if not images:
             return {}
@@ -134,7 +180,11 @@ class VisionLanguageProcessor:
         arrays = [np.asarray(image) for image in images]
         side = self.image_processor.patch_size
         grids = [(1, array.shape[0] // side, array.shape[1] // side) for array in arrays]
-        return {IMAGES_KEY: arrays, "image_grid_thw": np.array(grids, dtype=np.int64)}
+        return {
+            IMAGES_KEY: arrays,
+            SETTINGS_KEY: settings_of(self.image_processor),
+            "image_grid_thw": np.array(grids, dtype=np.int64),
+        }
 
     def _tokens(self, parts: list[Part], grids: Any) -> dict[str, Any]:
         image_id = self._special[self.template.image_token]
@@ -176,9 +226,22 @@ def _token_id(tokenizer: Any, name: str, token: str) -> int:
 
 
 def _describe(record: Mapping[str, Any], number: int, source: Any) -> str:
-    named = [f"{key} {record[key]!r}" for key in ("source", "id") if key in record]
     if isinstance(source, bytes):
         what = f"{len(source)} bytes"
     else:
         what = f"{str(source)!r:.200}"
-    return f"image {number} ({what}) of the sample{' with ' + ', '.join(named) if named else ''}"
+    return f"image {number} ({what}) of {_name_of(record)}"
+
+
+def _name_of(record: Mapping[str, Any]) -> str:
+    named = [f"{key} {record[key]!r:.100}" for key in ("source", "id") if key in record]
+    return f"the sample{' with ' + ', '.join(named) if named else ''}"
+
+
+@contextmanager
+def _naming(record: Mapping[str, Any]) -> Iterator[None]:
+    """Name the record in what is wrong with it."""
+    try:
+        yield
+    except SampleError as error:
+        raise SampleError(f"{_name_of(record)} cannot be used: {error}") from error

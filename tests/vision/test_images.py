@@ -95,6 +95,8 @@ def test_why_an_image_cannot_be_used(tmp_path):
     assert reason_of(good, ImageReader(max_image_pixels=90 * 60 - 1)) == "huge"
     ImageReader(max_image_pixels=90 * 60)(good)
     assert reason_of(as_bytes(noise(1, 201))) == "elongated"
+    for size in ((0, 5), (5, 0), (0, 0)):
+        assert reason_of(Image.new("RGB", size)) == "corrupt"
 
 
 def test_a_lazy_image_that_is_truncated_is_corrupt(tmp_path):

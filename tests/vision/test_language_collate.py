@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pictures import asked, content_of, make_loader, noise, processor, record, samples, step
+from transformers import Qwen2VLImageProcessorPil
 
 from odb_nodes import PaddingCollate, SampleError
 from odb_nodes.sample import observe_sample
@@ -99,6 +100,19 @@ def test_a_dummy_needs_labels():
         collate.collate_step([{"input_ids": [1, 2]}], step("image"))
 
 
+@pytest.mark.parametrize("dummy", [True, "x", processor().dummy_image])
+def test_what_is_no_dummy_is_refused(dummy):
+    with pytest.raises(
+        TypeError, match="`dummy` must be a `DummyImage`, but is .*, with the paren"
+    ):
+        VisionLanguageCollate(dummy=dummy)
+
+
+def test_what_is_no_image_processor_is_refused():
+    with pytest.raises(TypeError, match="`image_processor` must be an image .* Pass `processor.im"):
+        VisionLanguageCollate(dummy=None, image_processor=processor())
+
+
 def test_the_dummy_is_the_smallest_image():
     smallest = processor()(asked(noise(28, 28)))
     dummy = processor().dummy_image()
@@ -125,9 +139,32 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
     (early,) = samples([5])
     assert 8 * sum(image.nbytes for image in carried[-1]["images"]) == early["pixel_values"].nbytes
     without = collate.collate_step([carried[-1]], step(is_filler=True))
-    assert "pixel_values" not in without and "images" not in without
+    assert not {"pixel_values", "images", "image_settings"} & without.keys()
     with pytest.raises(SampleError, match="pass `image_processor=processor.image_processor`, whic"):
         VisionLanguageCollate(dummy=None)(carried)
+
+
+@pytest.mark.parametrize(
+    "name, value, shown",
+    [
+        ("patch_size", 16, "16 instead of 14"),
+        ("merge_size", 1, "1 instead of 2"),
+        ("temporal_patch_size", 1, "1 instead of 2"),
+        ("image_mean", [0.5, 0.5, 0.5], ".0.5, 0.5, 0.5. instead of .0.48"),
+        ("do_normalize", False, "False instead of True"),
+        ("rescale_factor", 1 / 127.5, "0.0078.* instead of 0.0039"),
+    ],
+)
+def test_late_patches_are_made_as_the_processor_would_make_them(name, value, shown):
+    other = Qwen2VLImageProcessorPil(**{name: value})
+    with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Give both the same"):
+        VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+
+
+def test_late_patches_may_have_other_bounds_of_size():
+    other = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)
+    batch = VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+    assert torch.equal(batch["pixel_values"], collate(samples([1]))["pixel_values"])
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])

@@ -1,15 +1,17 @@
+import io
 import pickle
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from pictures import as_bytes, asked, noise, processor
+from pictures import as_bytes, asked, in_mode, noise, processor
+from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from odb_nodes import SampleError, Skipped
 from odb_nodes.names import name_of
-from odb_nodes.vision import BadImages, ChatTemplate, VisionLanguageProcessor
+from odb_nodes.vision import BadImages, ChatTemplate, VisionLanguageCollate, VisionLanguageProcessor
 
 SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]
 
@@ -43,12 +45,57 @@ def test_patches_are_those_of_transformers(patch_size, merge_size, temporal):
     assert ours["pixel_values"].shape[1] == 3 * temporal * patch_size**2
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "LA"])
-def test_patches_of_other_modes_are_those_of_transformers_too(mode):
-    image = noise(150, 90).convert(mode)
-    expected = processor().image_processor(images=[image], return_tensors="np")
-    found = processor()(asked(as_bytes(image)))
-    assert np.array_equal(found["pixel_values"], expected["pixel_values"])
+MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "F", "I;16"]
+
+
+def late_patches(record):
+    """The `pixel_values` that a collate function makes of `images`."""
+    made = processor()
+    sample = VisionLanguageProcessor(made.tokenizer, made.image_processor, late_patches=True)(
+        record
+    )
+    collate = VisionLanguageCollate(dummy=None, image_processor=made.image_processor)
+    return collate([sample])["pixel_values"].numpy()
+
+
+def assert_patches_are_theirs(image, source):
+    expected = processor().image_processor(images=[image], return_tensors="np")["pixel_values"]
+    assert np.array_equal(processor()(asked(source))["pixel_values"], expected)
+    assert np.array_equal(late_patches(asked(source)), expected)
+    return expected
+
+
+@pytest.mark.parametrize("size", [(150, 90), (56, 84), (500, 300)])
+@pytest.mark.parametrize("mode", MODES)
+def test_patches_of_other_modes_are_those_of_transformers_too(mode, size):
+    assert_patches_are_theirs(in_mode(mode, *size), in_mode(mode, *size))
+
+
+TRANSPARENT = [
+    ("P", "PNG", {"transparency": 7}),
+    ("P", "PNG", {"transparency": bytes(range(256))}),
+    ("P", "GIF", {"transparency": 7}),
+    ("L", "PNG", {"transparency": 7}),
+    ("1", "PNG", {"transparency": 0}),
+    ("RGB", "PNG", {"transparency": (7, 7, 7)}),
+    ("LA", "PNG", {}),
+    ("RGBA", "PNG", {}),
+    ("RGBA", "TIFF", {}),
+    ("RGBA", "WEBP", {"lossless": True}),
+]
+
+
+@pytest.mark.parametrize("mode, format, options", TRANSPARENT)
+def test_what_is_transparent_is_white_as_in_transformers(mode, format, options):
+    file = as_bytes(in_mode(mode, 120, 70), format, **options)
+    for source in (file, Image.open(io.BytesIO(file))):
+        assert_patches_are_theirs(Image.open(io.BytesIO(file)), source)
+    clear = Image.new(mode, (60, 60)) if "A" in mode else Image.new(mode, (60, 60), 0)
+    if "transparency" in options:
+        options = {"transparency": (0, 0, 0) if mode == "RGB" else 0}
+    file = as_bytes(clear, format, **options)
+    white = assert_patches_are_theirs(Image.open(io.BytesIO(file)), file)
+    assert np.array_equal(white, assert_patches_are_theirs(*[Image.new("L", (60, 60), 255)] * 2))
 
 
 def test_a_conversation_becomes_tokens_with_the_prompt_masked():
@@ -105,10 +152,9 @@ def test_images_of_parts_and_of_the_record_come_in_order():
         {"type": "image"},
         {"type": "image", "image": noise(28 * 2, 28 * 2)},
     ]
-    messages = [{"role": "user", "content": content}]
-    sample = processor()({"messages": messages, "images": [noise(28, 28 * 4)]})
+    sample = processor()({**said(content), "images": [noise(28, 28 * 4)]})
     assert sample["image_grid_thw"].tolist() == [[1, 2, 8], [1, 8, 2], [1, 4, 4]]
-    assert (sample["labels"] == -100).all()
+    assert (sample["labels"][sample["mm_token_type_ids"] == 1] == -100).all()
 
 
 def test_several_answers_are_supervised():
@@ -155,19 +201,51 @@ def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
 # --- the rest -------------------------------------------------------------------------------------
 
 
+def said(content, role="assistant"):
+    return {"messages": [{"role": role, "content": content}]}
+
+
 @pytest.mark.parametrize(
     "record, message",
     [
-        ("text", "must be a mapping with `messages`, but is 'text'"),
+        ({}, "must have `messages`, but has .'id', 'source'. instead"),
+        ({"messages": "x"}, "`messages` must be a list of one message or more, but is 'x' instead"),
+        ({"messages": None}, "`messages` must be a list .*, but is None instead"),
+        ({"messages": {"role": "user", "content": "x"}}, "`messages` must be a list of one"),
+        ({"messages": []}, r"`messages` must be a list .*, but is \[\] instead. Pass .*role"),
+        ({"messages": ["x"]}, "must have `role` and `content`, but is 'x' instead"),
         ({"messages": [{"role": "user"}]}, "must have `role` and `content`, but is"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "but holds {'type': 'a"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has fewer images"),
-        ({"messages": [], "images": [b"", b""]}, "per image part without one, but has 2 more"),
+        (said("x", role="human"), "`role` of a message must be one of system, user, assistant, bu"),
+        (said(None), "`content` must be a string, .*, but is None instead. Pass an empty string"),
+        (said({"type": "text"}), "`content` must be a string, .*, but is {'type': 'text'} instead"),
+        (said([{"type": "audio"}]), "but holds {'type': 'a"),
+        (said([{"type": "text"}]), "but holds {'type': 'text'} instead"),
+        (said([{"type": "text", "text": None}]), "but holds {'type': 'text', 'text': None} inst"),
+        (said("x", role="user"), "must have one of the assistant, but have none.*return `Skipped`"),
+        (said([{"type": "image"}]), "has fewer images .* Add what is missing"),
+        ({**said("x"), "images": [b"", b""]}, "per image part without one, but has 2 more"),
+        (
+            {**said([{"type": "image"}]), "images": "/a.jpg"},
+            "`images` must be a list of images, but is '/a.jpg' instead. Put a single one in a l",
+        ),
+        ({**said([{"type": "image"}]), "images": noise(9, 9)}, "`images` must be a list of images"),
+        ({**said([{"type": "image"}]), "images": [7]}, "an image must be a path, .* is `int` inst"),
     ],
 )
 def test_a_record_of_another_form_is_an_error(record, message):
-    with pytest.raises(SampleError, match=message):
-        processor()(record)
+    named = "the sample with source 'web', id 'x1' cannot be used: .*"
+    with pytest.raises(SampleError, match=named + message):
+        make(bad_images=BadImages.skipped())({**record, "id": "x1", "source": "web"})
+
+
+def test_a_record_must_be_a_mapping():
+    with pytest.raises(SampleError, match="must be a mapping with `messages`, but is 'text'"):
+        processor()("text")
+
+
+def test_an_empty_answer_is_one():
+    sample = processor()(asked(answer=""))
+    assert decode(sample["labels"][sample["labels"] != -100]) == "<|im_end|>"
 
 
 def test_what_is_wrong_is_said_when_it_is_built():
@@ -175,6 +253,59 @@ def test_what_is_wrong_is_said_when_it_is_built():
         make(template=ChatTemplate(image_token="<image>"))
     with pytest.raises(ValueError, match='`huge` must be "error" or "skip", but is .drop. instead'):
         BadImages(huge="drop")
+
+
+TOKENIZER, IMAGE_PROCESSOR = processor().tokenizer, processor().image_processor
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            (None, IMAGE_PROCESSOR),
+            "`tokenizer` must be a tokenizer of .*, but is None instead. The",
+        ),
+        (
+            (IMAGE_PROCESSOR, TOKENIZER),
+            "`tokenizer` .*Qwen2VLImageProcessorPil.* The order is `Vis",
+        ),
+        ((TOKENIZER, None), "`image_processor` must be an image processor .*, but is None instead"),
+        (
+            (TOKENIZER, TOKENIZER),
+            "`image_processor` must be .*order is `VisionLanguageProcessor.tok",
+        ),
+        ((TOKENIZER, Qwen2VLImageProcessorPil), "but is the class `Qwen2VLImageProcessorPil` inst"),
+    ],
+)
+def test_tokenizer_and_image_processor_are_told_apart(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        VisionLanguageProcessor(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"bad_images": "skip"},
+            "`bad_images` must be a `BadImages`, but is 'skip' .*BadImages.sk",
+        ),
+        ({"bad_images": {"huge": "skip"}}, "`bad_images` must be .* is {'huge': 'skip'} inst"),
+        ({"template": "chatml"}, "`template` must be a `ChatTemplate`, but is 'chatml'"),
+        ({"keep": "id"}, "`keep` must be a tuple of strings, but is 'id' instead. Pass"),
+        ({"late_patches": "yes"}, "`late_patches` must be True or False, but is 'yes' instead"),
+        ({"max_image_pixels": None}, "`max_image_pixels` must be an integer, but is None"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
+
+
+def test_an_image_processor_must_bound_the_pixels():
+    theirs = Qwen2VLImageProcessorPil()
+    theirs.size = {"height": 224, "width": 224}
+    with pytest.raises(ValueError, match="`size` of `image_processor` must have `shortest_edge` a"):
+        VisionLanguageProcessor(TOKENIZER, theirs)
 
 
 def test_it_travels_to_workers_and_states_know_what_it_does():

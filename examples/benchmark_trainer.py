@@ -55,6 +55,7 @@ def run(strategy: str, train: Samples, held_out: Samples, options: Any) -> dict[
         output_dir=tempfile.mkdtemp(),
         num_train_epochs=1,
         learning_rate=3e-3,
+        adam_beta2=0.95,  # as in train_lm.py
         warmup_steps=8,
         per_device_train_batch_size=options.token_budget // MAX_TOKENS,
         per_device_eval_batch_size=4,

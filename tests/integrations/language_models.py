@@ -95,6 +95,15 @@ class Plain(Decoder):
         return {"logits": self.logits(input_ids)}
 
 
+class Unlabelled(Decoder):
+    """Predicts its input; takes the mean."""
+
+    def forward(self, input_ids, attention_mask):
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        items = int((labels[:, 1:] != -100).sum())
+        return {"loss": self.sum_loss(input_ids, labels) / items, "items": items}
+
+
 class Twice(Decoder):
     """Divides a mean by the number of items again."""
 

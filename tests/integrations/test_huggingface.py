@@ -72,6 +72,27 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, model, funct
     assert all(torch.isfinite(torch.tensor(entry["gradient"])).all() for entry in entries)
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_model_that_needs_no_labels_is_weighed_by_the_tokens(tmp_path, accumulate):
+    data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
+    model, seen = lm.Unlabelled(), []
+    options = {"gradient_accumulation_steps": accumulate, "logging_steps": 1, "num_train_epochs": 1}
+    trainer = ODBTrainer(
+        model,
+        t.arguments(tmp_path, learning_rate=0.0, **options),
+        train_dataset=data,
+        odb=t.config(),
+    )
+    model.register_forward_hook(lambda _, __, out: seen.append((out["loss"].item(), out["items"])))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    for number, loss in enumerate(losses):
+        step = seen[number * accumulate : (number + 1) * accumulate]
+        if loss != losses[-1]:  # which repeats batches
+            mean = sum(loss * items for loss, items in step) / sum(items for _, items in step)
+            assert loss == pytest.approx(mean, rel=1e-6)
+
+
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_the_gradient_check_sees_another_scale(tmp_path, factor):
     class Scaled(ODBTrainer):

@@ -114,15 +114,15 @@ def find_normalizer(
     """
     sample = sample_with_targets(batch, shift=shift)
     one, two, four = (loss_of(sample or batch, targets * times) for times in (1, 2, 4))
-    twice = None
-    if sample is not None:
-        twice = loss_of({key: torch.cat((v, v)) for key, v in sample.items()}, targets)
+    # Computed in any case: all ranks compute as often, as their collectives need.
+    again = batch if sample is None else {key: torch.cat((v, v)) for key, v in sample.items()}
+    twice = loss_of(again, targets)
     size = max(abs(one), abs(two), abs(four))
     if abs(one - two) <= SAME * size and abs(two - four) <= SAME * size:
-        is_mean = twice is None or abs(twice - one) <= INVERSE * size
+        is_mean = sample is None or abs(twice - one) <= INVERSE * size
         return Normalizer.OURS if is_mean else Normalizer.NEITHER
     # a / n + b, where b is for instance the loss of a router
     share = 2 * (one - two)
     is_inverse = abs(share - 4 * (two - four)) <= INVERSE * abs(share)
-    is_sum = twice is None or abs(twice - one - share) <= INVERSE * abs(share)
+    is_sum = sample is None or abs(twice - one - share) <= INVERSE * abs(share)
     return Normalizer.TRAINER if is_inverse and is_sum else Normalizer.NEITHER

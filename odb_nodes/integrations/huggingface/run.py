@@ -104,7 +104,7 @@ class Run:
         taken = list(islice(batches, count))
         if not taken:
             return [], None
-        wait_s = (time.perf_counter() - start_s) / len(taken)
+        wait_s = (time.perf_counter() - start_s) / count
         infos = [pop_step_info(batch) for batch in taken]
         self.optimizer_samples = infos[0].optimizer_samples
         kept = [self._without_columns(batch) for batch in taken]
@@ -152,11 +152,12 @@ class Run:
     ) -> tuple[list[Batch], torch.Tensor | None]:
         """Note the factor of each batch, and return what the `Trainer` is to divide by."""
         counts = [count_targets(batch, shift=self._shift) for batch in batches]
-        own = [0 if info.is_filler else count for count, info in zip(counts, infos, strict=True)]
-        known = [count for count in own if count is not None]
-        if len(known) < len(own):  # The model has its own idea of targets: those of the samples.
+        if None in counts:  # The model has its own idea of targets: those of the samples, here.
             self._note(infos, [self._ours(info.loss_scale) for info in infos])
             return batches, None
+        known = [
+            0 if info.is_filler else count or 0 for count, info in zip(counts, infos, strict=True)
+        ]
         accelerator = self._trainer.accelerator
         ranks = accelerator.num_processes
         total = torch.tensor(sum(known), device=self._trainer.args.device)

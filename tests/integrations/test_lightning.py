@@ -169,6 +169,21 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(accumulate, tmp_path):
             assert len(first.seen) + len(resumed.seen) == len(whole.seen)
 
 
+def test_a_second_fit_begins_the_next_epoch_and_resumes_too(tmp_path):
+    options = {"accumulate_grad_batches": 3}
+    once, _ = r.fit(max_epochs=2, **options)
+    save = r.SaveEverywhere(tmp_path)
+    twice = r.Module()
+    trainer = r.trainer_of(save, max_epochs=1, **options)
+    trainer.fit(twice, datamodule=r.data())
+    trainer.fit_loop.max_epochs = 2
+    first = len(save.paths)
+    trainer.fit(twice, datamodule=r.data())
+    assert twice.seen == once.seen  # not the weights: Lightning makes another optimizer
+    for path in save.paths[first + 2 :: 3]:
+        r.check_resumed(twice, trainer, *r.fit(checkpoint=path, max_epochs=2, **options))
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_what_an_exception_saves_resumes_exactly(accumulate, tmp_path):
     class Failing(r.Module):

@@ -58,6 +58,7 @@ class TrainBatches:
         self.end: End | None = None
         """Of the epoch that has ended most recently."""
         self._waiting: deque[Fetched] = deque()
+        self._has_taken = False  # a batch of the most recent `iter()`
 
     @property
     def has_begun(self) -> bool:
@@ -65,8 +66,15 @@ class TrainBatches:
         return self.start_state is not None
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on from a loaded state, once the first batch is asked for."""
+        """Begin the next epoch, or go on from a loaded state, once the first batch is asked for.
+
+        An epoch of which no batch was taken begins again: in a second `fit`, Lightning iterates
+        twice before it trains.
+        """
+        if self.start_state is not None and self._waiting and not self._has_taken:
+            self.loader.load_state_dict(self.start_state)
         self._waiting.clear()
+        self._has_taken = False
         batches = iter(self.loader)
         self.start_state = self.loader.state_dict()
         last = None
@@ -94,4 +102,5 @@ class TrainBatches:
                 "what that returns as it is, not within other loaders, and let `training_step` "
                 "take a batch, not a `dataloader_iter`."
             )
+        self._has_taken = True
         return self._waiting.popleft()

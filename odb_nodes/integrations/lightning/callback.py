@@ -98,6 +98,7 @@ class ODBCallback(Callback):
             self._required_batches(),
             batch_idx,
             epoch=trainer.current_epoch,
+            total_steps=trainer.fit_loop.total_batch_idx + 1,
             optimizer_steps=trainer.global_step,
         )
         if self._run.current is not None:

@@ -33,7 +33,13 @@ class Run:
         self._optimizer_steps = 0  # before the present batch
 
     def begin(
-        self, batches: TrainBatches, batch_idx: int, *, epoch: int, optimizer_steps: int
+        self,
+        batches: TrainBatches,
+        batch_idx: int,
+        *,
+        epoch: int,
+        total_steps: int,
+        optimizer_steps: int,
     ) -> None:
         """Take up a batch.
 
@@ -41,6 +47,7 @@ class Run:
             batches: what it was read from.
             batch_idx: its number in the epoch, as the trainer counts.
             epoch: number of the epoch, as the trainer counts.
+            total_steps: batches of the run up to this one, as the trainer counts.
             optimizer_steps: that were taken before it.
 
         Raises:
@@ -57,9 +64,13 @@ class Run:
                 "the checkpoint was changed, or an epoch was left before its end."
             )
         if info.step == 0:
-            beginning = batches.start_state
             self._settled = replace(
-                self._settled, epoch=epoch, steps=0, samples=0, loader=beginning
+                self._settled,
+                epoch=epoch,
+                steps=0,
+                total_steps=total_steps - 1,
+                samples=0,
+                loader=batches.start_state,
             )
             self.epoch_samples = 0
         if info.micro_step == 0:
@@ -67,7 +78,7 @@ class Run:
         self.current = fetched
         self.epoch_samples += info.local_samples
         self._epoch, self._optimizer_steps = epoch, optimizer_steps
-        self._total_steps += 1
+        self._total_steps = total_steps
 
     def has_stepped(self, optimizer_steps: int) -> bool:
         """Tell whether the optimizer has taken the present batch.

@@ -21,11 +21,11 @@ from weakref import WeakKeyDictionary
 from odb_nodes.checkpoint import load_rank_state, save_rank_state
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.extras import require
+from odb_nodes.extras import import_extra
 from odb_nodes.integrations.metrics import StepMeter, summarize
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
-require("accelerate", "accelerate")
+import_extra("accelerate", "accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.data_loader import DataLoaderStateMixin  # noqa: E402

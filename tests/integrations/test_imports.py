@@ -33,7 +33,7 @@ def test_a_missing_framework_is_an_error_that_names_the_command(module, missing,
     code = f"import sys; sys.modules[{missing!r}] = None; import odb_nodes.integrations.{module}"
     result = run(code)
     assert result.returncode == 1
-    assert f"needs `{missing}`" in result.stderr
+    assert f"`{missing}` cannot be imported" in result.stderr
     assert f"pip install 'odb-nodes[{extra}]'" in result.stderr
 
 

@@ -4,9 +4,10 @@ trainer = ODBTrainer(model, args, train_dataset=dataset, odb=ODBConfig(token_bud
 trainer.train(resume_from_checkpoint=True)
 """
 
-from odb_nodes.integrations.extras import require
+from odb_nodes.extras import import_extra
 
-require("hf", "transformers", "accelerate")
+for module in ("transformers", "accelerate"):
+    import_extra(module, "hf")
 
 from odb_nodes.integrations.huggingface.config import ODBConfig  # noqa: E402
 from odb_nodes.integrations.huggingface.trainer import (  # noqa: E402

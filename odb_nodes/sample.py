@@ -87,10 +87,21 @@ class Skipped:
     Attributes:
         reason: a word or two; samples are counted by it, see `WindowBucketer.skipped_samples`.
         message: which sample it is, and what is wrong with it; shown for the first of each reason.
+
+    Raises:
+        TypeError: one of them is no string.
     """
 
     reason: str
     message: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("reason", "message"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(
+                    f"`{name}` of `Skipped` must be a string, but is {value!r:.100} instead. Pass "
+                    '`Skipped("empty", "which sample, and what is wrong with it.")`.'
+                )
 
     def of_source(self, name: str) -> Skipped:
         """Return this with the name of the source in its message."""

@@ -226,9 +226,10 @@ class WindowBucketer(BaseNode[list[Sample]]):
 
     def _count(self, skipped: Skipped) -> None:
         if skipped.reason not in self._skipped:
+            why = f"({skipped.reason}){': ' if skipped.message else ''}{skipped.message or '.'}"
             warnings.warn(
-                f"sample {self._pool.pulled} of the epoch is skipped ({skipped.reason}): "
-                f"{skipped.message} Further ones are only counted, see `skipped_samples`.",
+                f"sample {self._pool.pulled} of the epoch is skipped {why} Further ones are only "
+                "counted, see `skipped_samples`.",
                 stacklevel=2,
             )
         self._skipped[skipped.reason] = self._skipped.get(skipped.reason, 0) + 1

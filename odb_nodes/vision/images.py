@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal, TypeAlias
@@ -88,7 +90,8 @@ class ImageReader:
         max_pixels: most pixels of the result.
         max_image_pixels: most pixels of an image before it is resized. Other formats than JPEG are
             decoded whole, at 3 bytes a pixel or more. The default is that of Pillow, which refuses
-            twice its own `PIL.Image.MAX_IMAGE_PIXELS` in any case.
+            twice its own `PIL.Image.MAX_IMAGE_PIXELS` in any case. Pillow's warning below that is
+            switched off for the process, unless a filter of yours asks for it.
         resample: filter of Pillow, `PIL.Image.Resampling`; 3 is bicubic.
     """
 
@@ -127,7 +130,7 @@ class ImageReader:
         try:
             if isinstance(source, pillow.Image):
                 return self._decode(source, owned=False)
-            with _open(source) as file, pillow.open(file) as image:
+            with _open(source) as file, _identify(file) as image:
                 return self._decode(image, owned=True)
         except (ImageError, MemoryError):
             raise
@@ -182,6 +185,33 @@ def _open(source: str | os.PathLike[str] | bytes) -> IO[bytes]:
         return Path(source).open("rb")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ImageError("missing", "there is no such file") from error
+
+
+def _identify(file: IO[bytes]) -> Image:
+    """Return the image that a file has, not yet decoded.
+
+    Raises:
+        ImageError: it is in no format that Pillow knows.
+    """
+    pillow = import_extra("PIL.Image", "vision")
+    _leave_warnings_to_errors()
+    try:
+        image: Image = pillow.open(file)
+        return image
+    except pillow.UnidentifiedImageError:  # which says no more than where the file is in memory
+        size = file.seek(0, os.SEEK_END)
+        what = "is in no format that Pillow knows" if size else "is empty: it has 0 bytes"
+        raise ImageError("corrupt", f"it {what}") from None
+
+
+@functools.cache
+def _leave_warnings_to_errors() -> None:
+    """Keep Pillow from warning of large images, unless a filter asks for that: we count pixels.
+
+    Once for the process, behind all filters: `warnings.catch_warnings` is not for threads.
+    """
+    pillow = import_extra("PIL.Image", "vision")
+    warnings.filterwarnings("ignore", category=pillow.DecompressionBombWarning, append=True)
 
 
 def _upright(image: Image) -> Image:

@@ -228,6 +228,8 @@ def _token_id(tokenizer: Any, name: str, token: str) -> int:
 def _describe(record: Mapping[str, Any], number: int, source: Any) -> str:
     if isinstance(source, bytes):
         what = f"{len(source)} bytes"
+    elif hasattr(source, "mode") and hasattr(source, "size"):  # a Pillow image
+        what = f"a `PIL.Image.Image` of mode {source.mode}, {' x '.join(map(str, source.size))}"
     else:
         what = f"{str(source)!r:.200}"
     return f"image {number} ({what}) of {_name_of(record)}"

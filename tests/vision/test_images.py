@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -97,6 +99,37 @@ def test_why_an_image_cannot_be_used(tmp_path):
     assert reason_of(as_bytes(noise(1, 201))) == "elongated"
     for size in ((0, 5), (5, 0), (0, 0)):
         assert reason_of(Image.new("RGB", size)) == "corrupt"
+
+
+def test_what_is_no_image_is_said_without_where_it_is_in_memory(tmp_path):
+    (tmp_path / "empty.png").write_bytes(b"")
+    for source in (b"", tmp_path / "empty.png"):
+        with pytest.raises(ImageError, match="^it is empty: it has 0 bytes$"):
+            read(source)
+    with pytest.raises(ImageError, match="^it is in no format that Pillow knows$"):
+        read(b"no image at all")
+
+
+def test_pillow_does_not_warn_beside_the_error():
+    code = """
+import io, warnings
+from PIL import Image
+from odb_nodes.vision import ImageError, ImageReader
+Image.MAX_IMAGE_PIXELS = 5000
+file = io.BytesIO()
+Image.new("1", (90, 60)).save(file, "PNG")
+try:
+    ImageReader(max_image_pixels=5000)(file.getvalue())
+except ImageError as error:
+    assert error.reason == "huge"
+else:
+    raise AssertionError
+ImageReader(max_image_pixels=6000)(file.getvalue())
+warnings.simplefilter("always")
+warnings.warn("asked for", Image.DecompressionBombWarning)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr.count("Warning") == 1 and "asked for" in done.stderr
 
 
 def test_a_lazy_image_that_is_truncated_is_corrupt(tmp_path):

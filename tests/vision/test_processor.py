@@ -198,6 +198,19 @@ def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
         make(bad_images=BadImages.skipped())(asked(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "source, shown",
+    [
+        (b"", "image 0 (0 bytes) of the sample with id 7 cannot be used: it is empty: it has 0"),
+        (Image.new("RGB", (0, 5)), "image 0 (a `PIL.Image.Image` of mode RGB, 0 x 5) of the sampl"),
+    ],
+)
+def test_an_image_without_a_path_is_described(source, shown):
+    skipped = make(bad_images=BadImages.skipped())(asked(source, id=7))
+    assert skipped.reason == "corrupt" and shown in skipped.message
+    assert "0x" not in skipped.message.replace("0 x", "")
+
+
 # --- the rest -------------------------------------------------------------------------------------
 
 

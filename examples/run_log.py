@@ -28,7 +28,7 @@ class Step:
     """One optimizer step, as the log of a run tells it."""
 
     ids: list[int]
-    batches: list[tuple[int, int, int]]  # samples, width, and tokens without the padding
+    batches: list[tuple[int, int, int]]  # rows, width, and tokens without the padding
     loss: float  # mean over the supervised tokens
     seconds: float  # from the start of the run to the end of the step
 
@@ -85,28 +85,30 @@ def compare(expected: list[Step], actual: list[Step], *, exact: bool, name: str 
     return "groups and losses equal those of the uninterrupted run to the last bit"
 
 
-def figures(folder: Path, name: str) -> dict[str, str]:
+def figures(folder: Path, name: str, token_budget: int) -> dict[str, str]:
     """Return what the table says of a run."""
     steps, facts = read_log(folder, name)
-    samples, widths, tokens = np.array([batch for step in steps for batch in step.batches]).T
-    padded = samples * widths
+    rows, widths, tokens = np.array([batch for step in steps for batch in step.batches]).T
+    padded = rows * widths
+    samples = sum(len(step.ids) for step in steps)
     seconds = steps[-1].seconds
     return {
-        "samples": f"{samples.sum():,}",
+        "samples": f"{samples:,}",
         "optimizer steps": f"{len(steps):,}",
         "batches": f"{len(padded):,}",
         "largest batch, padded tokens": f"{padded.max():,}",
+        "fill: real tokens / budget": f"{tokens.mean() / token_budget:.1%}",
         "padding": f"{1 - tokens.sum() / padded.sum():.1%}",
         "seconds": f"{seconds:.1f}",
-        "samples/s": f"{samples.sum() / seconds:,.1f}",
+        "samples/s": f"{samples / seconds:,.1f}",
         "real tokens/s": f"{tokens.sum() / seconds:,.0f}",
         "held-out loss, nats/token": f"{facts['held_out_loss']:.3f}",
     }
 
 
-def table(folder: Path, names: Iterable[str]) -> str:
-    """Return the comparison of these runs as text."""
-    runs = {name: figures(folder, name) for name in names}
+def table(folder: Path, names: Iterable[str], token_budget: int) -> str:
+    """Return the comparison of these runs, whose batches had one budget, as text."""
+    runs = {name: figures(folder, name, token_budget) for name in names}
     labels = next(iter(runs.values()))
     rows = [("", *runs), *((label, *(run[label] for run in runs.values())) for label in labels)]
     return "\n".join(f"{label:30}" + "".join(f"{cell:>10}" for cell in row) for label, *row in rows)

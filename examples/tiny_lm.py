@@ -103,12 +103,13 @@ def encode(tokenizer: ByteLevelBPETokenizer, document: Document) -> dict[str, An
     return {"id": document.id, "input_ids": input_ids, "labels": input_ids}
 
 
-def build_model(*, seed: int, device: str) -> LlamaForCausalLM:
+def build_model(*, seed: int, device: str, attention: str = "sdpa") -> LlamaForCausalLM:
     """Return the model with random weights: 0.7 million parameters, in two decoder layers.
 
     Args:
         seed: of torch's global generators, which this sets.
         device: to make the weights on; with one seed they differ between kinds of devices.
+        attention: name of the implementation, as transformers knows it.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -122,4 +123,6 @@ def build_model(*, seed: int, device: str) -> LlamaForCausalLM:
         use_cache=False,
     )
     with torch.device(device):
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+    model.set_attn_implementation(attention)
+    return model

@@ -24,13 +24,20 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
-from odb_nodes import ODBDataLoader, PaddingCollate, load_state, pop_step_info, save_state
+from odb_nodes import (
+    ODBDataLoader,
+    PaddingCollate,
+    TokenBudget,
+    load_state,
+    pop_step_info,
+    save_state,
+)
 from options import at_least
 from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
 from run_log import RunLog, Step, compare, plot, read_log, table
@@ -64,12 +71,18 @@ def encode_and_collate(encode: Encode, documents: list[Document]) -> Batch:
     return PaddingCollate()(list(map(encode, documents)))
 
 
+def real_tokens(batch: Batch) -> int:
+    """Return the tokens of a batch without its padding; a packed one has none here."""
+    mask: torch.Tensor = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return int(mask.sum())
+
+
 class Trainer:
     """A causal language model, its optimizer, and a log of what they do."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: Job, name: str, attention: str = "sdpa") -> None:
         torch.set_num_threads(THREADS)
-        self.model = build_model(seed=SEED, device=job.device)
+        self.model = build_model(seed=SEED, device=job.device, attention=attention)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95))
         self.steps = self.samples = 0
         self.log = RunLog(job.output, name)
@@ -91,9 +104,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.steps += 1
         self.samples += len(ids)
-        sizes = [
-            (*batch["input_ids"].shape, int(batch["attention_mask"].sum())) for batch in batches
-        ]
+        sizes = [(*batch["input_ids"].shape, real_tokens(batch)) for batch in batches]
         seconds = time.perf_counter() - self._start_s
         self.log.add_step(Step(ids=ids, batches=sizes, loss=total, seconds=seconds))
 
@@ -131,20 +142,30 @@ class Trainer:
         self.steps, self.samples = state["done"]
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        inputs = {key: value.to(self._job.device) for key, value in batch.items()}
+        inputs = {
+            key: value.to(self._job.device) if isinstance(value, torch.Tensor) else value
+            for key, value in batch.items()
+        }
         loss: torch.Tensor = self.model(**inputs).loss
         return loss
 
 
 def train_dynamic(
-    job: Job, name: str, *, save_every: int = 0, kill_at: int | None = None, resume: bool = False
+    job: Job,
+    name: str,
+    *,
+    layout: Literal["padded", "packed"] = "padded",
+    attention: str = "sdpa",
+    save_every: int = 0,
+    kill_at: int | None = None,
+    resume: bool = False,
 ) -> None:
     """Train in dynamic batches; save checkpoints, die at a step, or go on from a checkpoint."""
     checkpoint = job.output / "checkpoint.pt"
-    trainer = Trainer(job, name)
+    trainer = Trainer(job, name, attention)
     loader = ODBDataLoader(
         job.corpus.train,
-        token_budget=job.token_budget,
+        token_budget=TokenBudget(job.token_budget, layout=layout),
         window=job.window,
         process_fn=job.corpus.encode,
         num_workers=job.workers,
@@ -203,15 +224,21 @@ def train_fixed(job: Job, samples: int, steps: int) -> None:
     trainer.log.add(held_out_loss=trainer.held_out_loss())
 
 
-def check_resume(job: Job) -> str:
-    """Kill a repetition of the dynamic run, resume it, compare, and return what happened."""
-    whole, _ = read_log(job.output, "dynamic")
+def check_resume(job: Job, name: str, **options: Any) -> str:
+    """Kill a repetition of a dynamic run, resume it, compare, and return what happened.
+
+    Args:
+        job: of the run.
+        name: of the run.
+        options: the arguments of `train_dynamic` that the run had.
+    """
+    whole, _ = read_log(job.output, name)
     plan = plan_kill(len(whole))
-    killing = {"save_every": plan.save_every, "kill_at": plan.kill_at}
+    killing: dict[str, Any] = {"save_every": plan.save_every, "kill_at": plan.kill_at, **options}
     run_in_process("killed", -signal.SIGKILL, train_dynamic, job, "killed", **killing)
     killed, facts = read_log(job.output, "killed")
     gone_s = await_end(facts["worker_pids"])
-    run_in_process("resumed", 0, train_dynamic, job, "resumed", resume=True)
+    run_in_process("resumed", 0, train_dynamic, job, "resumed", resume=True, **options)
     resumed, facts = read_log(job.output, "resumed")
     expected = whole[: plan.kill_at] + whole[plan.saved :]
     verdict = compare(expected, killed + resumed, exact=job.device == "cpu")
@@ -223,19 +250,25 @@ def check_resume(job: Job) -> str:
     )
 
 
-def parse_job() -> Job:
-    """Return the job that the command line asks for."""
+def parse_job(name: str, description: str | None, token_budget: int = 4096) -> Job:
+    """Return the job that the command line asks for.
+
+    Args:
+        name: of the script.
+        description: for its help.
+        token_budget: the default one.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     steps, tokens, samples, workers = map(at_least, (FEWEST_STEPS, MAX_TOKENS, 1, 0))
     add("--steps", type=steps, help="most steps of a dynamic run (default: one epoch)")
-    add("--token-budget", type=tokens, default=4096, help="padded tokens of a batch (%(default)s)")
+    add("--token-budget", type=tokens, default=token_budget, help="of a batch (%(default)s)")
     add("--window", type=samples, default=256, help="samples waiting to be grouped (%(default)s)")
     add("--device", default="auto", help="of the model: auto, cpu, cuda (%(default)s)")
     add("--workers", type=workers, default=2, help="processes that tokenize (%(default)s)")
-    add("--output", type=Path, default=Path("runs/train_lm"), help="folder (%(default)s)")
+    add("--output", type=Path, default=Path("runs", name), help="folder (%(default)s)")
     options = parser.parse_args()
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,11 +278,12 @@ def parse_job() -> Job:
 
 def main() -> None:
     """Train with both methods, check the resume, and report."""
-    job = parse_job()
+    job = parse_job("train_lm", __doc__)
     train_dynamic(job, "dynamic")
     steps, _ = read_log(job.output, "dynamic")
     train_fixed(job, samples=sum(len(step.ids) for step in steps), steps=len(steps))
-    print(f"\n{check_resume(job)}\n\n{table(job.output, COLORS)}")
+    verdict = check_resume(job, "dynamic")
+    print(f"\n{verdict}\n\n{table(job.output, COLORS, job.token_budget)}")
     picture = job.output / "train_lm.png"
     plot(picture, COLORS, token_budget=job.token_budget, max_tokens=MAX_TOKENS)
     print(f"\nPicture: {picture}")

@@ -7,22 +7,24 @@ from odb_nodes.loader import Loader
 from odb_nodes.nodes import (
     GroupCollator,
     LengthObserver,
+    PackedCollate,
     PaddingCollate,
     RankAligner,
     WindowBucketer,
 )
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
-from odb_nodes.sample import Observation, Sample, SourceItem
+from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
 from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
+    Mixing,
     PerSource,
     ShardedSampler,
     SourceMixer,
 )
 from odb_nodes.state import load_state, save_state
-from odb_nodes.step_info import AlignedGroup, StepInfo, pop_step_info
+from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 
 __version__ = "0.1.0"
 
@@ -34,8 +36,10 @@ __all__ = [
     "JsonlSource",
     "LengthObserver",
     "Loader",
+    "Mixing",
     "ODBDataLoader",
     "Observation",
+    "PackedCollate",
     "PaddingCollate",
     "ParallelProcessor",
     "PeerError",
@@ -44,6 +48,8 @@ __all__ = [
     "Sample",
     "SampleError",
     "ShardedSampler",
+    "Skipped",
+    "SourceCount",
     "SourceItem",
     "SourceMixer",
     "StateError",

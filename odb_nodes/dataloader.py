@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,72 +13,54 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_bool, check_callable, check_count
 from odb_nodes.exchange import group_rank
-from odb_nodes.graph import length_of
+from odb_nodes.graph import length_of, walk
 from odb_nodes.loader import Loader
-from odb_nodes.names import name_of
-from odb_nodes.nodes import GroupCollator, PaddingCollate, RankAligner, WindowBucketer
+from odb_nodes.nodes import (
+    GroupCollator,
+    PackedCollate,
+    PaddingCollate,
+    RankAligner,
+    WindowBucketer,
+)
 from odb_nodes.nodes.aligned_round import LossScaling
-from odb_nodes.nodes.group_collator import Collate
+from odb_nodes.nodes.budget_defaults import Collate, collate_for
+from odb_nodes.nodes.group_collator import collate_group
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.pipeline import ProcessFn, SampleOptions, sample_node
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
-from odb_nodes.sample import Observe, Sample, observe_sample
-from odb_nodes.sources.datasets import order_of, source_of
-
-
-class _Process:
-    """From an item of the source to a `Sample`: look it up, process it, observe it."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        process_fn: Callable[[Any], Any] | None,
-        observe: Observe | None,
-        prepare: Callable[[Any], Any] | None,
-    ) -> None:
-        self._dataset = dataset  # None: the items are samples already
-        self._process_fn = process_fn
-        self._observe = observe
-        self._prepare = prepare  # what the collate function would do with each sample
-        parts = {"process_fn": process_fn, "observe": observe}
-        names = [f"{key}={name_of(part)}" for key, part in parts.items() if part is not None]
-        self.__qualname__ = f"sample({', '.join(names)})"
-
-    def __call__(self, item: Any) -> Sample:
-        data = item if self._dataset is None else self._dataset[item]
-        if self._process_fn is not None:
-            data = self._process_fn(data)
-        if self._prepare is None:
-            return observe_sample(data, self._observe)
-        if self._observe is None:
-            return observe_sample(self._prepare(data))  # counts arrays faster than lists
-        sample = observe_sample(data, self._observe)
-        return sample._replace(data=self._prepare(data))
+from odb_nodes.sample import Observe
+from odb_nodes.sources import Mixing
+from odb_nodes.sources.datasets import order_of
+from odb_nodes.step_info import StepInfo
 
 
 class ODBDataLoader:
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     The graph: `ShardedSampler` (or `IterableSource`), `ParallelProcessor`, `WindowBucketer`,
-    `RankAligner`, `GroupCollator`, `Prefetcher`, `Loader`, with the lengths observed in the
+    `RankAligner`, `GroupCollator`, `ReadAhead`, `Loader`, with the lengths observed in the
     workers. The batches depend on data, seed and configuration alone, never on the number of
     workers. Under torch.distributed each rank makes one loader, over its share of the dataset, and
     all take the same steps.
 
     Args:
-        dataset: map-style (`__getitem__` and `__len__`), or iterable.
+        dataset: map-style (`__getitem__` and `__len__`), iterable, or a source node such as
+            `JsonlSource`; or a dict of those by name, to be mixed by `weights`.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
-            `PaddingCollate` with the budget's `pad_to_multiple_of`. The workers do the `prepare` of
-            a `PaddingCollate`; any other function gets the samples as processing returned them.
+            `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` where the budget's layout is
+            `"packed"`. The workers do the `prepare` of these two; any other function gets the
+            samples as processing returned them.
         shuffle: a map-style dataset anew in each epoch; the default without a `sampler`. An
             iterable's order is its own.
         seed: of the shuffling, and of the random numbers of processing.
         num_workers: worker processes; 0 processes in the trainer's own thread, with no thread
             beside it.
         window: samples waiting in the pool to be grouped.
-        process_fn: item of the dataset -> processed sample; runs in the workers. Default: the items
-            are processed samples.
+        process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
+            Default: the items are processed samples. Where `dataset` is a dict, one for all, or a
+            dict of theirs.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
         prefetch: batches made ahead by a thread, where there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
@@ -95,9 +77,14 @@ class ODBDataLoader:
         accumulate: batches of an optimizer step.
         round_size: steps between two messages of the ranks; see `RankAligner`.
         timeout_s: seconds until a rank that does not come is an error on the others.
+        weights: name of the dataset -> its share of the samples, where `dataset` is a dict; or a
+            `Mixing`, for shares of tokens, and for when an epoch ends. Default: equal shares, and
+            an epoch ends when each sample was had once.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above, or the dataset is empty.
+        TypeError, ValueError: an argument is not what is said above, `collate_fn` is a
+            `PaddingCollate` or `PackedCollate` for another budget, or the dataset is empty. It may
+            be empty where it is `sharded` and the job has several ranks.
     """
 
     def __init__(
@@ -110,7 +97,7 @@ class ODBDataLoader:
         seed: int = 0,
         num_workers: int = 0,
         window: int = 1024,
-        process_fn: Callable[[Any], Any] | None = None,
+        process_fn: ProcessFn | Mapping[str, ProcessFn] = None,
         observe: Observe | None = None,
         prefetch: int = 4,
         state: Literal["replay", "payload"] = "replay",
@@ -124,13 +111,13 @@ class ODBDataLoader:
         accumulate: int = 1,
         round_size: int = 32,
         timeout_s: float = 1800.0,
+        weights: Mapping[str, float] | Mixing | None = None,
     ) -> None:
         if workers is not None and not isinstance(workers, WorkerOptions):
             raise TypeError(
                 f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
                 "worker processes, use `num_workers`."
             )
-        check_callable("process_fn", process_fn)
         check_callable("observe", observe)
         check_callable("collate_fn", collate_fn)
         if workers is not None and num_workers:
@@ -149,19 +136,26 @@ class ODBDataLoader:
         self.dataset = dataset
         rank, world_size = group_rank(process_group)
         shard = (0, 1) if check_bool("sharded", sharded) else (rank, world_size)
-        source, items = source_of(dataset, shuffle, seed, sampler, shard)
-        collate: Collate = (
-            PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
-            if collate_fn is None
-            else collate_fn
-        )
+        collate = collate_for(budget, collate_fn)
         # Not of a subclass, whose `__call__` may expect the samples as they were.
-        prepare = collate.prepare if type(collate) is PaddingCollate else None
-        process = _Process(items, process_fn, observe, prepare)
-        self._processor = ParallelProcessor(
-            source, process, seed=seed, workers=options, rank=rank, world_size=world_size
+        ours = type(collate) in (PaddingCollate, PackedCollate)
+        self._samples = sample_node(
+            dataset,
+            SampleOptions(
+                shuffle=shuffle,
+                seed=seed,
+                sampler=sampler,
+                shard=shard,
+                process_fn=process_fn,
+                observe=observe,
+                prepare=getattr(collate, "prepare", None) if ours else None,
+                weights=weights,
+                workers=options,
+                rank=rank,
+                world_size=world_size,
+            ),
         )
-        self._bucketer = WindowBucketer(self._processor, budget, window, state)
+        self._bucketer = WindowBucketer(self._samples, budget, window, state)
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
         self._aligner = RankAligner(
@@ -248,7 +242,7 @@ class ODBDataLoader:
         Raises:
             TypeError: the dataset does not know its length.
         """
-        return length_of(self._processor)
+        return length_of(self._samples)
 
     @property
     def replayed_samples(self) -> int:
@@ -266,6 +260,11 @@ class ODBDataLoader:
         return self._bucketer.dropped_samples
 
     @property
+    def skipped_samples(self) -> dict[str, int]:
+        """Samples pulled in this epoch so far that processing `Skipped`, by its reason."""
+        return self._bucketer.skipped_samples
+
+    @property
     def unemitted_samples(self) -> int:
         """Samples of this rank and epoch that `uneven="stop"` left over."""
         return self._aligner.unemitted_samples
@@ -278,7 +277,8 @@ class ODBDataLoader:
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the worker processes that run now."""
-        return self._processor.worker_pids
+        processors = [one for one in walk(self._samples) if isinstance(one, ParallelProcessor)]
+        return [pid for one in processors for pid in one.worker_pids]
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins; a loaded state within an epoch wins."""
@@ -313,3 +313,7 @@ class _PinningCollate:
     def __call__(self, samples: list[Any]) -> Any:
         with torch.cuda.device(self._device):
             return pin_memory(self._collate(samples))
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        with torch.cuda.device(self._device):
+            return pin_memory(collate_group(self._collate, samples, info))

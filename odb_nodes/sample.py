@@ -1,6 +1,9 @@
 """A processed sample with what grouping needs to know of it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +12,16 @@ import torch
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 
-__all__ = ["IGNORE_INDEX", "Observation", "Sample", "SourceItem", "flat", "observe_sample"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Observation",
+    "Sample",
+    "Skipped",
+    "SourceItem",
+    "SourcedSample",
+    "flat",
+    "observe_sample",
+]
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
@@ -30,12 +42,59 @@ class Sample(NamedTuple):
     targets: int
     patches: int = 0
 
+    @property
+    def source(self) -> str:
+        """Name of the source that it comes from, "" where sources have none."""
+        return ""
+
+    def of_source(self, name: str) -> Sample:
+        """Return this sample under the name of its source; before one that it has already."""
+        sample = SourcedSample(*self)
+        sample.name = f"{name}/{self.source}" if self.source else name
+        return sample
+
+
+class SourcedSample(Sample):
+    """A sample that knows its source. Beside the fields, so it unpacks and compares as any other.
+
+    Attributes:
+        name: of the source.
+    """
+
+    name: str
+
+    @property
+    def source(self) -> str:
+        """Name of the source that it comes from."""
+        return self.name
+
+    def _replace(self, **fields: Any) -> Sample:  # type: ignore[override]
+        changed = Sample(*self)._replace(**fields)
+        return changed.of_source(self.name)
+
 
 class SourceItem(NamedTuple):
     """An item, and the name of the source that it comes from."""
 
     source: str
     item: Any
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What processing returns for a sample that is to be left out of the epoch, and counted.
+
+    Attributes:
+        reason: a word or two; samples are counted by it, see `WindowBucketer.skipped_samples`.
+        message: which sample it is, and what is wrong with it; shown for the first of each reason.
+    """
+
+    reason: str
+    message: str = ""
+
+    def of_source(self, name: str) -> Skipped:
+        """Return this with the name of the source in its message."""
+        return replace(self, message=f"source {name!r}: {self.message}")
 
 
 class Observation(NamedTuple):
@@ -49,8 +108,8 @@ class Observation(NamedTuple):
 Observe = Callable[[Any], int | Observation | tuple[int, ...]]
 
 
-def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
-    """Return `data` with its length, supervised tokens and patches.
+def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
+    """Return `data` with its length, supervised tokens and patches; `Skipped` as it is.
 
     Args:
         data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
@@ -63,7 +122,13 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample:
         SampleError: there is no length, or it is not an integer of at least 1.
     """
     if isinstance(data, SourceItem):
-        return observe_sample(data.item, observe)
+        try:
+            sample = observe_sample(data.item, observe)
+        except SampleError as error:
+            raise SampleError(f"of source {data.source!r}: {error}") from error
+        return sample.of_source(data.source)
+    if isinstance(data, Skipped):
+        return data
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)

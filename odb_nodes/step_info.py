@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from odb_nodes.sample import Sample
 
-__all__ = ["STEP_INFO_KEY", "AlignedGroup", "StepInfo", "pop_step_info"]
+__all__ = [
+    "STEP_INFO_KEY",
+    "AlignedGroup",
+    "SourceCount",
+    "StepInfo",
+    "count_sources",
+    "pop_step_info",
+]
 
 STEP_INFO_KEY = "odb_step_info"
+
+
+class SourceCount(NamedTuple):
+    """What a step, or a run, has had of one source."""
+
+    samples: int
+    tokens: int
+
+
+def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
+    """Return samples and tokens by source; nothing where no sample knows its source."""
+    if all(type(sample) is Sample for sample in samples):
+        return {}
+    tokens: dict[str, list[int]] = {}
+    for sample in samples:
+        tokens.setdefault(sample.source, []).append(sample.tokens)
+    return {source: SourceCount(len(of_one), sum(of_one)) for source, of_one in tokens.items()}
+
+
+def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCount]:
+    """Return the sums by source."""
+    sums: dict[str, SourceCount] = {}
+    for source, (samples, tokens) in counts:
+        before = sums.get(source, SourceCount(0, 0))
+        sums[source] = SourceCount(before.samples + samples, before.tokens + tokens)
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +70,8 @@ class StepInfo:
         optimizer_samples: samples of all ranks and micro-steps of this optimizer step.
         optimizer_targets: supervised tokens of all ranks and micro-steps of this optimizer step.
         modalities: those that are in the step's batch of any rank, as the `RankAligner` names them.
+        local_sources: name of the source -> samples and unpadded tokens of this rank. They add up
+            to `local_samples`; empty in a filler step, and where sources have no names.
     """
 
     step: int
@@ -51,6 +86,7 @@ class StepInfo:
     optimizer_samples: int
     optimizer_targets: int
     modalities: tuple[str, ...] = ()
+    local_sources: Mapping[str, SourceCount] = field(default_factory=dict, hash=False)
 
     @property
     def ends_optimizer_step(self) -> bool:
@@ -69,6 +105,7 @@ class StepInfo:
             all_targets=targets,
             optimizer_samples=len(samples),
             optimizer_targets=targets,
+            local_sources=count_sources(samples),
         )
 
 

@@ -319,6 +319,39 @@ def divide_by_zero(index):
     return 1 // 0
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_ctrl_c_again_and_again(start_method, run):
+    # While workers start, work and stop: a KeyboardInterrupt each time, never a hang.
+    program = run(
+        """
+        from worker_functions import Texts, dataloader
+        loader = dataloader(Texts(3000), sys.argv[1])
+        print("ready", flush=True)
+        while True:
+            try:
+                for batch in loader:
+                    print("batch", flush=True)
+            except KeyboardInterrupt:
+                print("caught", flush=True)
+        """,
+        start_method,
+    )
+    program.line()
+    program.line()
+    for gap_s in (0.0, 0.003, 0.01, 0.03, 0.06, 0.1):
+        os.killpg(program.session, signal.SIGINT)
+        time.sleep(gap_s)
+        os.killpg(program.session, signal.SIGINT)
+        time.sleep(0.3)
+    program.process.send_signal(signal.SIGUSR1)  # By default this ends it.
+    code, out, err = program.finish(EXIT_LIMIT_S)
+    assert "WorkerError" not in err
+    if code == -signal.SIGUSR1:
+        assert out.count("caught") > 3
+    else:  # It came outside of the `try`.
+        assert code == -signal.SIGINT
+
+
 # --- neighbours -----------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import odb_nodes
-from odb_nodes import ODBDataLoader, ParallelProcessor, ShardedSampler, WorkerOptions
+from odb_nodes import ODBDataLoader, ParallelProcessor, ShardedSampler, Skipped, WorkerOptions
 
 # --- processing -----------------------------------------------------------------------------------
 
@@ -89,6 +89,33 @@ class Texts:
         if self.fault is not None:
             self.fault(index)
         time.sleep(self.seconds)
+        return {"input_ids": np.full(3 + 7 * index % 29, index), "id": index}
+
+
+class SkipSome:
+    """Processing that skips some indices.
+
+    Args:
+        never: it does not.
+        also: further indices, as lost.
+    """
+
+    def __init__(self, *, never=False, also=()):
+        self.never = never
+        self.also = also
+
+    def reason(self, index):
+        if self.never:
+            return None
+        return "missing" if index % 5 == 0 else "corrupt" if index % 6 == 3 else None
+
+    def __call__(self, index):
+        reason = self.reason(index)
+        if reason is not None:
+            text = f"no file for {index}." if reason == "missing" else f"cannot read {index}."
+            return Skipped(reason, text)
+        if index in self.also:
+            return Skipped("lost", "gone.")
         return {"input_ids": np.full(3 + 7 * index % 29, index), "id": index}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -24,11 +25,13 @@ class Exchange(Protocol):
     Attributes:
         rank: this one, in `range(world_size)`.
         world_size: how many there are.
+        ranks: what the job calls them, for errors.
         timeout_s: seconds until a call gives up.
     """
 
     rank: int
     world_size: int
+    ranks: Sequence[int]
     timeout_s: float
 
     def connect(self, size: int) -> None:
@@ -59,6 +62,7 @@ class LocalExchange:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
+        self.ranks: Sequence[int] = (0,)
 
     def connect(self, size: int) -> None:
         """Do nothing."""

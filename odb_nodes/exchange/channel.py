@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.exchange.base import Exchange, IntArray, Interrupted
@@ -16,8 +17,9 @@ from odb_nodes.exchange.base import Exchange, IntArray, Interrupted
 _HELLO, _ROUND, _FAILED, _BAD_STATE = 1, 2, 3, 4
 _KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3
 _MIN_CAPACITY = 64  # integers, for the text of an error
-_PAUSE_S = 0.02  # between two hellos
-_SETTLED = 100  # equal hellos of all ranks, one after the other, until they are taken as they are
+_PAUSE_S = 0.02  # between two greetings
+_SETTLED_S = 2.0  # of equal greetings from all ranks, until they are taken as they are
+_DOUBTFUL_S = 60.0  # the same, where that would be an error
 
 
 class Channel:
@@ -52,12 +54,12 @@ class Channel:
         self._generation += 1
         self._agreed = False
 
-    def agree(self, place: Mapping[str, int], config: Mapping[str, Any]) -> None:
+    def agree(self, config: Mapping[str, Any]) -> None:
         """Make sure, once after `begin`, that all ranks go on from the same place.
 
         Args:
-            place: where this rank stands.
-            config: what all ranks must have in common, as JSON has it.
+            config: what all ranks must have in common, by name, as JSON has it; one level of
+                mappings within is compared field by field.
 
         Raises:
             StateError: they do not; the same error on all ranks, naming field, ranks and values.
@@ -65,24 +67,19 @@ class Channel:
         """
         if self._agreed:
             return
-        self._exchange.connect(self._size)
-        text = json.dumps(config, sort_keys=True).encode()
+        text = json.dumps(config, sort_keys=True, default=str).encode()
         digest = int.from_bytes(hashlib.sha1(text).digest()[:7], "little")
-        rows = self._greet(np.array([*place.values(), digest], dtype=np.int64))
-        self._generation, self._agreed = int(rows[:, _GENERATION].max()), True
-        *places, digests = rows[:, _HEADER : _HEADER + len(place) + 1].T.tolist()
-        differences = _differences(zip(place, places, strict=True))
-        if len({*digests}) > 1:
-            texts = self.gather_bytes(text, "comparing configurations")
-            configs = [_flat(json.loads(one)) for one in texts]
-            names = sorted({name for one in configs for name in one})
-            differences += _differences(
-                (name, [one.get(name, "absent") for one in configs]) for name in names
-            )
-        if differences:
+        rows = self._greet(_HELLO, np.array([digest]), "the first exchange after a reset")
+        self._raise_failures(rows)
+        if stay := self._ranks_that(rows[:, _KIND] == _ROUND):
+            raise PeerError(f"rank {stay} stays in an epoch that the other ranks have left.")
+        self._agreed = True
+        if len({*rows[:, _HEADER].tolist()}) > 1:
+            texts = self.gather_bytes(text, "comparing what the ranks have in common")
             raise StateError(
-                f"the ranks do not go on from the same place: {'; '.join(differences)}. Build the "
-                "same graph on all ranks, and load states that were saved at the same step."
+                "the ranks do not go on from the same place: "
+                f"{'; '.join(self._differences(list(map(json.loads, texts))))}. Build the same "
+                "graph on all ranks, and load states that were saved at the same step."
             )
 
     def gather(self, payload: IntArray, where: str) -> IntArray:
@@ -96,11 +93,11 @@ class Channel:
             PeerError: a rank failed, left, or did not come.
         """
         rows = self._send(_ROUND, payload, where)
-        _raise_failures(rows)
-        if left := np.flatnonzero(rows[:, _KIND] == _HELLO).tolist():
+        self._raise_failures(rows)
+        if left := self._ranks_that(rows[:, _KIND] == _HELLO):
             raise PeerError(
-                f"{where}: rank {', '.join(map(str, left))} has left it and begun anew. All ranks "
-                "must iterate, break and load alike."
+                f"{where}: rank {left} has left it and begun anew. All ranks must iterate, break "
+                "and load alike."
             )
         return rows[:, _HEADER:]
 
@@ -124,38 +121,38 @@ class Channel:
         kind = _BAD_STATE if isinstance(error, StateError) else _FAILED
         text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
         try:
-            self._exchange.connect(self._size)
-            for _ in range(_SETTLED):
-                rows = self._send(kind, _as_integers(text), where)
-                if self._agreed or (rows[:, _GENERATION] >= self._generation).all():
-                    return
-                time.sleep(_PAUSE_S)  # It met what a rank has left by now, and nobody reads.
+            if self._agreed:
+                self._send(kind, _as_integers(text), where)
+            else:
+                self._greet(kind, _as_integers(text), where)
         except (PeerError, StateError, Interrupted):
             return
 
-    def _greet(self, hello: IntArray) -> IntArray:
-        """Say hello until all ranks do so at once, in one generation; return what they said.
+    def _greet(self, kind: int, payload: IntArray, where: str) -> IntArray:
+        """Say the first message of a generation until all ranks do; return what they said.
 
-        Where the generations stay different, a rank has begun more often than another, without a
-        step: it has asked for a state, say. The ranks that hold still then take each other as they
-        are. That no rank holds on to a hello that it is about to leave is known only by waiting.
+        All ranks decide by the same rows, so all end with the same call. Where generations stay
+        different, a rank has begun more often than another without a step: it was asked for a
+        state, say. What is said again and again is not left behind, but may be about to be left,
+        by a thread that reads ahead: only waiting can tell, and longer where it is an error else.
         """
-        where = "the first exchange after a reset"
-        deadline = time.monotonic() + self._exchange.timeout_s
-        before, repeats = None, 0
+        self._exchange.connect(self._size)
+        before, unchanged = np.empty(0, dtype=np.int64), 0
         while True:
-            rows = self._send(_HELLO, hello, where)
-            _raise_failures(rows, since=self._generation)  # What failed before was left by all.
-            others = np.flatnonzero(rows[:, _KIND] != _HELLO).tolist()
-            if not others and len({*rows[:, _GENERATION].tolist()}) == 1:
-                return rows
-            unchanged = not others and before is not None and np.array_equal(rows, before)
-            before, repeats = rows, repeats + 1 if unchanged else 0
-            if repeats == _SETTLED:
-                return rows
-            if time.monotonic() > deadline:
-                raise PeerError(f"ranks {others} stay in an epoch that the other ranks have left.")
+            rows = self._send(kind, payload, where)
+            hellos = rows[rows[:, _KIND] == _HELLO]
+            met = bool((rows[:, _KIND] != _ROUND).all())
+            if met and len({*rows[:, _GENERATION].tolist()}) == 1:
+                break
+            unchanged = unchanged + 1 if np.array_equal(rows, before) else 0
+            before = rows
+            alike = met and len({*hellos[:, _HEADER].tolist()}) <= 1
+            doubtful_s = min(_DOUBTFUL_S, self._exchange.timeout_s / 2)
+            if unchanged * _PAUSE_S >= (_SETTLED_S if alike else max(doubtful_s, _SETTLED_S)):
+                break
             time.sleep(_PAUSE_S)
+        self._generation = int(rows[:, _GENERATION].max())
+        return rows
 
     def _send(self, kind: int, payload: IntArray, where: str) -> IntArray:
         """Return the messages of all ranks."""
@@ -170,20 +167,35 @@ class Channel:
         finally:
             self.wait_s += time.perf_counter() - start
 
+    def _raise_failures(self, rows: IntArray) -> None:
+        """Raise if a rank says that it has failed."""
+        failed = np.flatnonzero(rows[:, _KIND] >= _FAILED).tolist()
+        if not failed:
+            return
+        causes = "; ".join(
+            f"rank {self._exchange.ranks[index]} failed in {_text(rows[index])}" for index in failed
+        )
+        if (rows[failed, _KIND] == _BAD_STATE).all():
+            raise StateError(causes)
+        raise PeerError(causes)
 
-def _raise_failures(rows: IntArray, since: int = 0) -> None:
-    """Raise if a rank says that it has failed, in the generation `since` or a later one."""
-    failed = [
-        (rank, row)
-        for rank, row in enumerate(rows)
-        if row[_KIND] >= _FAILED and row[_GENERATION] >= since
-    ]
-    if not failed:
-        return
-    causes = "; ".join(f"rank {rank} failed in {_text(row)}" for rank, row in failed)
-    if all(row[_KIND] == _BAD_STATE for _, row in failed):
-        raise StateError(causes)
-    raise PeerError(causes)
+    def _differences(self, configs: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return, for each field that ranks have different values of, which have which."""
+        flat = list(map(_flat, configs))
+        found = []
+        for name in dict.fromkeys(name for one in flat for name in one):
+            values = [one.get(name, "absent") for one in flat]
+            by_value = [
+                f"{value} on rank {self._ranks_that(np.array([one == value for one in values]))}"
+                for value in dict.fromkeys(values)
+            ]
+            if len(by_value) > 1:
+                found.append(f"`{name}` is {', '.join(by_value)}")
+        return found
+
+    def _ranks_that(self, do: NDArray[np.bool_]) -> str:
+        """Return the ranks, as the job numbers them, whose place in a mask is true."""
+        return ", ".join(str(self._exchange.ranks[index]) for index in np.flatnonzero(do).tolist())
 
 
 def _text(row: IntArray) -> str:
@@ -200,22 +212,9 @@ def _as_bytes(integers: IntArray) -> bytes:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of all nodes by `node.field`, as text."""
-    return {
-        f"{node}.{name}": json.dumps(value)
-        for node, fields in config.items()
-        for name, value in fields.items()
-    }
-
-
-def _differences(fields: Iterable[tuple[str, list[Any]]]) -> list[str]:
-    """Return, for each field that ranks have different values of, which have which."""
-    found = []
-    for name, values in fields:
-        ranks: dict[Hashable, list[str]] = {}
-        for rank, value in enumerate(values):
-            ranks.setdefault(value, []).append(str(rank))
-        if len(ranks) > 1:
-            by_value = (f"{value} on rank {', '.join(of)}" for value, of in ranks.items())
-            found.append(f"`{name}` is {', '.join(by_value)}")
+    """Return the values by `name`, or `name.field`, as text."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        fields = value.items() if isinstance(value, Mapping) else [("", value)]
+        found |= {f"{name}.{key}" if key else name: json.dumps(one) for key, one in fields}
     return found

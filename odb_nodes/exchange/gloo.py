@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -44,20 +44,27 @@ class GlooExchange:
         self.world_size = dist.get_world_size(process_group)
         self.timeout_s = timeout_s
         self._grace_s = min(_GRACE_S, timeout_s / 4)
-        self._ranks = dist.get_process_group_ranks(process_group)
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         # Numbered here, where the order is that of the program, and not in `connect`, which threads
         # of several loaders may call in any order: their ranks would meet those of another loader.
-        job_store = _own_connection(dist.distributed_c10d._get_default_store())
-        ranks = hashlib.sha1(repr(self._ranks).encode()).hexdigest()[:12]
-        count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these ranks
+        ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
+        try:
+            job_store = _own_connection(dist.distributed_c10d._get_default_store())
+            count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these
+        except dist.DistError as error:
+            raise PeerError(
+                "the store of the job, which lives with rank 0 or torchrun, does not answer "
+                f"({_first_line(error)}). Restart all ranks."
+            ) from error
         self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
         self._advice = (
             "Build and iterate the same graphs on all ranks, in the same order: this is number "
-            f"{count} of this rank."
+            f"{count} of this rank. Then restart all ranks."
         )
-        # Longer than any wait of ours, so that it is ours that names who is missing.
+        # All waits are ours. gloo would count on for a call that was given up, and close a
+        # connection that nobody waits for.
         self._options = dist.distributed_c10d.AllgatherOptions()
-        self._options.timeout = timedelta(seconds=timeout_s + 2 * _GRACE_S)
+        self._options.timeout = timedelta(days=365)
         self._group: Any = None
         self._pending: Any = None  # a call that was given up, but cannot be taken back
         # What the last call reads and writes, kept while it is under way and beyond: were gloo's
@@ -72,29 +79,35 @@ class GlooExchange:
     def connect(self, size: int) -> None:
         """Meet the other ranks at the store of the job. See `Exchange`."""
         with self._idle:
+            if self._broken is not None:
+                raise PeerError(self._broken)
             if self._group is None:
                 self._meet(size)
 
     def _meet(self, size: int) -> None:
         deadline = time.monotonic() + self.timeout_s
-        self._store.delete_key(f"gone/{self.rank}")  # It may have given up before.
         self._store.set(f"size/{self.rank}", str(size))
-        missing = self._wait_for("size", self.timeout_s)
+        try:
+            missing = self._wait_for("size", self.timeout_s)
+        except Interrupted:
+            self._store.delete_key(f"size/{self.rank}")
+            raise
         gave_up = self._ranks_with("gone")
         if missing or gave_up:
             self._store.set(f"gone/{self.rank}", "1")
-            raise PeerError(
+            self._broken = (
                 f"{_name(missing)} did not come to the first exchange within {self.timeout_s} s "
                 f"(`timeout_s`). {self._advice}"
                 if missing
                 else f"{_name(gave_up)} had given up waiting for the first exchange when this rank "
                 f"came. {self._advice}"
             )
+            raise PeerError(self._broken)
         sizes = [int(self._store.get(f"size/{rank}")) for rank in range(self.world_size)]
         if len({*sizes}) > 1:
             raise StateError(
                 "the ranks have messages of different sizes, "
-                f"{dict(zip(self._ranks, sizes, strict=True))}: `round_size` or `accumulate` "
+                f"{dict(zip(self.ranks, sizes, strict=True))}: `round_size` or `accumulate` "
                 f"differ between them. {self._advice}"
             )
         # All ranks are here: what follows takes long only where one is lost meanwhile.
@@ -171,9 +184,9 @@ class GlooExchange:
             self._store.set("failed", "1")
             missing = self._wait_for("report", self._grace_s)
             reports = {
-                self._ranks[rank]: self._store.get(f"report/{rank}").decode()
+                self.ranks[rank]: self._store.get(f"report/{rank}").decode()
                 for rank in range(self.world_size)
-                if self._ranks[rank] not in missing
+                if self.ranks[rank] not in missing
             }
             seen = "; ".join(f"rank {rank} {text}" for rank, text in reports.items())
             lost = _name(missing) if missing else "a connection between ranks"
@@ -182,7 +195,7 @@ class GlooExchange:
         except Exception as error:  # of any kind: it is another process that is gone
             lost = "a rank"
             seen = (
-                f"rank {self._ranks[self.rank]} {what}; the store of the job, which lives with "
+                f"rank {self.ranks[self.rank]} {what}; the store of the job, which lives with "
                 f"rank 0 or torchrun, does not answer either ({_first_line(error)})"
             )
         self._broken = (
@@ -204,12 +217,12 @@ class GlooExchange:
                 return []
             self._interrupted.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _POLL_S)
-        return sorted({*self._ranks} - {*self._ranks_with(what)})
+        return sorted({*self.ranks} - {*self._ranks_with(what)})
 
     def _ranks_with(self, what: str) -> list[int]:
         """Return the ranks that have set a key."""
         return [
-            rank for index, rank in enumerate(self._ranks) if self._store.check([f"{what}/{index}"])
+            rank for index, rank in enumerate(self.ranks) if self._store.check([f"{what}/{index}"])
         ]
 
     def _check_interrupted(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class InProcessHub:
 class _InProcessExchange:
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self.rank, self.world_size, self.timeout_s = rank, hub.world_size, hub.timeout_s
+        self.ranks: Sequence[int] = range(hub.world_size)
         self._hub = hub
         self._calls = 0
         self._connected = self._interrupted = False
@@ -81,6 +83,7 @@ class _InProcessExchange:
         while len(present) < self.world_size:
             if self._interrupted:
                 raise Interrupted("the exchange was interrupted.")
-            if not self._hub.changed.wait(max(0.0, deadline - time.monotonic())):
-                missing = sorted({*range(self.world_size)} - {*present})
+            self._hub.changed.wait(max(0.0, deadline - time.monotonic()))
+            missing = sorted({*range(self.world_size)} - {*present})
+            if missing and time.monotonic() >= deadline:
                 raise PeerError(f"no message from rank {missing} within {self.timeout_s} s.")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import Observe, observe_sample
+from odb_nodes.sample import Observe, Sample, observe_sample
 from odb_nodes.seeds import preserved_rngs
 from odb_nodes.tools.simulate import simulate_steps
 
@@ -51,8 +51,12 @@ def estimate_steps(
     with preserved_rngs():
         items = [dataset[index] for index in picked.tolist()]
         samples = items if process_fn is None else list(map(process_fn, items))
-        seen = np.array([observe_sample(sample, observe).tokens for sample in samples])
-    share = math.ceil(len(dataset) / world_size)
+        observed = [observe_sample(sample, observe) for sample in samples]
+    seen = np.array([one.tokens for one in observed if isinstance(one, Sample)], dtype=np.int64)
+    if not len(seen):
+        return 1
+    kept = len(seen) / len(observed)  # Others are skipped by processing.
+    share = max(1, math.ceil(len(dataset) * kept / world_size))
     simulated = min(share, _MOST_SIMULATED)
     # All of them as they are, where all were looked at: drawing adds an error of its own.
     lengths = seen if simulated == len(seen) else rng.choice(seen, simulated)

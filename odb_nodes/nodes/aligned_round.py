@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from odb_nodes.planning.alignment import FILLER, RoundPlan
-from odb_nodes.planning.pool import IntArray
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
-from odb_nodes.step_info import AlignedGroup, StepInfo
+from odb_nodes.step_info import AlignedGroup, StepInfo, count_sources
 
 LossScaling = Literal["exact", "approx", "none"]
 
@@ -70,6 +71,10 @@ class AlignedRound:
         # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return self._table.astype("<i8").tobytes() or None
 
+    def digest(self) -> int:
+        """Return a number that is the same on all ranks of the same round."""
+        return zlib.crc32(self._table[:, 1:].astype("<i8").tobytes())
+
     def __len__(self) -> int:
         return self._steps
 
@@ -113,5 +118,6 @@ class AlignedRound:
             optimizer_samples=int(together[:, 1].sum()),
             optimizer_targets=int(together[:, 2].sum()),
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
+            local_sources={} if is_filler else count_sources(group),
         )
         return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

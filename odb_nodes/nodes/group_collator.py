@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, Protocol, runtime_checkable
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_callable, check_node
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.nodes.budget_defaults import Collate, collate_for, find_budget
 from odb_nodes.sample import Sample
 from odb_nodes.state import seal, unseal
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
-Collate = Callable[[list[Any]], MutableMapping[str, Any]]
+__all__ = ["Collate", "GroupCollator"]
+
+
+@runtime_checkable
+class StepCollate(Protocol):
+    """A collate function that also looks at the step: a batch may need what other ranks have."""
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
+        """Return the batch of `samples` for this step; takes the place of calling the function."""
+
+
+def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
+    """Return the batch of a step, from a collate function that looks at it or does not."""
+    if isinstance(collate, StepCollate):
+        return collate.collate_step(samples, info)
+    return collate(samples)
 
 
 class GroupCollator(BaseNode[MutableMapping[str, Any]]):
@@ -28,7 +43,12 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         source: node that yields groups: a `RankAligner`, or a `WindowBucketer` where there is one
             rank.
         collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
-            Default: `PaddingCollate()`.
+            Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
+            below. If it has a method `collate_step(samples, info)`, that is called instead, with
+            the `StepInfo`.
+
+    Raises:
+        ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
     """
 
     SOURCE_KEY = "source"
@@ -43,7 +63,7 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
-        self._collate = collate_fn or PaddingCollate()
+        self._collate = collate_for(find_budget(source), collate_fn)
         self._step = 0
         self._held: list[Sample] | AlignedGroup | None = (
             None  # taken from the source, and not out yet
@@ -98,8 +118,9 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
+        info = info or StepInfo.of_one_rank(group, self._step)
         try:
-            batch = self._collate([sample.data for sample in group])
+            batch = collate_group(self._collate, [sample.data for sample in group], info)
         except StopIteration as error:  # which would end the epoch here
             raise RuntimeError("`collate_fn` raised StopIteration.") from error
         if not isinstance(batch, MutableMapping):
@@ -107,5 +128,5 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
-        batch[STEP_INFO_KEY] = info or StepInfo.of_one_rank(group, self._step)
+        batch[STEP_INFO_KEY] = info
         return batch

@@ -37,12 +37,14 @@ class GroupReader:
         return groups
 
     def _read_one(self) -> list[Sample] | None:
-        group = next(self._source, None)
-        if group is None or (
-            isinstance(group, list) and all(isinstance(one, Sample) for one in group)
-        ):
+        try:
+            group = next(self._source)
+        except StopIteration:
+            return None
+        if group and isinstance(group, list) and all(isinstance(one, Sample) for one in group):
             return group
+        kind = "an empty list" if group == [] else f"`{type(group).__name__}`"
         raise TypeError(
             "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
-            f"`{type(group).__name__}` instead. Put a `WindowBucketer` before it."
+            f"{kind} instead. Put a `WindowBucketer` before it."
         )

@@ -10,12 +10,14 @@ from odb_nodes.checks import check_callable, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
-from odb_nodes.sample import Observe, Sample, observe_sample
+from odb_nodes.sample import Observe, Sample, Skipped, observe_sample
 from odb_nodes.state import seal, unseal
 
 
-class LengthObserver(BaseNode[Sample]):
+class LengthObserver(BaseNode[Sample | Skipped]):
     """Yields a `Sample` for each item: the item with its tokens, targets and patches.
+
+    What processing has `Skipped` comes out as it is, and the `WindowBucketer` counts it.
 
     State: the source's, and the position for errors.
 
@@ -62,7 +64,7 @@ class LengthObserver(BaseNode[Sample]):
         self.source.reset(state[self.SOURCE_KEY])
         self._position = state[self.POSITION_KEY]
 
-    def next(self) -> Sample:
+    def next(self) -> Sample | Skipped:
         """Return the next sample.
 
         Raises:

@@ -1,157 +1,105 @@
-"""The default collate function: text samples into a padded batch."""
+"""The collate function of padded groups: text samples into a batch of a row each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from odb_nodes.checks import check_count
-from odb_nodes.errors import SampleError
-from odb_nodes.planning.budget import round_up
-from odb_nodes.sample import IGNORE_INDEX, flat
-
-TOKEN_KEYS = (
-    "input_ids",
-    "labels",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-    "special_tokens_mask",
-)
+from odb_nodes.nodes.token_rows import TokenRows, is_number
+from odb_nodes.planning.budget import Shape, TokenBudget, fit_shape
+from odb_nodes.sample import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddingCollate:
-    """Pads text samples into a batch; the default collate function.
+class PaddingCollate(TokenRows):
+    """Pads text samples into a batch; the default collate function of a padded budget.
 
     The keys with a value per token become (B, T) tensors, int64 where they are integers;
-    `attention_mask`, (B, T) int64, is made where there is none. Numbers become (B,) tensors. Any
-    other key becomes a list of B values.
+    `attention_mask`, (B, T) int64, is made where there is none. Numbers become (n,) tensors. Any
+    other key becomes a list of n values. B is n, the number of samples, unless there are `shapes`.
 
     Args:
         pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
-        pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
-        side: where the padding goes, `"right"` or `"left"`.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
+        pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
+        side: where the padding goes, `"right"` or `"left"`. On the left, the first label of each
+            sample becomes -100: the causal shift would have it predicted from padding.
+        shapes: the only (B, T) that batches have: `TokenBudget.shape_ladder()`. Rows without a
+            sample are all padding. Only a sample wider than all of them has another shape. `()`:
+            any.
     """
 
-    pad_token_id: int = 0
-    pad_to_multiple_of: int = 1
     side: Literal["right", "left"] = "right"
-    token_keys: tuple[str, ...] = TOKEN_KEYS
 
     def __post_init__(self) -> None:
-        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        super().__post_init__()
         if self.side not in ("right", "left"):
             raise ValueError(f'`side` must be "right" or "left", but is {self.side!r} instead.')
+
+    @classmethod
+    def of(cls, budget: TokenBudget, **options: Any) -> PaddingCollate:
+        """Return the collate function for the groups of a padded budget.
+
+        Args:
+            budget: of the groups.
+            options: further arguments of `PaddingCollate`.
+        """
+        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
+        return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`.
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
-            ValueError: the samples differ in their keys, or a key with a value per token has
-                another length than `input_ids`.
+            ValueError: the samples differ in their keys, a key with a value per token has another
+                length than `input_ids`, or there are more samples than their shape has rows.
             SampleError: the values of such a key are not numbers, or `input_ids` no integers.
         """
-        for index, sample in enumerate(samples):
-            if not isinstance(sample, Mapping) or "input_ids" not in sample:
-                raise TypeError(
-                    "`PaddingCollate` takes mappings with `input_ids`, but sample "
-                    f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
-                )
-            if sample.keys() != samples[0].keys():
-                raise ValueError(
-                    f"the samples of a group must have the same keys, but have {sorted(sample)} "
-                    f"and {sorted(samples[0])} instead."
-                )
-        lengths = [len(flat("input_ids", sample["input_ids"])) for sample in samples]
+        lengths = self.lengths_of(samples)
+        shape = self._shape(lengths)
         batch = {
-            key: self._collate(key, [sample[key] for sample in samples], lengths)
+            key: self._collate(key, [sample[key] for sample in samples], lengths, shape)
             for key in samples[0]
         }
         if "attention_mask" not in batch:
-            batch["attention_mask"] = self._attention_mask(lengths)
+            batch["attention_mask"] = self._attention_mask(lengths, shape)
         return batch
 
-    def prepare(self, sample: Any) -> Any:
-        """Return a sample with its values per token as (L,) arrays, which collating only copies.
-
-        `ODBDataLoader` calls this in its workers: lists take long to convert. What is no mapping is
-        returned as it is, and so is a sample that has nothing to convert.
-
-        Raises:
-            SampleError: values per token are not numbers, or `input_ids` no integers.
-        """
-        if not isinstance(sample, Mapping):
-            return sample
-        rows = {
-            key: _row(key, value)
-            for key in self.token_keys
-            if (value := sample.get(key)) is not None and not _is_number(value)
-        }
-        converted = any(row is not sample[key] for key, row in rows.items())
-        return {**sample, **rows} if converted else sample
-
-    def _collate(self, key: str, values: list[Any], lengths: list[int]) -> Any:
-        if all(map(_is_number, values)):
-            return torch.as_tensor(np.asarray(values))
-        return self._pad(key, values, lengths) if key in self.token_keys else values
-
-    def _pad(self, key: str, values: list[Any], lengths: list[int]) -> torch.Tensor:
-        rows = [_row(key, value) for value in values]
-        if (found := list(map(len, rows))) != lengths:
+    def _shape(self, lengths: list[int]) -> Shape:
+        rows, width = fit_shape(len(lengths), max(lengths), self.shapes, self.pad_to_multiple_of)
+        if len(lengths) > rows:
             raise ValueError(
-                f"`{key}` must have the lengths of `input_ids` ({lengths}), but has {found} "
-                "instead. Leave it out of `token_keys` if it has no value per token."
+                f"a group whose longest sample has {max(lengths)} tokens must have at most {rows} "
+                f"samples, the rows of its shape, but has {len(lengths)} instead. Make `shapes` "
+                "with `shape_ladder()` of the `TokenBudget` that forms the groups."
             )
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
-        dtype = np.result_type(*{row.dtype for row in rows})
-        if dtype.kind in "iu":
-            dtype = np.dtype(np.int64)  # what embeddings and losses take
-        padded = np.full((len(rows), self._width(lengths)), fill, dtype=dtype)
-        for target, row, length in zip(padded, rows, lengths, strict=True):
+        return rows, width
+
+    def _collate(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> Any:
+        if all(map(is_number, values)):
+            return torch.as_tensor(np.asarray(values))
+        return self._pad(key, values, lengths, shape) if key in self.token_keys else values
+
+    def _pad(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> torch.Tensor:
+        rows = self.rows_of(key, values, lengths)
+        padded = self.blank(key, shape, rows)
+        for target, row, length in zip(padded, rows, lengths, strict=False):
             if self.side == "right":
                 target[:length] = row
             else:
-                target[-length:] = row
+                target[shape[1] - length :] = row
+                if key == "labels" and length:
+                    target[shape[1] - length] = IGNORE_INDEX  # padding would predict it
         return torch.from_numpy(padded)
 
-    def _attention_mask(self, lengths: list[int]) -> torch.Tensor:
-        mask = np.arange(self._width(lengths)) < np.array(lengths)[:, None]
+    def _attention_mask(self, lengths: list[int], shape: Shape) -> torch.Tensor:
+        mask = np.zeros(shape, dtype=np.int64)
+        mask[: len(lengths)] = np.arange(shape[1]) < np.array(lengths)[:, None]
         if self.side == "left":
-            mask = mask[:, ::-1]
-        return torch.from_numpy(mask.astype(np.int64))
-
-    def _width(self, lengths: list[int]) -> int:
-        return round_up(max(lengths), self.pad_to_multiple_of)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Number) or getattr(value, "ndim", None) == 0
-
-
-def _row(key: str, value: Any) -> Any:
-    """Return values per token as an (L,) array."""
-    if type(value) is np.ndarray and value.ndim == 1:
-        row = value
-    else:
-        row = flat(key, value)
-        try:
-            row = row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
-        except (TypeError, ValueError):  # numpy lacks the dtype, or the list is ragged
-            row = np.empty(0, object)
-        if row.shape == (0,) and row.dtype == np.float64:
-            row = row.astype(np.int64)  # an empty list says nothing of its kind
-    if row.ndim != 1 or row.dtype.kind not in ("iu" if key == "input_ids" else "biuf"):
-        rule = "integers" if key == "input_ids" else "numbers"
-        raise SampleError(
-            f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
-            "in processing, or pass a `collate_fn` of your own."
-        )
-    return row
+            mask = np.ascontiguousarray(mask[:, ::-1])
+        return torch.from_numpy(mask)

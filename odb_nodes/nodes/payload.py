@@ -22,14 +22,16 @@ def encode_sample(sample: Sample) -> bytes:
             numbers and strings.
     """
     buffer = io.BytesIO()
-    torch.save((_encode(sample.data), *sample[1:]), buffer)
+    source = (sample.source,) if sample.source else ()
+    torch.save((_encode(sample.data), *sample[1:], *source), buffer)
     return buffer.getvalue()
 
 
 def decode_sample(encoded: bytes) -> Sample:
     """Return the sample that `encode_sample` was given."""
-    data, *cost = torch.load(io.BytesIO(encoded), weights_only=True)
-    return Sample(_decode(data), *cost)
+    data, tokens, targets, patches, *source = torch.load(io.BytesIO(encoded), weights_only=True)
+    sample = Sample(_decode(data), tokens, targets, patches)
+    return sample.of_source(*source) if source else sample
 
 
 def _encode(value: Any) -> Any:

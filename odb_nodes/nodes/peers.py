@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -21,6 +21,8 @@ from odb_nodes.nodes.payload import encode_sample
 from odb_nodes.planning.alignment import Offer
 from odb_nodes.sample import Sample
 
+_GRACE_S = 5.0  # for the others to hear of a failure at once
+
 
 class Peers:
     """Exchanges offers with the other ranks of a group.
@@ -36,7 +38,8 @@ class Peers:
         self._timeout_s = timeout_s
         self._capacity = Offer.message_size(round_size)
         self._use(LocalExchange())
-        self._attendance: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # that speaks for this rank
+        self._attends = False
 
     @property
     def rank(self) -> int:
@@ -59,7 +62,7 @@ class Peers:
         Raises:
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
-        self._end_attendance()
+        self._end_thread()
         if isinstance(self._exchange, LocalExchange):  # The job may have been set up since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         self._exchange.resume()
@@ -72,7 +75,7 @@ class Peers:
             RuntimeError: one is another rank, or one of another number of ranks.
         """
         here = {"rank": self.rank, "world_size": self.world_size}
-        for name, config in _sharing_nodes(source):
+        for name, config in _sharing_nodes(source).items():
             there = {key: config[key] for key in here}
             if there != here:
                 raise RuntimeError(
@@ -81,23 +84,19 @@ class Peers:
                     "the same: `process_group=` here, `rank=` and `world_size=` there."
                 )
 
-    def agree(
-        self, place: Mapping[str, int], config: Mapping[str, Any], source: BaseNode[Any]
-    ) -> None:
+    def agree(self, config: Mapping[str, Any], source: BaseNode[Any]) -> None:
         """Make sure, once after `begin`, that all ranks go on from the same place.
 
         Args:
-            place: where this rank stands.
-            config: of the node that aligns, the same on all ranks but for `rank`.
+            config: what the ranks must have in common.
             source: whose nodes that share data must be configured alike, too.
 
         Raises:
             StateError: they do not, or are not. The same error on all ranks.
             PeerError: a rank failed, or did not come.
         """
-        nodes = [("RankAligner", config), *_sharing_nodes(source)]
-        alike = {name: {**config, "rank": None} for name, config in nodes}
-        self._channel.agree(place, alike)
+        shared = {name: {**one, "rank": None} for name, one in _sharing_nodes(source).items()}
+        self._channel.agree({**config, **shared})
 
     def offers(self, own: Offer, where: str) -> list[Offer]:
         """Return the offers of all ranks for a round, this one's included.
@@ -108,8 +107,13 @@ class Peers:
         return list(map(Offer.from_message, self._channel.gather(own.to_message(), where)))
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell the others, in place of this rank's part of an exchange, why it fails."""
-        self._channel.fail(error, where)
+        """Tell the others, in place of this rank's part of an exchange, why it fails.
+
+        After a while on a thread: they may need a long time until they listen.
+        """
+        self._run(self._channel.fail, error, where)
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
 
     def share_filler(self, offers: list[Offer], own: Sample | None, where: str) -> bytes | None:
         """Give ranks that never had a sample one of another rank's.
@@ -140,19 +144,13 @@ class Peers:
 
     def attend(self, nothing: Offer) -> None:
         """Go on answering ranks that still have data, from a thread, until they have ended."""
-        self._attendance = threading.Thread(
-            target=self._answer, args=(nothing,), name="odb_nodes-attendance", daemon=True
-        )
-        self._attendance.start()
+        self._run(self._answer, nothing)
+        self._attends = True
 
     def interrupt(self) -> None:
-        """Make a wait on another thread raise, but first let `attend` come to its end."""
-        self._end_attendance()
-        self._exchange.interrupt()
-
-    def close(self) -> None:
-        """Make every wait raise. The connections stay, for `begin`."""
-        self._exchange.interrupt()
+        """Make a wait on another thread raise, until `begin`; but let `attend` come to its end."""
+        if not self._attends:
+            self._exchange.interrupt()
 
     def _use(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -165,17 +163,31 @@ class Peers:
         except (PeerError, StateError, Interrupted):
             return  # The next exchange of this rank finds out for itself.
 
-    def _end_attendance(self) -> None:
-        thread, self._attendance = self._attendance, None
-        if thread is not None:
-            thread.join()  # Ends: each round of the others ends within `timeout_s`.
-
-
-def _sharing_nodes(source: BaseNode[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and configuration of the nodes that yield one rank's share of something."""
-    for node in walk(source):
-        config = (
-            fingerprint() if callable(fingerprint := getattr(node, "fingerprint", None)) else {}
+    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(
+            target=call, args=arguments, name="odb_nodes-peers", daemon=True
         )
-        if config.get("world_size", 1) > 1:
-            yield type(node).__name__, config
+        self._thread.start()
+
+    def _end_thread(self) -> None:
+        """Wait until nobody else speaks for this rank."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            if not self._attends:
+                self._exchange.interrupt()
+            thread.join()  # Ends: each round of the others ends within `timeout_s`.
+        self._attends = False
+
+
+def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the configurations of the nodes that yield a share of something."""
+    found: dict[str, dict[str, Any]] = {}
+    for node in walk(source):
+        fingerprint = getattr(node, "fingerprint", None)
+        config = fingerprint() if callable(fingerprint) else None
+        if isinstance(config, dict) and config.keys() >= {"rank", "world_size"}:
+            name = type(node).__name__
+            same = sum(one.partition("[")[0] == name for one in found)
+            if config["world_size"] > 1:
+                found[f"{name}[{same}]" if same else name] = config
+    return found

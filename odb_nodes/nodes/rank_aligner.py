@@ -16,6 +16,7 @@ from odb_nodes.graph import walk
 from odb_nodes.hashing import mix
 from odb_nodes.names import name_of
 from odb_nodes.nodes.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.nodes.budget_defaults import cost_below
 from odb_nodes.nodes.group_costs import (
     CostFn,
     GroupMeter,
@@ -70,7 +71,7 @@ class RankAligner(BaseNode[AlignedGroup]):
     It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
     they cost, in one message, and receives what theirs cost. From then on every rank knows the
     round: groups of like cost go to the same step, and one permutation that all ranks share
-    shuffles the steps. An epoch's first rounds are shorter, 4, 8 and 16 steps, to start soon.
+    shuffles the steps. An epoch's first rounds are shorter, 4, 8, 16 steps, to start soon.
 
     At the end of the data, a rank that has fewer groups than others splits some of its own. One
     that has fewer samples than there are steps fills with a real sample whose loss weighs nothing.
@@ -96,7 +97,8 @@ class RankAligner(BaseNode[AlignedGroup]):
         accumulate: steps of an optimizer step, which share one denominator.
         seed: of the permutations; the same on all ranks.
         timeout_s: seconds until a rank that does not come is an error on the others.
-        cost_fn: group -> what a step with it takes, an integer in any unit. Default: padded tokens.
+        cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
+            padding included, in the layout of the budget of the `WindowBucketer` below.
         modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
 
     Raises:
@@ -120,7 +122,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         seed: int = 0,
         timeout_s: float = 1800.0,
         *,
-        cost_fn: CostFn = padded_tokens,
+        cost_fn: CostFn | None = None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
     ) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class RankAligner(BaseNode[AlignedGroup]):
                 raise ValueError(f"`{name}` must be one of {known}, but is {value!r} instead.")
         if not timeout_s > 0:
             raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s!r} instead.")
-        self._meter = GroupMeter(cost_fn, modalities)
+        self._meter = GroupMeter(cost_fn or cost_below(source) or padded_tokens, modalities)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self._round_size = round_up(check_count("round_size", round_size), accumulate)
@@ -170,7 +172,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         Raises:
             StateError: the state was saved with another configuration, rank or world size, or the
                 source does not yield the groups again that it yielded then. The other ranks raise
-                it too, when they next meet this one.
+                it too, when they next meet this one; it waits for them for up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         super().reset(initial_state)
@@ -235,13 +237,12 @@ class RankAligner(BaseNode[AlignedGroup]):
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
 
-        A rank that has ended before others (`uneven="join"`) first waits until they have ended.
+        The connections stay. A rank that has ended before others (`uneven="join"`) goes on
+        answering them until they have ended, too; its next reset waits for that.
         """
         self._peers.interrupt()
 
-    def close(self) -> None:
-        """Stop waiting for other ranks. The connections stay: a later reset goes on with them."""
-        self._peers.close()
+    close = interrupt
 
     # --- beginning ----------------------------------------------------------------------------
 
@@ -254,8 +255,13 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._failure = None
 
     def _agree(self) -> None:
-        place = {"epoch": self._epochs.epoch, "step": self._at.step}
-        self._peers.agree(place, self.fingerprint(), self.source)
+        config = {
+            "epoch": self._epochs.epoch,
+            "step": self._at.step,
+            "totals of the round": self._steps.digest(),
+            type(self).__name__: {**self.fingerprint(), "rank": None},
+        }
+        self._peers.agree(config, self.source)
 
     def _restore(self, state: dict[str, Any], saved_config: Mapping[str, Any]) -> None:
         self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
@@ -264,7 +270,7 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._steps = AlignedRound.from_bytes(at.plan, self._uneven == "join")
         at_end = at.emitted == len(self._steps) and at.last
         if not at_end:
-            _check_ranks(saved_config, self.fingerprint())
+            _check_ranks(saved_config, self.fingerprint(), within_round=len(self._steps) > 0)
         # The plan of a round names groups by number: within one, they must be the same again.
         with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
             self.source.reset(detach(self._source_state))
@@ -319,6 +325,10 @@ class RankAligner(BaseNode[AlignedGroup]):
             most = self._round_steps()
             groups = [] if at.drained else self._reader.read(most)
             offer, ladder = self._offer(groups, most)
+        except StopIteration as error:  # of `cost_fn`, say; it would end the epoch here
+            raised = RuntimeError(f"{where}: the source or `cost_fn` raised StopIteration.")
+            self._peers.fail(raised, where)
+            raise raised from error
         except Exception as error:
             self._peers.fail(error, where)
             raise
@@ -408,9 +418,10 @@ class RankAligner(BaseNode[AlignedGroup]):
         }
 
 
-def _check_ranks(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def _check_ranks(saved: Mapping[str, Any], present: Mapping[str, Any], within_round: bool) -> None:
     """Refuse what `strict=False` would allow, but would let the ranks take different steps."""
-    for name in ("world_size", "round_size", "accumulate", "uneven"):
+    of_the_plan = ("cost_fn", "modalities") if within_round else ()
+    for name in ("world_size", "round_size", "accumulate", "uneven", *of_the_plan):
         if saved[name] != present[name]:
             raise StateError(
                 f"`{name}` was {saved[name]!r} when saved, but is {present[name]!r} now: it can "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Prefetcher
@@ -18,8 +17,8 @@ class ReadAhead(BaseNode[T]):
     Its state is the source's, as of the item that was last taken, so a run that read ahead may
     resume without, and the other way round. An error of the source is raised as it is.
 
-    It begins with the first `next` after a reset: an iterator that is only asked for its state
-    reads nothing, and meets no other rank.
+    The thread begins with the first `next` after a reset: an iterator that is only asked for its
+    state reads nothing, and meets no other rank.
 
     Args:
         source: node to read from.
@@ -29,20 +28,22 @@ class ReadAhead(BaseNode[T]):
     def __init__(self, source: BaseNode[T], depth: int) -> None:
         super().__init__()
         check_node("source", source)
-        self._relay = _Relay(source)
-        self._prefetcher = Prefetcher(self._relay, depth)
+        self._depth = depth
+        self._prefetcher = Prefetcher(_Relay(source), depth)
+        self._reads = False
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
         super().reset(initial_state)
-        self.interrupt()
-        self._relay = self._prefetcher.source = _Relay(self._relay.source)  # a gate of its own
-        state = {"snapshot": initial_state, "steps_since_snapshot": 0}
-        self._prefetcher.reset(None if initial_state is None else state)
+        source = self._relay.source
+        self._prefetcher, self._reads = Prefetcher(_Relay(source), self._depth), False
+        source.reset(initial_state)
 
     def next(self) -> T:
         """Return the next item."""
-        self._relay.gate.open()
+        if not self._reads:
+            self._prefetcher.reset(None)
+            self._reads = True
         try:
             item: T = next(self._prefetcher)
         except StopIteration:
@@ -55,36 +56,16 @@ class ReadAhead(BaseNode[T]):
 
     def get_state(self) -> dict[str, Any]:
         """Return the source's state after the last item that was taken."""
+        if not self._reads:
+            return self._relay.source.state_dict()
         state: dict[str, Any] = self._prefetcher.state_dict()["snapshot"]
         return state
 
-    def interrupt(self) -> None:
-        """Let a thread go that waits for the first `next`."""
-        self._relay.gate.shut()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_relay"):
-            self._relay.gate.shut()
-
-
-class _Gate:
-    """Where a thread waits until it may go on, or has to end."""
-
-    def __init__(self) -> None:
-        self._decided = threading.Event()
-        self._is_open = False
-
-    def open(self) -> None:
-        if not self._decided.is_set():
-            self._is_open = True
-            self._decided.set()
-
-    def shut(self) -> None:
-        self._decided.set()
-
-    def wait(self) -> bool:
-        self._decided.wait()
-        return self._is_open
+    @property
+    def _relay(self) -> _Relay[T]:
+        relay = self._prefetcher.source
+        assert isinstance(relay, _Relay)
+        return relay
 
 
 class _Relay(BaseNode[T]):
@@ -94,16 +75,11 @@ class _Relay(BaseNode[T]):
         super().__init__()
         self.source = source
         self.error: BaseException | None = None
-        self.gate = _Gate()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-        self.error = None
-        self.source.reset(initial_state)
+        super().reset(initial_state)  # The source has been reset before.
 
     def next(self) -> T:
-        if not self.gate.wait():
-            raise StopIteration
         try:
             item: T = next(self.source)
         except StopIteration:

@@ -16,7 +16,7 @@ from odb_nodes.graph import length_of
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
-from odb_nodes.sample import Sample
+from odb_nodes.sample import Sample, Skipped
 from odb_nodes.state import detach, seal, unseal
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
     arrays, numbers and strings.
 
     Args:
-        source: node that yields `Sample`: a `LengthObserver`.
-        budget: padded tokens of a group, or a `TokenBudget`.
+        source: node that yields `Sample`: a `LengthObserver`. Where it yields `Skipped`, that is
+            counted and left out.
+        budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
         state: `"replay"` or `"payload"`.
     """
@@ -52,6 +53,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
     PAYLOAD_KEY = "payload"
     DROPPED_KEY = "dropped_samples"
     OVERSIZE_KEY = "oversize_samples"
+    SKIPPED_KEY = "skipped_samples"
     STATE_KEYS = (
         SOURCE_KEY,
         MODE_KEY,
@@ -62,11 +64,12 @@ class WindowBucketer(BaseNode[list[Sample]]):
         PAYLOAD_KEY,
         DROPPED_KEY,
         OVERSIZE_KEY,
+        SKIPPED_KEY,
     )
 
     def __init__(
         self,
-        source: BaseNode[Sample],
+        source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
         window: int = 1024,
         state: Literal["replay", "payload"] = "replay",
@@ -85,6 +88,11 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._clear()
 
     @property
+    def budget(self) -> TokenBudget:
+        """What a group may cost."""
+        return self._budget
+
+    @property
     def dropped_samples(self) -> int:
         """Samples of this epoch that `oversize="drop"` left out so far."""
         return self._dropped
@@ -93,6 +101,11 @@ class WindowBucketer(BaseNode[list[Sample]]):
     def oversize_samples(self) -> int:
         """Samples of this epoch that exceeded the budget on their own so far."""
         return self._oversize
+
+    @property
+    def skipped_samples(self) -> dict[str, int]:
+        """Samples of this epoch that processing `Skipped` so far, by its reason."""
+        return dict(self._skipped)
 
     @property
     def remaining_samples(self) -> int:
@@ -124,8 +137,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
 
         Raises:
             SampleError: the next sample is no `Sample`, or too large under `oversize="error"`; or
-                the epoch ends, and `oversize="drop"` has left out all of it. This, and whatever the
-                source raises, is raised again until the next reset.
+                the epoch ends, and all of it was dropped or skipped. This, and whatever the source
+                raises, is raised again until the next reset.
         """
         if self._failure is not None:
             raise self._failure
@@ -139,12 +152,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             raise
         if not len(self._pool):
             self._end()
-            if self._dropped and self._dropped == self._pool.pulled:
-                self._failure = SampleError(
-                    f"all {self._dropped} samples of the epoch exceed {self._budget} on their own: "
-                    'they were dropped. Raise the budget, or set `oversize` to "alone".'
-                )
-                raise self._failure
+            self._check_not_all_left_out()
             raise StopIteration
         group = self._pool.take(draining=self._ended)
         if self._ended and not len(self._pool):
@@ -170,6 +178,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             payload=None if replay else self._encoded(),
             dropped_samples=self._dropped,
             oversize_samples=self._oversize,
+            skipped_samples=dict(self._skipped),
         )
 
     def _clear(self) -> None:
@@ -180,6 +189,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._failure = None
         self._dropped = 0
         self._oversize = 0
+        self._skipped: dict[str, int] = {}
 
     def _refill(self) -> None:
         """Pull until the pool is full, or as full as the age of its oldest sample allows."""
@@ -192,7 +202,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             try:
                 for _ in range(room):
                     sample = self._pull()
-                    if self._admit(sample):
+                    if isinstance(sample, Skipped):
+                        self._count(sample)
+                    elif self._admit(sample):
                         ordinals.append(self._pool.pulled)
                         samples.append(sample)
                     self._pool.pulled += 1
@@ -201,16 +213,44 @@ class WindowBucketer(BaseNode[list[Sample]]):
             finally:
                 self._add(ordinals, samples)
 
-    def _pull(self) -> Sample:
+    def _pull(self) -> Sample | Skipped:
         if self._mode == "replay":
             self._snapshots.take_if_due(self._pool.pulled)
         sample = next(self.source)
-        if not isinstance(sample, Sample):
+        if not isinstance(sample, (Sample, Skipped)):
             raise SampleError(
                 f"`source` of {type(self).__name__} must yield `Sample`, but yielded "
                 f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
             )
         return sample
+
+    def _count(self, skipped: Skipped) -> None:
+        if skipped.reason not in self._skipped:
+            warnings.warn(
+                f"sample {self._pool.pulled} of the epoch is skipped ({skipped.reason}): "
+                f"{skipped.message} Further ones are only counted, see `skipped_samples`.",
+                stacklevel=2,
+            )
+        self._skipped[skipped.reason] = self._skipped.get(skipped.reason, 0) + 1
+
+    def _check_not_all_left_out(self) -> None:
+        """Raise where the epoch had samples, but none came out: the data or the budget is wrong."""
+        skipped = sum(self._skipped.values())
+        if self._dropped + skipped != self._pool.pulled or not self._pool.pulled:
+            return
+        if not skipped:
+            message = (
+                f"all {self._dropped} samples of the epoch exceed {self._budget} on their own: "
+                'they were dropped. Raise the budget, or set `oversize` to "alone".'
+            )
+        else:
+            message = (
+                f"all {self._pool.pulled} samples of the epoch were left out: {self._skipped} "
+                f"skipped in processing, {self._dropped} dropped. Check the paths of the data, or "
+                "let processing raise for such samples to see what is wrong."
+            )
+        self._failure = SampleError(message)
+        raise self._failure
 
     def _admit(self, sample: Sample) -> bool:
         """Tell whether a sample goes into the pool; count one that exceeds the budget."""
@@ -276,6 +316,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state[self.PULLED_KEY]
         self._dropped, self._oversize = state[self.DROPPED_KEY], state[self.OVERSIZE_KEY]
+        self._skipped = state[self.SKIPPED_KEY]
         if state[self.ENDED_KEY]:
             self._expect_end()
 
@@ -303,7 +344,14 @@ class WindowBucketer(BaseNode[list[Sample]]):
             sample = self._pull_again(ordinal)
             if ordinal not in expected:
                 continue
-            saved, now = expected[ordinal], [sample.tokens, sample.patches]
+            saved = expected[ordinal]
+            if isinstance(sample, Skipped):
+                raise StateError(
+                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
+                    f"was good when saved, but is skipped now ({sample.reason}): {sample.message} "
+                    "Mend the data, or use an earlier checkpoint."
+                )
+            now = [sample.tokens, sample.patches]
             if saved != now:
                 raise StateError(
                     f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
@@ -319,9 +367,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             )
         return kept
 
-    def _pull_again(self, ordinal: int) -> Sample:
+    def _pull_again(self, ordinal: int) -> Sample | Skipped:
         try:
-            sample: Sample = next(self.source)
+            sample: Sample | Skipped = next(self.source)
             return sample
         except StopIteration:
             raise StateError(

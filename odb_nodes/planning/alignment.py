@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 
 from odb_nodes.hashing import mix
-from odb_nodes.planning.pool import IntArray
+from odb_nodes.planning.table import IntArray
 
 T = TypeVar("T")
 

@@ -7,35 +7,31 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.packing import Packing
+from odb_nodes.planning.runs import LengthRuns
+from odb_nodes.planning.table import ORDINALS, TOKENS, IntArray
 
 T = TypeVar("T")
-IntArray = NDArray[np.int64]
 
 ANCHORS = 64
 """Every group holds at least one of this many oldest samples."""
-STEP_COST_SHARE = 0.1
-"""Fixed cost of a step, as a share of the budget: what makes fuller groups worth some padding."""
 FORCED_AGE_WINDOWS = 4
 """From this age on, in windows, the oldest sample alone is the anchor."""
 MAX_AGE_WINDOWS = 5
 """No pooled sample gets older than this, in windows."""
 
-# Rows of the table: one column per pooled sample, in order of (tokens, ordinal).
-_TOKENS, _ORDINALS, _PATCHES = range(3)
-
 
 class RollingPool(Generic[T]):
-    """Waiting samples in order of length, from which groups are cut one at a time.
+    """Waiting samples in order of length, from which groups are taken one at a time.
 
-    A group is a contiguous run in order of length. Of all full runs that hold one of the oldest
-    `ANCHORS` samples, the pool takes the one with the most real tokens for its padded tokens plus
-    the fixed cost of a step. So every step serves an old sample, and which one is left to
-    efficiency. Once the oldest is `FORCED_AGE_WINDOWS` windows old, it alone is the anchor; and
-    `room` lets nothing in that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the
-    age of every sample for any lengths, and bounds the work of a replay with it.
+    Which samples form a group is up to the layout of the budget: `LengthRuns` where it is padded,
+    `Packing` where it is packed. Every group holds one of the oldest `ANCHORS` samples, and beyond
+    that the choice is left to efficiency. Once the oldest is `FORCED_AGE_WINDOWS` windows old, it
+    alone is the anchor; and `room` lets nothing in that would make it older than `MAX_AGE_WINDOWS`
+    windows. That bounds the age of every sample for any lengths, and bounds the work of a replay
+    with it.
 
     The pool uses no random numbers, and what it does depends only on what is in it.
 
@@ -45,13 +41,14 @@ class RollingPool(Generic[T]):
     """
 
     def __init__(self, budget: TokenBudget, window: int) -> None:
-        self._budget = budget
+        self._grouping = Packing(budget) if budget.layout == "packed" else LengthRuns(budget)
         self._window = window
         self.pulled = 0
         """Samples of the stream so far, dropped ones included: the ordinal of the next. The caller
         counts them."""
         self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
         self._table: IntArray = np.empty((3, 0), dtype=np.int64)
+        self._tail: list[IntArray] | None = None  # what is left once the source has ended
 
     def __len__(self) -> int:
         return len(self._items)
@@ -84,71 +81,45 @@ class RollingPool(Generic[T]):
         """Put samples into the pool, each with a larger ordinal than any before it."""
         if not items:
             return
+        self._tail = None
         self._items.update(zip(ordinals, items, strict=True))
         incoming = np.array((tokens, ordinals, patches), dtype=np.int64)
         table = np.concatenate((self._table, incoming), axis=1)
         # Stable, so that equal lengths stay in order of age; fast, since most is in order already.
-        self._table = table.take(table[_TOKENS].argsort(kind="stable"), axis=1)
+        self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
 
     def take(self, *, draining: bool = False) -> list[T]:
         """Remove and return the next group, oldest sample first.
 
         Args:
-            draining: the source has ended. What is left is then cut longest first, which needs the
-                fewest groups, and goes out in order of the oldest sample of each.
+            draining: the source has ended. What is left is then partitioned as a whole, longest
+                first, and goes out in order of the oldest sample of each group.
 
         Raises:
             IndexError: the pool is empty.
         """
         if not self._items:
             raise IndexError("the pool is empty: there is no group to take.")
-        first, last = self._tail_run() if draining else self._best_run()
-        ordinals = sorted(self._table[_ORDINALS, first : last + 1].tolist())
-        self._table = np.concatenate(
-            (self._table[:, :first], self._table[:, last + 1 :]), axis=1, dtype=np.int64
-        )
+        columns = self._next_of_tail() if draining else self._choose()
+        ordinals = sorted(self._table[ORDINALS, columns].tolist())
+        self._table = np.delete(self._table, columns, axis=1)
         return [self._items.pop(ordinal) for ordinal in ordinals]
 
-    def _best_run(self) -> tuple[int, int]:
-        tokens, ordinals, _ = self._table
-        first, last, widths = self._runs()
-        total = np.concatenate(([0], np.cumsum(tokens)))
-        real = total[1:] - total[first]
-        score = real / ((last + 1 - first) * widths + STEP_COST_SHARE * self._budget.tokens)
-
-        anchors = np.concatenate(([0], np.cumsum(ordinals <= self._youngest_anchor())))
-        score[anchors[1:] == anchors[first]] = -1.0
-        best = int(score.argmax())
-        return int(first[best]), best
-
-    def _runs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return first, last and width of the longest run that ends at each pooled sample."""
-        tokens, _, patches = self._table
-        budget = self._budget
-        multiple = budget.pad_to_multiple_of
-        widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
-        # An oversize sample fits no group: it gets one of its own.
-        capacities = np.maximum(budget.tokens // widths, 1)
-        if budget.max_samples is not None:
-            np.minimum(capacities, budget.max_samples, out=capacities)
-        last = np.arange(len(tokens))
-        first = np.maximum(last + 1 - capacities, 0)
-        if budget.max_patches is not None:
-            total = np.concatenate(([0], np.cumsum(patches)))
-            fits = np.searchsorted(total, total[1:] - budget.max_patches, side="left")
-            first = np.maximum(first, np.minimum(fits, last))
-        return first, last, widths
+    def _choose(self) -> IntArray | slice:
+        self._tail = None
+        return self._grouping.choose(self._table, self._youngest_anchor())
 
     def _youngest_anchor(self) -> int:
         if self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self._window:
             return self.oldest
         return next(islice(self._items, min(ANCHORS, len(self._items)) - 1, None))
 
-    def _tail_run(self) -> tuple[int, int]:
-        """Return the group of the oldest sample in the partition that starts at the longest."""
-        oldest = int((self._table[_ORDINALS] == self.oldest).argmax())
-        starts = self._runs()[0].tolist()
-        last = len(starts) - 1
-        while starts[last] > oldest:
-            last = starts[last] - 1
-        return starts[last], last
+    def _next_of_tail(self) -> IntArray:
+        """Return the group of the oldest sample in the partition of the tail.
+
+        It is made once. A pool that is restored makes that of what is left, which is the same.
+        """
+        if self._tail is None:
+            groups = self._grouping.partition(self._table)
+            self._tail = sorted(groups, key=lambda group: -int(group.min()))
+        return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop()))

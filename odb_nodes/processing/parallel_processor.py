@@ -20,8 +20,10 @@ from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, F
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
+from odb_nodes.processing.signals import deferred_interrupt
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sources.epochs import EpochCounter
+from odb_nodes.sources.origin import Origin, origin_of, show_origin
 from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import detach, seal, unseal
 
@@ -35,6 +37,7 @@ class _Chunk:
     source_state: Any
     size: int
     task: ChunkTask
+    origins: list[Origin | None]  # of its items
     future: Future[ChunkResult] | None  # None: processed when its turn comes
     source_error: Exception | None
 
@@ -84,6 +87,7 @@ class ParallelProcessor(BaseNode[T]):
         check_node("source", source)
         check_callable("process_fn", process_fn)
         self.source = source
+        self._origin = origin_of(source)
         self._seed = None if seed is None else check_integer("seed", seed)
         self._process_fn = process_fn
         self._workers = workers or WorkerOptions()
@@ -137,8 +141,9 @@ class ParallelProcessor(BaseNode[T]):
             self._skip(self._taken)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
-            self._pool = start_pool(self._processor, self._workers)
-            self._finalizer = weakref.finalize(self, self._pool.close)
+            with deferred_interrupt():
+                self._pool = start_pool(self._processor, self._workers)
+                self._finalizer = weakref.finalize(self, self._pool.close)
 
     def next(self) -> T:
         """Return the next processed sample.
@@ -172,9 +177,10 @@ class ParallelProcessor(BaseNode[T]):
 
     def close(self) -> None:
         """Stop the workers. A later reset starts them again."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._pool, self._finalizer = None, None
+        finalizer, self._pool, self._finalizer = self._finalizer, None, None
+        if finalizer is not None:
+            with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
+                finalizer()
 
     def _clear(self) -> None:
         self._interruption: Future[ChunkResult] = Future()
@@ -223,8 +229,9 @@ class ParallelProcessor(BaseNode[T]):
         if failure is not None:
             position = self._position + len(results)
             self._failure = SampleError(
-                f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}, cannot be "
-                f"processed: {failure.error}\nNo batch with it was delivered. Mend it, then "
+                f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}"
+                f"{show_origin(chunk.origins[len(results)])}, cannot be processed: "
+                f"{failure.error}\nNo batch with it was delivered. Mend it, then "
                 f"iterate again or resume. It was processed in {failure.worker}.\n{failure.details}"
             )
         elif chunk.source_error is not None:
@@ -233,10 +240,12 @@ class ParallelProcessor(BaseNode[T]):
     def _read_chunk(self) -> None:
         source_state = detach(self.source.state_dict())
         items: list[Any] = []
+        origins: list[Origin | None] = []
         error: Exception | None = None
         try:
             while len(items) < self._workers.chunk_size:
                 items.append(next(self.source))
+                origins.append(self._origin())
         except StopIteration:
             self._source_ended = True
         except Exception as caught:
@@ -246,7 +255,7 @@ class ParallelProcessor(BaseNode[T]):
             task = ChunkTask(items, self._epochs.epoch, self._submitted)
             self._submitted += len(items)
             future = self._submit(task)
-            self._in_flight.append(_Chunk(source_state, len(items), task, future, error))
+            self._in_flight.append(_Chunk(source_state, len(items), task, origins, future, error))
 
     def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
         if self._pool is not None:

@@ -33,6 +33,7 @@ import torch
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
+from odb_nodes.processing.signals import ignore_interrupt
 from odb_nodes.processing.transport import receive, send
 
 _PARENT_POLL_S = 1.0
@@ -221,7 +222,7 @@ def _work(
     by_signal: bool,
 ) -> None:
     """Process chunks until the trainer closes the socket or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
+    ignore_interrupt()
     # Nor is this one ours: a preempted trainer may want to finish its step and save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent(by_signal)

@@ -3,6 +3,13 @@
 from odb_nodes.sources.iterable_source import IterableSource
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.sharded_sampler import ShardedSampler
-from odb_nodes.sources.source_mixer import PerSource, SourceMixer
+from odb_nodes.sources.source_mixer import Mixing, PerSource, SourceMixer
 
-__all__ = ["IterableSource", "JsonlSource", "PerSource", "ShardedSampler", "SourceMixer"]
+__all__ = [
+    "IterableSource",
+    "JsonlSource",
+    "Mixing",
+    "PerSource",
+    "ShardedSampler",
+    "SourceMixer",
+]

@@ -20,7 +20,9 @@ from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes.checks import check_bool, check_iterable
 from odb_nodes.sources.iterable_source import IterableSource
+from odb_nodes.sources.rank import has_data_elsewhere
 from odb_nodes.sources.sharded_sampler import ShardedSampler
+from odb_nodes.sources.streams import is_stream
 
 _RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
@@ -35,7 +37,7 @@ def source_of(
     """Return the source node, and what its items are looked up in: `None` for nothing.
 
     Args:
-        dataset: map-style or iterable.
+        dataset: map-style or iterable; or a node, which shares its items over the ranks itself.
         shuffle: a map-style one; `None`: where there is no `sampler`.
         seed: of the shuffling.
         sampler: of indices into a map-style one.
@@ -46,7 +48,15 @@ def source_of(
     """
     if shuffle is not None:
         check_bool("shuffle", shuffle)
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, BaseNode):
+        if sampler is not None or shuffle:
+            raise ValueError(
+                f"`sampler` and `shuffle` must not be given for a node (`{type(dataset).__name__}`)"
+                ", whose order is its own."
+            )
+        return dataset, None
+    streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
+    if streams or not hasattr(dataset, "__getitem__"):
         check_iterable("dataset", dataset)
         if sampler is not None:
             raise ValueError("`sampler` must be None for an iterable dataset.")
@@ -61,8 +71,11 @@ def source_of(
             f"`dataset` must have a length, but `{type(dataset).__name__}` has none. Make it an "
             "`IterableDataset`, or pass something with `__len__`."
         )
-    if len(dataset) == 0:
-        raise ValueError("`dataset` must have at least 1 sample, but is empty.")
+    if len(dataset) == 0 and not has_data_elsewhere(shard[1]):
+        raise ValueError(
+            "`dataset` must have at least 1 sample, but is empty. Only one of several ranks with "
+            "data of their own (`sharded=True`) may have none."
+        )
     if sampler is None:
         return ShardedSampler(dataset, shuffle is not False, seed, *shard), dataset
     if shuffle:

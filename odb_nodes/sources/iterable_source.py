@@ -13,6 +13,7 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.hashing import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.rank import resolve_rank
+from odb_nodes.sources.streams import as_stream
 from odb_nodes.state import detach, seal, unseal
 
 T = TypeVar("T")
@@ -25,6 +26,10 @@ class IterableSource(BaseNode[T]):
     the epoch; one with `state_dict` and `load_state_dict` is restored by them, any other by reading
     it again up to the position. It must yield the same items in the same order when iterated again.
 
+    A streaming dataset of Hugging Face `datasets` is restored by its own state, unless it has a
+    shuffle buffer, whose contents that state loses: then it is read again up to the position. Where
+    its shards divide evenly, each rank reads only its own; which items it gets is decided by those.
+
     State: epoch and position, and the iterable's own where it has one.
 
     Args:
@@ -35,6 +40,7 @@ class IterableSource(BaseNode[T]):
 
     Raises:
         TypeError: `iterable` is an iterator, which can be read only once.
+        ValueError: a streaming dataset was split over ranks already.
     """
 
     EPOCH_KEY = "epoch"
@@ -50,8 +56,11 @@ class IterableSource(BaseNode[T]):
     ) -> None:
         super().__init__()
         check_iterable("iterable", iterable)
-        self._iterable = iterable
         self._rank, self._world_size = resolve_rank(rank, world_size)
+        self._stream = as_stream(iterable, self._rank, self._world_size)
+        self._iterable = iterable if self._stream is None else self._stream
+        split = self._stream is not None and self._stream.split
+        self._offset, self._stride = (0, 1) if split else (self._rank, self._world_size)
         self._epochs = EpochCounter()
         self._position = 0  # items read, other ranks' included
         self._loaded: Any = None  # the iterable's state, until it has yielded again
@@ -68,7 +77,7 @@ class IterableSource(BaseNode[T]):
         """
         if not isinstance(self._iterable, Sized):
             raise TypeError(f"`{type(self._iterable).__name__}` has no length.")
-        return len(range(self._rank, len(self._iterable), self._world_size))
+        return len(range(self._offset, len(self._iterable), self._stride))
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins."""
@@ -130,7 +139,7 @@ class IterableSource(BaseNode[T]):
                 raise
             self._loaded, self._retry = None, False
             self._count(item)
-            if (self._position - 1) % self._world_size == self._rank:
+            if (self._position - 1) % self._stride == self._offset:
                 return item
 
     def get_state(self) -> dict[str, Any]:
@@ -177,4 +186,5 @@ class IterableSource(BaseNode[T]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
-        return {"rank": self._rank, "world_size": self._world_size}
+        order = {} if self._stream is None else self._stream.fingerprint()
+        return {"rank": self._rank, "world_size": self._world_size, **order}

@@ -12,7 +12,8 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sources.epochs import EpochCounter
-from odb_nodes.sources.rank import resolve_rank
+from odb_nodes.sources.origin import Origin
+from odb_nodes.sources.rank import has_data_elsewhere, resolve_rank
 from odb_nodes.state import seal, unseal
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -33,7 +34,8 @@ class JsonlSource(BaseNode[Any]):
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: there is no file, or all are empty.
+        ValueError: there is no file; or all are empty, unless this is one of several ranks that
+            each have files of their own (`rank=0, world_size=1`).
     """
 
     EPOCH_KEY = "epoch"
@@ -53,9 +55,9 @@ class JsonlSource(BaseNode[Any]):
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
         self._sizes = [path.stat().st_size for path in self._paths]
-        if not any(self._sizes):
-            raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         self._rank, self._world_size = resolve_rank(rank, world_size)
+        if not any(self._sizes) and not has_data_elsewhere(self._world_size):
+            raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         self._epochs = EpochCounter()
         self._open: BinaryIO | None = None
         self._begin()
@@ -123,6 +125,10 @@ class JsonlSource(BaseNode[Any]):
             line=self._line,
             record=self._record,
         )
+
+    def origin(self) -> Origin:
+        """Return where the last record comes from, for errors."""
+        return "line %d of %s", self._line, self._paths[min(self._file, len(self._paths) - 1)]
 
     def close(self) -> None:
         """Close the file that is open. The next record opens it again."""

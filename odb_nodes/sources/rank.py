@@ -33,6 +33,15 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
+def has_data_elsewhere(world_size: int) -> bool:
+    """Tell whether other ranks of the job have data of their own, so that this one's may be empty.
+
+    Args:
+        world_size: ranks that share the data here.
+    """
+    return world_size == 1 and resolve_rank(None, None)[1] > 1
+
+
 def _from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:

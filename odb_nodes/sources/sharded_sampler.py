@@ -12,7 +12,7 @@ from odb_nodes.checks import check_bool, check_integer
 from odb_nodes.hashing import mix
 from odb_nodes.sources.epochs import EpochCounter
 from odb_nodes.sources.permutation import Permutation
-from odb_nodes.sources.rank import resolve_rank
+from odb_nodes.sources.rank import has_data_elsewhere, resolve_rank
 from odb_nodes.state import seal, unseal
 
 _BLOCK = 1024  # indices computed at a time
@@ -36,7 +36,8 @@ class ShardedSampler(BaseNode[int]):
 
     Raises:
         TypeError: `size` is neither an integer nor sized, or `shuffle` is no bool.
-        ValueError: `size` is 0, or `rank` is not in `range(world_size)`.
+        ValueError: `rank` is not in `range(world_size)`; or `size` is 0, unless this is one of
+            several ranks that each have data of their own (`rank=0, world_size=1`).
     """
 
     EPOCH_KEY = "epoch"
@@ -53,13 +54,13 @@ class ShardedSampler(BaseNode[int]):
     ) -> None:
         super().__init__()
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
-        if self._size == 0:
-            raise ValueError("`size` must be at least 1, but the dataset is empty.")
-        if not 0 < self._size <= _MAX_SIZE:
-            raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
         self._shuffle = check_bool("shuffle", shuffle)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
+        if self._size == 0 and not has_data_elsewhere(self._world_size):
+            raise ValueError("`size` must be at least 1, but the dataset is empty.")
+        if not 0 <= self._size <= _MAX_SIZE:
+            raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
         self._epochs = EpochCounter()
         self._position = 0
         self._block: list[int] = []

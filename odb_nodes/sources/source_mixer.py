@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_node
 from odb_nodes.errors import SampleError
+from odb_nodes.graph import length_of
 from odb_nodes.names import name_of
-from odb_nodes.sample import Sample, SourceItem
+from odb_nodes.sample import Sample, Skipped, SourceItem
+from odb_nodes.sources.origin import Origin, origin_of
+from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.state import seal, unseal
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """How an `ODBDataLoader` mixes its datasets; see `SourceMixer`.
+
+    Args:
+        weights: name -> weight, any positive numbers. Default: equal.
+        by: what the weights are shares of, `"samples"` or `"tokens"`.
+        stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
+    """
+
+    weights: Mapping[str, float] | None = None
+    by: Unit = "samples"
+    stop: Stop = "all_exhausted"
+
+    @classmethod
+    def of(cls, weights: Mapping[str, float] | Mixing | None) -> Mixing:
+        """Return `weights` itself, or what says no more than them."""
+        return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
 
 
 class SourceMixer(BaseNode[Any]):
@@ -26,7 +50,7 @@ class SourceMixer(BaseNode[Any]):
     within a few items of the weights.
 
     Items come out as `SourceItem`; process them with `PerSource`. Items that are a `Sample` already
-    come out as they are.
+    come out as one that knows its source. Either way `StepInfo.local_sources` counts them.
 
     State: that of every source, and what each has had; plain numbers.
 
@@ -71,7 +95,19 @@ class SourceMixer(BaseNode[Any]):
         )
         self._by, self._stop = by, stop
         self._exhausted: list[str] = []  # at least once in this epoch
+        self._last = ""
+        self._origins = {name: origin_of(node) for name, node in self.sources.items()}
         self._clear()
+
+    def __len__(self) -> int:
+        """Return how many items an epoch has.
+
+        Raises:
+            TypeError: it is not known: `stop` is not "all_exhausted", or a source does not know.
+        """
+        if self._stop != "all_exhausted":
+            raise TypeError(f'the length of an epoch is not known where `stop` is "{self._stop}".')
+        return sum(map(length_of, self.sources.values()))
 
     @property
     def samples(self) -> dict[str, int]:
@@ -115,10 +151,15 @@ class SourceMixer(BaseNode[Any]):
             except StopIteration:
                 self._exhaust(name)
                 continue
+            except SampleError as error:
+                raise SampleError(f"source {name!r}: {error}") from error
+            if isinstance(item, Skipped):  # which has no part in the shares
+                return item.of_source(name)
             self._samples[name] += 1
+            self._last = name
             if isinstance(item, Sample):
                 self._tokens[name] += item.tokens
-                return item
+                return item.of_source(name)
             if self._by == "tokens":
                 raise SampleError(
                     f'`sources[{name!r}]` must yield `Sample` where `by` is "tokens", but yielded '
@@ -139,6 +180,11 @@ class SourceMixer(BaseNode[Any]):
             ended=self._ended,
         )
 
+    def origin(self) -> Origin:
+        """Return where the last item comes from, for errors."""
+        name = self._last
+        return "sample %d of source %r%s", self._samples[name] - 1, name, self._origins[name]()
+
     def _clear(self) -> None:
         self._samples = dict.fromkeys(self.sources, 0)
         self._tokens = dict.fromkeys(self.sources, 0)
@@ -155,10 +201,12 @@ class SourceMixer(BaseNode[Any]):
         return had[name] / self._weights[name]
 
     def _exhaust(self, name: str) -> None:
-        if not self._samples[name]:
+        # One of several ranks may have none of a small source, as long as it only runs out sooner.
+        alone = resolve_rank(None, None)[1] == 1
+        if not self._samples[name] and (alone or self._stop != "all_exhausted"):
             raise SampleError(
                 f"`sources[{name!r}]` yielded no sample in this epoch, so its weight cannot be "
-                "kept. Leave it out, or mend it."
+                "kept. Leave it out, or mend it; of several ranks, each needs samples of it."
             )
         if name not in self._exhausted:
             self._exhausted.append(name)
@@ -199,14 +247,26 @@ class PerSource:
 def _checked(
     weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
 ) -> dict[str, float]:
-    if weights.keys() != sources.keys():
-        raise ValueError(
-            f"`weights` must have the names of `sources`, {sorted(sources)}, but has "
-            f"{sorted(weights)} instead."
-        )
+    check_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
         if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
             raise ValueError(
                 f"`weights[{name!r}]` must be a positive number, but is {weight!r} instead."
             )
     return {name: float(weights[name]) for name in sources}
+
+
+def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping[str, Any]) -> None:
+    """Raise unless `given` has something for every source, and for no other.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: it has other names.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"`{option}` must be a dict by name of the source, but is {given!r}.")
+    if given.keys() != sources.keys():
+        raise ValueError(
+            f"`{option}` must have the names of `{of}`, {sorted(sources)}, but has "
+            f"{sorted(given)} instead."
+        )

@@ -32,7 +32,7 @@ class SimulationReport:
             the rank that has most.
         balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
         attention_balance: the same of padded tokens x (1 + longest / 12288), a cost that grows with
-            length as attention does.
+            length as attention does; of packed samples, the sum of tokens x (1 + tokens / 12288).
         length_spread: how mixed the lengths of a step are: the share of the variance of all
             samples' lengths that lies within steps (1 - the correlation ratio, eta squared). 1: no
             step is longer than another on average. 0: each step has samples of one length.
@@ -110,10 +110,10 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
 def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[float, ...]:
     """Return the sums and maxima of one step that the report adds up."""
     lengths = [[sample.tokens for sample in group] for group in step if group]
-    widths = [budget.width(max(tokens)) for tokens in lengths]
-    padded = [width * len(tokens) for width, tokens in zip(widths, lengths, strict=True)]
+    padded = [budget.cost(tokens) for tokens in lengths]
     costs = [
-        cost * (1 + width / ATTENTION_TOKENS) for cost, width in zip(padded, widths, strict=True)
+        cost + _attention(tokens, cost, budget)
+        for tokens, cost in zip(lengths, padded, strict=True)
     ]
     return (
         sum(map(len, lengths)),
@@ -125,3 +125,10 @@ def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[
         sum(costs),
         max(costs),
     )
+
+
+def _attention(tokens: list[int], cost: int, budget: TokenBudget) -> float:
+    """Return what attention adds to the cost of a group."""
+    if budget.layout == "packed":  # each sample attends to itself alone
+        return sum(length * length for length in tokens) / ATTENTION_TOKENS
+    return cost * budget.width(max(tokens)) / ATTENTION_TOKENS

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
 from odb_nodes.hashing import mix
-from odb_nodes.nodes.group_costs import CostFn, GroupMeter, padded_tokens, tokens_of
+from odb_nodes.nodes.budget_defaults import BudgetCost
+from odb_nodes.nodes.group_costs import CostFn, GroupMeter, tokens_of
 from odb_nodes.planning import (
     Offer,
     RollingPool,
@@ -30,7 +31,7 @@ from odb_nodes.planning import (
     round_steps,
 )
 from odb_nodes.planning.alignment import FILLER
-from odb_nodes.planning.pool import IntArray
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 from odb_nodes.tools.report import SimulationReport, markdown_table
 
@@ -48,7 +49,7 @@ def simulate(
     accumulate: int = 1,
     seed: int = 0,
     uneven: Uneven = "fill",
-    cost_fn: CostFn = padded_tokens,
+    cost_fn: CostFn | None = None,
 ) -> SimulationReport:
     """Plan the first epoch of a job, and return what it comes to.
 
@@ -63,7 +64,7 @@ def simulate(
         seed: of the permutations.
         uneven: `"fill"`, `"join"` or `"stop"`.
         cost_fn: group -> cost, by which steps are matched. The samples have their tokens, their
-            index into `lengths` as `data`, and no patches.
+            index into `lengths` as `data`, and no patches. Default: the cost under the budget.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above, or there is no step.
@@ -94,7 +95,7 @@ def simulate_steps(
     accumulate: int = 1,
     seed: int = 0,
     uneven: Uneven = "fill",
-    cost_fn: CostFn = padded_tokens,
+    cost_fn: CostFn | None = None,
 ) -> Iterator[Step]:
     """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
     if uneven not in get_args(Uneven):
@@ -107,6 +108,7 @@ def simulate_steps(
     if budget.oversize == "error" and budget.is_oversize(longest := int(tokens.max())):
         raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")
     shards = [range(rank, len(tokens), world_size) for rank in range(world_size)]
+    cost_fn = cost_fn or BudgetCost(budget)
     ranks = [_Rank(tokens, shard, budget, window, cost_fn) for shard in shards]
     for number in count():
         most = round_steps(
@@ -222,7 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--round-size", type=int, nargs="+", default=[32], help="steps")
     parser.add_argument("--accumulate", type=int, default=1, help="steps of an optimizer step")
     parser.add_argument("--uneven", choices=get_args(Uneven), default="fill")
-    parser.add_argument("--budget", type=int, default=16_384, help="padded tokens of a group")
+    parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
+    parser.add_argument("--layout", choices=("padded", "packed"), default="padded")
+    parser.add_argument("--shapes", type=int, help="most shapes of batches (default: any)")
     parser.add_argument("--samples-per-rank", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0, help="of the lengths and the permutations")
     args = parser.parse_args(arguments)
@@ -231,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = simulate(
             lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed),
             world_size=ranks,
-            budget=args.budget,
+            budget=TokenBudget(args.budget, layout=args.layout, shapes=args.shapes),
             window=window,
             round_size=round_size,
             accumulate=args.accumulate,

@@ -9,22 +9,21 @@ import pytest
 
 from odb_nodes import PeerError, StateError
 from odb_nodes.exchange import Channel, InProcessHub, Interrupted
+from odb_nodes.exchange.channel import _ROUND as ROUND
 
-CONFIG = {"RankAligner": {"seed": 0}}
+CONFIG = {"epoch": 0, "step": 0, "RankAligner": {"seed": 0}}
 
 
 class Rank:
     """A channel, and what its program may do with it."""
 
-    left_behind = threading.Event()  # of all ranks
-
-    def __init__(self, hub, rank):
+    def __init__(self, hub, rank, left_behind):
         self.exchange, self.rank = hub.exchange(rank), rank
-        self.left_behind.clear()
+        self.left_behind = left_behind  # an event of all ranks
         self.channel = Channel(self.exchange, 64)
 
     def agree(self, step=0, config=CONFIG):
-        self.channel.agree({"epoch": 0, "step": step}, config)
+        self.channel.agree({**config, "step": step})
 
     def begin(self, step=0):
         self.channel.begin()
@@ -62,9 +61,9 @@ def on_ranks(world_size, run, timeout_s=20.0):
         except (PeerError, StateError) as error:
             return error
 
-    hub = InProcessHub(world_size, timeout_s)
+    hub, left_behind = InProcessHub(world_size, timeout_s), threading.Event()
     with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(caught, Rank(hub, rank)) for rank in range(world_size)]
+        futures = [pool.submit(caught, Rank(hub, rank, left_behind)) for rank in range(world_size)]
         return [future.result(60) for future in futures]
 
 
@@ -93,8 +92,9 @@ def test_what_one_rank_left_behind_harms_no_beginning(kind, world_size):
     assert on_ranks(world_size, run) == [[*range(world_size)]] * world_size
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["hello", "round", "failure"])
-def test_a_bad_state_reaches_ranks_that_left_something_behind(kind):
+def test_a_bad_state_reaches_ranks_that_left_something_behind(kind, world_size):
     def run(rank):
         rank.begin()
         rank.gather(rank.rank)
@@ -109,10 +109,54 @@ def test_a_bad_state_reaches_ranks_that_left_something_behind(kind):
             raise StateError("mine")
         rank.agree()
 
-    other, own = on_ranks(2, run)
-    assert type(other) is StateError
-    assert "rank 1 failed in reset: StateError: not this one" in str(other)
+    start = time.monotonic()
+    first, own, *others = on_ranks(world_size, run)
+    assert time.monotonic() - start < 10
+    for other in (first, *others):
+        assert type(other) is StateError
+        assert "rank 1 failed in reset: StateError: not this one" in str(other)
     assert str(own) == "mine"
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_bad_state_is_told_where_one_rank_began_once_more(busy):
+    def run(rank):
+        if rank.rank == busy:
+            rank.channel.begin()
+        rank.channel.begin()
+        if rank.rank == 1:
+            rank.channel.fail(StateError("not this one"), "reset")
+            raise StateError("mine")
+        rank.agree()
+
+    start = time.monotonic()
+    other, own = on_ranks(2, run)
+    assert time.monotonic() - start < 10
+    assert type(other) is StateError and "not this one" in str(other)
+    assert str(own) == "mine"
+
+
+def interrupted(rank):
+    with pytest.raises(Interrupted):
+        rank.agree()
+
+
+def test_a_hello_that_is_about_to_be_left_is_no_error():
+    def run(rank):
+        rank.begin()
+        rank.gather(0)
+        rank.channel.begin()
+        if rank.rank == 0:  # A thread says hello, again and again, before the state is loaded.
+            thread = threading.Thread(target=interrupted, args=(rank,))
+            thread.start()
+            time.sleep(3)
+            rank.exchange.interrupt()
+            thread.join()
+            rank.exchange.resume()
+        rank.begin(step=5)
+        return rank.gather(rank.rank)
+
+    assert on_ranks(2, run) == [[0, 1]] * 2
 
 
 def test_a_rank_that_began_once_more_without_a_step_is_met():
@@ -149,10 +193,10 @@ def test_a_rank_that_never_leaves_is_an_error_in_time():
             rank.begin()
         else:
             while True:  # It does not look at what it hears.
-                rank.channel._send(2, np.array([1]), "round 0")
+                rank.channel._send(ROUND, np.array([1]), "round 0")
 
-    errors = on_ranks(2, run, timeout_s=1.0)
-    assert "ranks [1] stay in an epoch that the other ranks have left" in str(errors[0])
+    errors = on_ranks(2, run, timeout_s=3.0)
+    assert "rank 1 stays in an epoch that the other ranks have left" in str(errors[0])
 
 
 def test_other_places_and_configurations_are_the_same_error_on_all_ranks():

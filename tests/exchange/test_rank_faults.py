@@ -175,6 +175,25 @@ def test_leaving_in_the_middle_of_a_wait_does_not_hang(read_ahead, job):
     assert time.monotonic() - start < 25
 
 
+def test_a_pause_after_breaking_out_is_no_error(job):
+    run = job(
+        """
+        loader = r.make_loader(400, read_ahead=2 + 6 * rank, timeout_s=2)
+        for step, batch in enumerate(loader):
+            if step == 9:
+                break
+        loader.close()
+        time.sleep(14)  # As long as a validation: gloo must not give up what is left behind.
+        r.epochs_of(loader, 1)  # the rest
+        r.check_epochs([400, 400], r.epochs_of(loader, 1))
+        loader.close()
+        r.finish()
+        """,
+        2,
+    )
+    run.finish()
+
+
 @pytest.mark.parametrize("read_ahead", [0, 3])
 def test_breaking_out_and_beginning_again(read_ahead, job):
     run = job(

@@ -35,6 +35,7 @@ def test_every_step(sizes, options, tmp_path):
         got = [event for event, _ in zip(events(loader, len(left)), left)]
         assert got == left, (start, got, left)
         loader.close()
+    dist.barrier()  # The store of the job ends with rank 0.
     r.finish(len(states))
     """
     steps = run_ranks(tmp_path, body, 2, json.dumps(sizes), json.dumps(options))

@@ -7,11 +7,15 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
     GroupCollator,
+    LengthObserver,
     Loader,
+    ODBDataLoader,
     PaddingCollate,
+    RankAligner,
     Sample,
     SampleError,
     StateError,
+    WindowBucketer,
     pop_step_info,
 )
 
@@ -35,9 +39,34 @@ def test_rows_of_any_kind_are_padded_alike(kind):
 
 def test_padding_goes_where_it_is_asked_for():
     collate = PaddingCollate(pad_token_id=9, pad_to_multiple_of=4, side="left")
-    batch = collate([{"input_ids": row} for row in ROWS])
+    batch = collate([{"input_ids": row, "labels": row} for row in ROWS])
     assert batch["input_ids"].tolist() == [[9, 1, 2, 3], [9, 9, 9, 4], [9, 9, 5, 6]]
+    # No first token is predicted from padding: the loss sees as many targets as are counted.
+    assert batch["labels"].tolist() == [[-100, -100, 2, 3], [-100] * 4, [-100, -100, -100, 6]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
+
+
+def test_a_group_is_padded_to_one_of_the_shapes():
+    samples = [{"input_ids": row, "labels": row, "id": i} for i, row in enumerate(ROWS)]
+    batch = PaddingCollate(pad_token_id=9, shapes=((6, 2), (4, 4)))(samples)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [4, 9, 9, 9], [5, 6, 9, 9], [9] * 4]
+    assert batch["labels"][3].tolist() == [-100] * 4
+    assert batch["attention_mask"].sum(1).tolist() == [3, 1, 2, 0]
+    assert batch["id"].tolist() == [0, 1, 2]
+    wide = PaddingCollate(pad_to_multiple_of=4, shapes=((6, 2),))(samples[:1])
+    assert wide["input_ids"].shape == (1, 4)  # wider than all of them: as it is
+    left = PaddingCollate(side="left", shapes=((4, 4),))(samples)
+    assert left["attention_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1], [0] * 4]
+
+
+def test_more_samples_than_a_shape_has_rows_are_an_error():
+    with pytest.raises(ValueError, match="has 3 tokens must have at most 2 .* has 3 instead"):
+        PaddingCollate(shapes=((2, 4),))([{"input_ids": row} for row in ROWS])
+
+
+def test_shapes_go_from_the_narrowest_up():
+    with pytest.raises(ValueError, match=r"`shapes` must go .* have the widths \[4, 2\]"):
+        PaddingCollate(shapes=((4, 4), (6, 2)))
 
 
 def test_other_keys_become_what_they_can():
@@ -224,3 +253,26 @@ def test_a_collate_function_must_return_a_mapping():
     node.reset(None)
     with pytest.raises(TypeError, match="`collate_fn` must return a dict .* `tuple`"):
         next(node)
+
+
+class Stepwise(PaddingCollate):
+    """A collate function that looks at the step."""
+
+    def collate_step(self, samples, info):
+        return {**self(samples), "seen": info}
+
+
+def test_a_collate_function_may_look_at_the_step():
+    data = [{"input_ids": [1] * (n % 5 + 1), "pixel_values": [0] * (n % 5 == 4)} for n in range(20)]
+    bucketer = WindowBucketer(LengthObserver(IterableWrapper(data)), 16, 4)
+    batches = list(Loader(GroupCollator(RankAligner(bucketer), Stepwise())))
+    for batch in batches:
+        assert pop_step_info(batch) is batch["seen"]
+        assert batch["seen"].modalities == (
+            ("image",) if any(map(len, batch["pixel_values"])) else ()
+        )
+    assert {batch["seen"].modalities for batch in batches} == {("image",), ()}
+    loader = ODBDataLoader(data, token_budget=16, collate_fn=Stepwise())
+    assert all(batch["seen"] is pop_step_info(batch) for batch in loader)
+    alone = GroupCollator(WindowBucketer(LengthObserver(IterableWrapper(data)), 16, 4), Stepwise())
+    assert all(batch["seen"].modalities == () for batch in Loader(alone))

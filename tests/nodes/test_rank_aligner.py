@@ -17,6 +17,7 @@ from odb_nodes import (
     RankAligner,
     SampleError,
     ShardedSampler,
+    SourceMixer,
     StateError,
     WindowBucketer,
     pop_step_info,
@@ -58,6 +59,14 @@ def on_ranks(world_size, run, timeout_s=TIMEOUT_S):
 def epochs_of(exchange, samples, epochs=2, **options):
     loader = Loader(graph(exchange, samples, **options))
     return [list(loader) for _ in range(epochs)]
+
+
+def sum_of_tokens(group):
+    return sum(sample.tokens for sample in group)
+
+
+def is_odd(sample):
+    return sample.tokens % 2 == 1
 
 
 def ids(items):
@@ -255,6 +264,15 @@ def test_stop_ends_all_with_the_first_and_counts_the_rest(sizes):
         assert any(unemitted == 0 for _, unemitted in epoch)
 
 
+def test_a_rank_that_closes_after_its_end_goes_on_answering():
+    def run(exchange):
+        samples = shard(exchange.rank, [20, 90][exchange.rank])
+        with Loader(graph(exchange, samples, uneven="join")) as loader:
+            return len(ids(list(loader)))
+
+    assert on_ranks(2, run) == [20, 90]
+
+
 def test_join_has_one_denominator_for_the_micro_steps_of_all_ranks():
     def run(exchange):
         samples = shard(exchange.rank, [30, 90][exchange.rank])
@@ -390,6 +408,20 @@ def test_another_configuration_is_the_same_error_on_all_ranks(field, values):
     assert f"`RankAligner.{field}` is" in str(errors[0]) and "on rank 1" in str(errors[0])
 
 
+def test_another_order_of_a_mixed_source_is_the_same_error_on_all_ranks():
+    def run(exchange):
+        shard = {"rank": exchange.rank, "world_size": 2}
+        children = [ShardedSampler(40, seed=seed, **shard) for seed in (7 * exchange.rank, 1)]
+        mixed = SourceMixer(dict(zip("ab", children, strict=True)), {"a": 1, "b": 1})
+        source = LengthObserver(mixed, lambda index: 1 + index % 9)
+        bucketer = WindowBucketer(source, 30, 8)
+        list(Loader(RankAligner(bucketer, exchange, timeout_s=TIMEOUT_S)))
+
+    for error in errors_on_ranks(2, run):
+        assert type(error) is StateError
+        assert "`ShardedSampler.seed` is 0 on rank 0, 7 on rank 1" in str(error)
+
+
 def test_another_round_size_is_an_error_on_all_ranks():
     errors = errors_on_ranks(2, lambda e: epochs_of(e, shard(e.rank, 40), round_size=32 << e.rank))
     assert {type(error) for error in errors} == {StateError}
@@ -421,6 +453,21 @@ def test_another_world_size_is_an_error_on_all_ranks():
     errors = errors_on_ranks(3, run)
     assert {type(error) for error in errors} == {StateError}
     assert all("`world_size` was 2 when saved, but is 3 now" in str(error) for error in errors)
+
+
+@pytest.mark.filterwarnings("ignore:the state does not fit")
+@pytest.mark.parametrize(
+    "changed",
+    [{"cost_fn": sum_of_tokens}, {"modalities": {"odd": is_odd}}],
+    ids=["cost_fn", "modalities"],
+)
+def test_what_the_plan_was_made_from_does_not_change_within_a_round(changed):
+    loader = Loader(graph(None, shard(0, 60), accumulate=8))
+    next(iter(loader))
+    other = Loader(graph(None, shard(0, 60), accumulate=8, **changed))
+    other.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.raises(StateError, match=f"`{next(iter(changed))}` was .* can change only between"):
+        iter(other)
 
 
 @pytest.mark.parametrize(
@@ -532,9 +579,15 @@ def test_arguments_that_are_not_valid_are_named(options, error, message):
         graph(None, shard(0, 5), **options)
 
 
-def test_a_source_of_something_else_is_an_error():
+@pytest.mark.parametrize("items", [[1, 2], [None], [[]]])
+def test_a_source_of_something_else_is_an_error(items):
     with pytest.raises(TypeError, match="must yield groups"):
-        list(Loader(RankAligner(IterableWrapper([1, 2]))))
+        list(Loader(RankAligner(IterableWrapper(items))))
+
+
+def test_a_cost_that_raises_stop_iteration_does_not_end_the_epoch():
+    with pytest.raises(RuntimeError, match=r"round 0 of epoch 0 .* raised StopIteration"):
+        list(Loader(graph(None, shard(0, 40), cost_fn=lambda group: next(iter(())))))
 
 
 def test_a_source_that_shards_over_other_ranks_is_an_error():

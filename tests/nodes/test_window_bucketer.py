@@ -43,17 +43,39 @@ LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
     window=st.integers(1, 40),
     state=st.sampled_from(["replay", "payload"]),
     oversize=st.sampled_from(["alone", "drop"]),
+    layout=st.sampled_from(["padded", "packed"]),
     every=st.integers(1, 5),
 )
 @settings(deadline=None, max_examples=60)
 @pytest.mark.filterwarnings("ignore:.*exceeds.*")
-def test_it_resumes_exactly_for_any_lengths(lengths, tokens, window, state, oversize, every):
-    budget = TokenBudget(tokens, oversize=oversize)
+def test_it_resumes_exactly_for_any_lengths(
+    lengths, tokens, window, state, oversize, layout, every
+):
+    budget = TokenBudget(tokens, oversize=oversize, layout=layout)
     if oversize == "drop":
         lengths = [*lengths, 1]  # at least one group
     assert_resumes_exactly(
         lambda: WindowBucketer(samples(lengths), budget, window, state), every=every
     )
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layout": "packed"},
+        {"layout": "packed", "max_samples": 3, "pad_to_multiple_of": 8},
+        {"layout": "packed", "shapes": 60},
+        {"shapes": 6},
+    ],
+    ids=str,
+)
+def test_every_layout_resumes_exactly_at_every_step(fields, state):
+    budget = TokenBudget(100, **fields)
+    report = assert_resumes_exactly(
+        lambda: WindowBucketer(samples(LENGTHS[:90]), budget, 16, state), every=1
+    )
+    assert report.steps > 40
 
 
 def test_a_replay_takes_at_most_five_and_a_quarter_windows_and_says_how_many():

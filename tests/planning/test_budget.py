@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from odb_nodes import TokenBudget
 
@@ -24,7 +26,8 @@ def test_an_integer_stands_for_padded_tokens():
         ({"tokens": 8, "pad_to_multiple_of": 0}, ValueError, "`pad_to_multiple_of`"),
         ({"tokens": 8, "pad_to_multiple_of": None}, TypeError, "`pad_to_multiple_of`"),
         ({"tokens": 8, "pad_to_multiple_of": 16}, ValueError, "at most `tokens`"),
-        ({"tokens": 8, "layout": "packed"}, ValueError, "`layout`"),
+        ({"tokens": 8, "layout": "flat"}, ValueError, "`layout` must be .padded. or .packed."),
+        ({"tokens": 8, "shapes": 0}, ValueError, "`shapes`"),
         ({"tokens": 8, "oversize": "skip"}, ValueError, "`oversize`"),
     ],
 )
@@ -40,3 +43,52 @@ def test_a_field_that_is_not_valid_is_named_with_its_value(fields, error, messag
 def test_a_sample_is_oversize_when_it_fits_no_group(tokens, patches, multiple, oversize):
     budget = TokenBudget(100, max_patches=8, pad_to_multiple_of=multiple)
     assert budget.is_oversize(tokens, patches) is oversize
+
+
+def test_a_padded_group_costs_its_longest_sample_for_each_of_its_samples():
+    budget = TokenBudget(100, pad_to_multiple_of=8)
+    assert budget.shape([5, 17, 9]) == (3, 24)
+    assert budget.cost([5, 17, 9]) == 72
+    assert budget.shape_ladder() == ()
+
+
+def test_a_packed_group_costs_the_sum_of_its_samples():
+    budget = TokenBudget(100, pad_to_multiple_of=8, layout="packed")
+    assert budget.shape([5, 17, 9]) == (1, 32)
+    assert budget.cost([5, 17, 9]) == 32
+    assert budget.capacity == 96
+    assert [budget.is_oversize(tokens) for tokens in (96, 97)] == [False, True]
+
+
+def test_a_packed_group_of_bounded_shapes_has_one():
+    budget = TokenBudget(100, pad_to_multiple_of=8, layout="packed", shapes=60)
+    assert budget.shape_ladder() == ((1, 96),)
+    assert budget.cost([5]) == budget.cost([90, 6]) == 96
+    assert budget.shape([97]) == (1, 104)  # oversize: as wide as it must be
+
+
+budgets = st.builds(
+    TokenBudget,
+    st.integers(64, 40_000),
+    max_samples=st.none() | st.integers(1, 300),
+    pad_to_multiple_of=st.sampled_from([1, 8, 64]),
+    shapes=st.integers(1, 80),
+)
+
+
+@given(budget=budgets, lengths=st.lists(st.integers(1, 40_000), min_size=1))
+def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
+    ladder = budget.shape_ladder()
+    assert 1 <= len(ladder) <= budget.shapes
+    rows, widths = zip(*ladder, strict=True)
+    assert list(widths) == sorted(set(widths)) and widths[-1] == budget.capacity
+    assert list(rows) == sorted(rows, reverse=True)
+    assert all(row * width <= budget.tokens for row, width in ladder)
+    assert all(width % budget.pad_to_multiple_of == 0 for width in widths)
+    for length in lengths:
+        if budget.is_oversize(length):
+            assert budget.shape([length]) not in ladder
+            continue
+        shape = budget.shape([length])
+        assert shape in ladder and shape[1] == budget.width(length) >= length
+        assert budget.shape([length] * shape[0]) == shape

@@ -2,30 +2,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import lognormal, run
 
 from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, TokenBudget
-
-
-def run(lengths, budget, window, patches=None):
-    """Stream lengths through a pool; return groups of ordinals and the greatest age seen."""
-    pool, groups, age = RollingPool(TokenBudget.of(budget), window), [], 0
-    patches = patches or [0] * len(lengths)
-    while True:
-        while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:
-            new = range(pool.pulled, pool.pulled + room)
-            pool.add(new, [lengths[i] for i in new], [patches[i] for i in new], new)
-            pool.pulled += room
-        if not len(pool):
-            return groups, age
-        age = max(age, pool.pulled - pool.oldest)
-        groups.append(pool.take(draining=pool.pulled == len(lengths)))
-
-
-def lognormal(count, cv=1.0, seed=0):
-    sigma = np.sqrt(np.log(1 + cv**2))
-    draws = np.random.default_rng(seed).lognormal(np.log(800) - sigma**2 / 2, sigma, count)
-    return np.clip(draws, 16, 8192).astype(int).tolist()
-
 
 budgets = st.builds(
     TokenBudget,
@@ -33,6 +12,8 @@ budgets = st.builds(
     max_samples=st.none() | st.integers(1, 9),
     max_patches=st.none() | st.integers(1, 40),
     pad_to_multiple_of=st.sampled_from([1, 4, 16]),
+    layout=st.sampled_from(["padded", "packed"]),
+    shapes=st.none() | st.integers(1, 12),
 )
 
 
@@ -54,8 +35,14 @@ def test_every_sample_comes_out_once_within_the_budget_and_before_its_age(
         assert group == sorted(group)
         if len(group) == 1:
             continue  # an oversize sample is alone
-        width = -(-max(lengths[i] for i in group) // budget.pad_to_multiple_of)
-        assert width * budget.pad_to_multiple_of * len(group) <= budget.tokens
+        packed, multiple = budget.layout == "packed", budget.pad_to_multiple_of
+        real = sum(lengths[i] for i in group)
+        width = -(-(real if packed else max(lengths[i] for i in group)) // multiple) * multiple
+        assert width * (1 if packed else len(group)) <= budget.tokens
+        if budget.shapes is not None:
+            rows, wide = budget.shape([lengths[i] for i in group])
+            assert (rows, wide) in budget.shape_ladder()
+            assert rows >= (1 if packed else len(group)) and wide >= width
         assert budget.max_samples is None or len(group) <= budget.max_samples
         assert budget.max_patches is None or sum(patches[i] for i in group) <= budget.max_patches
 
@@ -119,6 +106,33 @@ GOLDEN = [
 GOLDEN_COUNT = 24
 
 
-def test_an_empty_pool_has_no_group():
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_tail_of_a_restored_pool_is_that_of_the_pool(layout):
+    lengths, budget = lognormal(200, seed=1), TokenBudget(16384, layout=layout)
+    pool = RollingPool(budget, 200)
+    pool.add(range(200), lengths, [0] * 200, range(200))
+    pool.pulled = 200
+    for _ in range(4):
+        pool.take()
+    while len(pool):
+        restored = RollingPool(budget, 200)
+        left = list(pool.items())
+        restored.add(left, [lengths[i] for i in left], [0] * len(left), left)
+        assert pool.take(draining=True) == restored.take(draining=True)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_an_empty_pool_has_no_group(layout):
     with pytest.raises(IndexError, match="empty"):
-        RollingPool(TokenBudget(8), 4).take()
+        RollingPool(TokenBudget(8, layout=layout), 4).take()
+
+
+def test_bounded_shapes_cost_little_padding():
+    lengths, free = lognormal(30_000), TokenBudget(16384)
+    ladder = TokenBudget(16384, shapes=60)
+    padded = [
+        sum(budget.cost([lengths[i] for i in group]) for group in run(lengths, budget, 256)[0])
+        for budget in (free, ladder)
+    ]
+    assert len(ladder.shape_ladder()) <= 60
+    assert padded[1] / padded[0] <= 1.06

@@ -1,3 +1,4 @@
+import copy
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
     GroupCollator,
+    JsonlSource,
     LengthObserver,
     Loader,
     ParallelProcessor,
@@ -84,6 +86,90 @@ def test_shares_of_tokens():
     assert sum(node.tokens.values()) == total
     for name, weight in WEIGHTS.items():
         assert abs(node.tokens[name] - weight * total) <= 40  # the longest sample
+
+
+def lengths(name, size=20_000):
+    """Samples whose lengths are nothing like those of another source."""
+    scale = {"chat": 40, "caption": 5, "ocr": 300}[name]
+    return LengthObserver(
+        Mapper(sampler(name, size), lambda index: scale * (1 + index % 7)), observe=int
+    )
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_shares_are_within_a_hundredth_of_the_weights(by):
+    node = SourceMixer({name: lengths(name) for name in WEIGHTS}, WEIGHTS, by=by, stop="cycle")
+    node.reset(None)
+    for _ in range(20_000):
+        next(node)
+    had = getattr(node, by)
+    for name, weight in WEIGHTS.items():
+        assert abs(had[name] / sum(had.values()) - weight) < 0.01 * weight
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_mix_alike_and_share_the_samples_out(world_size):
+    found, shares = [], []
+    for rank in range(world_size):
+        sources = {
+            name: ShardedSampler(size, seed=1, rank=rank, world_size=world_size)
+            for name, size in SIZES.items()
+        }
+        items = list(Loader(SourceMixer(sources, WEIGHTS)))
+        found += items
+        first = Counter(item.source for item in items[:24])
+        shares.append({name: first[name] for name in WEIGHTS})
+    assert sorted(found) == sorted((name, i) for name, size in SIZES.items() for i in range(size))
+    assert all(share == shares[0] for share in shares)
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_a_state_shares_nothing_with_the_node(by):
+    make = observed if by == "tokens" else mixer
+    node, again = make(by=by), make(by=by)
+    node.reset(None)
+    for _ in range(20):
+        next(node)
+    state = node.state_dict()
+    kept = copy.deepcopy(state)
+    expected = list(node)
+    assert state == kept
+    for _ in range(2):
+        again.reset(state)
+        assert list(again) == expected
+        assert state == kept
+
+
+def test_samples_know_their_source():
+    counts = Counter(one.source for one in Loader(observed()))
+    assert counts == SIZES
+
+
+def test_the_length_is_known_where_each_sample_comes_once():
+    assert len(mixer()) == sum(SIZES.values())
+    with pytest.raises(TypeError, match='where `stop` is "first_exhausted"'):
+        len(mixer(stop="first_exhausted"))
+
+
+def test_an_error_of_reading_names_the_source(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("{}\n{broken")
+    node = SourceMixer({"chat": JsonlSource(path, 0, 1)})
+    with pytest.raises(SampleError, match=r"source 'chat': .*chats\.jsonl, line 2, is not valid"):
+        list(Loader(node))
+
+
+def test_a_mixture_of_mixtures_names_both():
+    inner = SourceMixer({"b": IterableWrapper([1]), "c": IterableWrapper([2])})
+    process = PerSource({"a": same_length, "in": PerSource({"b": same_length, "c": same_length})})
+    outer = SourceMixer({"a": IterableWrapper([3]), "in": inner})
+    processed = ParallelProcessor(outer, process, rank=0, world_size=1)
+    sources = [one.source for one in Loader(LengthObserver(processed))]
+    assert sorted(sources) == ["a", "in/b", "in/c"]
+
+
+def same_length(length):
+    return sample(length)
 
 
 def test_all_exhausted_yields_every_sample_once():

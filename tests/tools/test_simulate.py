@@ -64,12 +64,14 @@ jobs = {
         max_samples=st.none() | st.integers(1, 9),
         pad_to_multiple_of=st.sampled_from([1, 8]),
         oversize=st.sampled_from(["alone", "drop"]),
+        layout=st.sampled_from(["padded", "packed"]),
+        shapes=st.none() | st.integers(1, 9),
     ),
     "window": st.integers(1, 30),
     "round_size": st.integers(1, 40),
     "accumulate": st.integers(1, 5),
     "seed": st.integers(-9, 9),
-    "cost_fn": st.sampled_from([padded_tokens, with_attention]),
+    "cost_fn": st.sampled_from([None, padded_tokens, with_attention]),
 }
 
 
@@ -148,6 +150,17 @@ def test_length_spread_runs_from_one_length_per_step_to_the_same_mix_in_all():
 def test_padding_to_a_multiple_is_padding():
     report = simulate([3, 3], world_size=1, budget=TokenBudget(16, pad_to_multiple_of=8))
     assert (report.steps, report.padded_tokens) == (1, 16)
+
+
+def test_packed_rows_hold_what_fits_and_attention_knows_their_samples():
+    budget = TokenBudget(20, layout="packed")
+    report = simulate([12, 8, 5, 15], world_size=1, budget=budget)
+    assert (report.steps, report.padded_tokens, report.density) == (2, 40, 1.0)
+    budget = TokenBudget(12_288, layout="packed")
+    report = simulate([8_192, 6_144, 4_096, 6_144], world_size=2, budget=budget)
+    assert (report.steps, report.balance) == (1, 1.0)
+    costs = [12_288 + (8_192**2 + 4_096**2) / 12_288, 12_288 + 6_144]
+    assert report.attention_balance == pytest.approx(sum(costs) / 2 / max(costs))
 
 
 def test_the_figures_have_not_changed():

@@ -1,0 +1,83 @@
+"""What nodes do by default under the budget of the `WindowBucketer` below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.graph import walk
+from odb_nodes.nodes.packed_collate import PackedCollate
+from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import Sample
+
+Collate = Callable[[list[Any]], MutableMapping[str, Any]]
+
+_OF_THE_BUDGET = ("pad_to_multiple_of", "shapes", "max_samples")
+
+
+def find_budget(source: BaseNode[Any]) -> TokenBudget | None:
+    """Return the budget of the `WindowBucketer` below; `None` where there is none."""
+    for node in walk(source):
+        if isinstance(budget := getattr(node, "budget", None), TokenBudget):
+            return budget
+    return None
+
+
+class BudgetCost:
+    """Group -> the tokens that its batch has under a budget, padding included.
+
+    Args:
+        budget: of the groups.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+        self.__qualname__ = f"{budget.layout}_tokens"  # for fingerprints
+
+    def __call__(self, group: Sequence[Sample]) -> int:
+        """Return the tokens of a group's batch."""
+        return self._budget.cost([sample.tokens for sample in group])
+
+
+def cost_below(source: BaseNode[Any]) -> BudgetCost | None:
+    """Return the cost under the budget below; `None` where there is none."""
+    budget = find_budget(source)
+    return None if budget is None else BudgetCost(budget)
+
+
+def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Collate:
+    """Return the collate function for the groups of a budget: `collate_fn`, or the default one.
+
+    Raises:
+        ValueError: `collate_fn` is one of ours, but of another layout, multiple or shapes.
+    """
+    if budget is None:
+        return collate_fn or PaddingCollate()
+    packed = budget.layout == "packed"
+    kind: type[PaddingCollate] | type[PackedCollate] = PackedCollate if packed else PaddingCollate
+    if collate_fn is None:
+        return kind.of(budget)
+    if not isinstance(collate_fn, (PaddingCollate, PackedCollate)):
+        return collate_fn
+    name = type(collate_fn).__name__
+    if not isinstance(collate_fn, kind):
+        raise ValueError(
+            f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
+            f"but is a `{name}` instead. Leave it out, use `{kind.__name__}.of(budget)`, or choose "
+            "the other layout."
+        )
+    for field, expected in vars(kind.of(budget)).items():
+        given = getattr(collate_fn, field)
+        if field in _OF_THE_BUDGET and given != expected:
+            raise ValueError(
+                f"`{field}` of `collate_fn` must be that of the budget, {_shown(expected)}, but is "
+                f"{_shown(given)} instead. Use `{name}.of(budget, ...)`."
+            )
+    return collate_fn
+
+
+def _shown(value: object) -> str:
+    return f"a ladder of {len(value)} shapes" if isinstance(value, tuple) else repr(value)

@@ -1,0 +1,135 @@
+"""Groups of packed samples: those that wait longest, and what fills the rest of the row best."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray
+
+MAX_EXCHANGED = 3
+"""So many of the samples that came by age may be exchanged for others that fill better."""
+_NO_LIMIT = 2**62
+
+
+class _Room(NamedTuple):
+    """What a group still has room for."""
+
+    tokens: int
+    samples: int
+    patches: int
+
+
+class _Filling(NamedTuple):
+    """One or two samples, or none, and how many tokens they fill."""
+
+    tokens: int
+    columns: tuple[int, ...]
+
+
+class Packing:
+    """Chooses the oldest samples that fit together, and exchanges the last for a better filling.
+
+    The oldest sample is in every group, so none waits for long. Of the others the last 0 to
+    `MAX_EXCHANGED` give way to the one or two pooled samples that leave the least of the budget
+    unused: two numbers of a sorted row whose sum is nearest to a third.
+
+    Args:
+        budget: what a group may cost.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._room = _Room(
+            budget.capacity,
+            _NO_LIMIT if budget.max_samples is None else budget.max_samples,
+            _NO_LIMIT if budget.max_patches is None else budget.max_patches,
+        )
+
+    def choose(self, table: IntArray, _youngest_anchor: int) -> IntArray:
+        """Return the columns of the next group. It holds the oldest sample, whatever the anchor."""
+        oldest = self._oldest(table)
+        free = np.ones(table.shape[1], dtype=bool)
+        free[oldest] = False
+        best, kept = _Filling(-1, ()), len(oldest)
+        best_tokens = -1
+        for count in range(len(oldest), max(len(oldest) - MAX_EXCHANGED, 1) - 1, -1):
+            free[oldest[count:]] = True
+            room = self._room_beside(table, oldest[:count])
+            filling = _fill(table, np.flatnonzero(free), room)
+            tokens = self._room.tokens - room.tokens + filling.tokens
+            if tokens > best_tokens:
+                best, best_tokens, kept = filling, tokens, count
+            if best_tokens >= self._room.tokens:
+                break
+        return np.concatenate((oldest[:kept], np.array(best.columns, dtype=np.int64)))
+
+    def partition(self, table: IntArray) -> list[IntArray]:
+        """Return the ordinals of the groups that all samples make: first fit, longest first.
+
+        Without one of the groups, the partition is that of the others: no sample of a later group
+        fitted into it, and no sample of an earlier one came to it.
+        """
+        room = np.empty((3, 64), dtype=np.int64)
+        groups: list[list[int]] = []
+        for tokens, ordinal, patches in table[:, ::-1].T.tolist():
+            need = np.array([[tokens], [1], [patches]])
+            fits = (room[:, : len(groups)] >= need).all(axis=0)
+            index = int(fits.argmax()) if fits.any() else len(groups)
+            if index == len(groups):
+                if index == room.shape[1]:
+                    room = np.concatenate((room, np.empty_like(room)), axis=1)
+                room[:, index] = self._room
+                groups.append([])
+            room[:, index] -= need[:, 0]
+            groups[index].append(ordinal)
+        return [np.array(group, dtype=np.int64) for group in groups]
+
+    def _oldest(self, table: IntArray) -> IntArray:
+        """Return the columns of the oldest samples that fit together, one at least, by age."""
+        ordinals, pooled, count = table[ORDINALS], table.shape[1], 32
+        while True:
+            count = min(2 * count, pooled)
+            columns: IntArray = np.argpartition(ordinals, count - 1)[:count]
+            columns = columns[ordinals[columns].argsort()]
+            fits = (table[TOKENS, columns].cumsum() <= self._room.tokens) & (
+                table[PATCHES, columns].cumsum() <= self._room.patches
+            )
+            fitting = count if fits.all() else int(fits.argmin())
+            if fitting < count or count == pooled:
+                return columns[: max(1, min(fitting, self._room.samples))]
+
+    def _room_beside(self, table: IntArray, columns: IntArray) -> _Room:
+        return _Room(
+            self._room.tokens - int(table[TOKENS, columns].sum()),
+            self._room.samples - len(columns),
+            self._room.patches - int(table[PATCHES, columns].sum()),
+        )
+
+
+def _fill(table: IntArray, columns: IntArray, room: _Room) -> _Filling:
+    """Return the one or two of these samples, in order of length, that fill a room best."""
+    if room.samples < 1:
+        return _Filling(0, ())
+    tokens, patches = table[TOKENS, columns], table[PATCHES, columns]
+    limited = room.patches < _NO_LIMIT // 2
+    if limited:
+        fits = patches <= room.patches
+        columns, tokens, patches = columns[fits], tokens[fits], patches[fits]
+    fitting = int(np.searchsorted(tokens, room.tokens, side="right"))
+    if not fitting:
+        return _Filling(0, ())
+    one = _Filling(int(tokens[fitting - 1]), (int(columns[fitting - 1]),))
+    if room.samples < 2 or one.tokens == room.tokens:
+        return one
+    # The shorter of two is at most half of the room, and so the longer is not before it.
+    shorter = tokens[: np.searchsorted(tokens, room.tokens // 2, side="right")]
+    longer = np.searchsorted(tokens[:fitting], room.tokens - shorter, side="right") - 1
+    sums = shorter + tokens[longer]
+    sums[longer == np.arange(len(shorter))] = 0
+    if limited:
+        sums[patches[: len(shorter)] + patches[longer] > room.patches] = 0
+    if not len(sums) or (best := int(sums.argmax())) < 0 or sums[best] <= one.tokens:
+        return one
+    return _Filling(int(sums[best]), (int(columns[best]), int(columns[longer[best]])))

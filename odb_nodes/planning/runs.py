@@ -1,0 +1,83 @@
+"""Groups of padded rows: contiguous runs in order of length, so that little of them is padding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.table import ORDINALS, IntArray
+
+STEP_COST_SHARE = 0.1
+"""Fixed cost of a step, as a share of the budget: what makes fuller groups worth some padding."""
+
+
+class LengthRuns:
+    """Chooses the run with the most real tokens for its cost plus the fixed cost of a step.
+
+    Args:
+        budget: what a group may cost.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+        ladder = np.array(budget.shape_ladder(), dtype=np.int64).reshape(-1, 2)
+        self._ladder_rows, self._ladder_widths = ladder.T
+
+    def choose(self, table: IntArray, youngest_anchor: int) -> slice:
+        """Return the best full run that holds a sample as old as `youngest_anchor`, or older."""
+        tokens, ordinals, _ = table
+        first, costs = self._runs(table)
+        total = np.concatenate(([0], np.cumsum(tokens)))
+        real = total[1:] - total[first]
+        score = real / (costs + STEP_COST_SHARE * self._budget.tokens)
+
+        anchors = np.concatenate(([0], np.cumsum(ordinals <= youngest_anchor)))
+        score[anchors[1:] == anchors[first]] = -1.0
+        best = int(score.argmax())
+        return slice(int(first[best]), best + 1)
+
+    def partition(self, table: IntArray) -> list[IntArray]:
+        """Return the ordinals of the groups that all samples make: cut longest first.
+
+        That needs the fewest groups. Without one of them, the partition is that of the others.
+        """
+        starts = self._runs(table)[0].tolist()
+        groups, stop = [], len(starts)
+        while stop:
+            start = starts[stop - 1]
+            groups.append(table[ORDINALS, start:stop])
+            stop = start
+        return groups
+
+    def _runs(self, table: IntArray) -> tuple[IntArray, IntArray]:
+        """Return first and cost of the longest run that ends at each pooled sample."""
+        tokens, _, patches = table
+        budget = self._budget
+        widths, capacities = self._shapes(tokens)
+        last = np.arange(len(tokens))
+        first = np.maximum(last + 1 - capacities, 0)
+        if budget.max_patches is not None:
+            total = np.concatenate(([0], np.cumsum(patches)))
+            fits = np.searchsorted(total, total[1:] - budget.max_patches, side="left")
+            first = np.maximum(first, np.minimum(fits, last))
+        # On a ladder, a run that is part-filled costs as much as a full one.
+        rows = last + 1 - first if budget.shapes is None else capacities
+        return first, rows * widths
+
+    def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """Return width and most samples of a group whose longest is each of the pooled samples."""
+        budget, multiple = self._budget, self._budget.pad_to_multiple_of
+        widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
+        # An oversize sample fits no group: it gets one of its own.
+        capacities = np.maximum(budget.tokens // widths, 1)
+        if budget.max_samples is not None:
+            np.minimum(capacities, budget.max_samples, out=capacities)
+        if budget.shapes is None:
+            return widths, capacities
+        step = np.searchsorted(self._ladder_widths, tokens)
+        on_ladder = np.minimum(step, len(self._ladder_widths) - 1)
+        oversize = step > on_ladder
+        return (
+            np.where(oversize, widths, self._ladder_widths[on_ladder]),
+            np.where(oversize, capacities, self._ladder_rows[on_ladder]),
+        )

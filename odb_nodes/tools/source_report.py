@@ -1,0 +1,93 @@
+"""What a run has had of each source so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from odb_nodes.sources.source_mixer import check_names
+from odb_nodes.step_info import SourceCount, StepInfo, add_counts
+
+__all__ = ["SourceReport"]
+
+
+class SourceReport:
+    """Running samples and tokens by source, over steps, epochs and resumes.
+
+        report = SourceReport()
+        for batch in loader:
+            report.add(pop_step_info(batch))
+        print(report.over_ranks())
+
+    It counts what this rank has had; fillers are not counted.
+
+    Args:
+        counts: name of the source -> what a run has had of it before.
+    """
+
+    def __init__(self, counts: Mapping[str, SourceCount] | None = None) -> None:
+        self._counts = dict(counts or {})
+
+    @property
+    def counts(self) -> dict[str, SourceCount]:
+        """Samples and unpadded tokens so far, by source."""
+        return dict(self._counts)
+
+    def add(self, info: StepInfo) -> None:
+        """Count a step."""
+        if info.local_sources:
+            self._counts = add_counts([*self._counts.items(), *info.local_sources.items()])
+
+    def shares(self, by: Literal["samples", "tokens"] = "samples") -> dict[str, float]:
+        """Return each source's part of all samples or tokens so far; they add up to 1."""
+        total = sum(getattr(count, by) for count in self._counts.values())
+        return {name: getattr(count, by) / total for name, count in self._counts.items()}
+
+    def over_ranks(self, process_group: Any = None) -> SourceReport:
+        """Return the sums over all ranks. A collective: all of them call it, at the same point.
+
+        Args:
+            process_group: the ranks. Default: all of the job; one where torch.distributed is not
+                initialised.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return SourceReport(self._counts)
+        parts: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(parts, self.state_dict(), group=process_group)
+        total = SourceReport()
+        for part in parts:
+            other = SourceReport()
+            other.load_state_dict(part)
+            total._counts = add_counts([*total._counts.items(), *other._counts.items()])
+        return total
+
+    def table(self, weights: Mapping[str, float] | None = None) -> str:
+        """Return the counts and shares as text, beside the weights if they are given.
+
+        Raises:
+            ValueError: there are no weights for a source, or some for another one.
+        """
+        if weights is not None:
+            check_names("weights", weights, "sources", self._counts)
+        total = sum(weights.values()) if weights else 1.0
+        head = f"{'source':16}{'samples':>12}{'share':>9}{'tokens':>15}{'share':>9}"
+        lines = [head + (f"{'weight':>9}" if weights else "")]
+        samples, tokens = self.shares("samples"), self.shares("tokens")
+        for name, count in sorted(self._counts.items()):
+            line = f"{name:16}{count.samples:>12,}{samples[name]:>9.2%}"
+            line += f"{count.tokens:>15,}{tokens[name]:>9.2%}"
+            lines.append(line + (f"{weights[name] / total:>9.2%}" if weights else ""))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return the counts, as plain data for a checkpoint."""
+        return {name: list(count) for name, count in self._counts.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, list[int]]) -> None:
+        """Go on from the counts of a checkpoint."""
+        self._counts = {name: SourceCount(*count) for name, count in state_dict.items()}

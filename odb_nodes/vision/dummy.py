@@ -1,0 +1,90 @@
+"""An image that weighs nothing, for ranks without images in a step where others have some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes.errors import SampleError
+from odb_nodes.sample import IGNORE_INDEX, flat
+
+IMAGES_KEY = "images"
+"""A list of (H, W, 3) uint8, of which patches are made with the batch."""
+SETTINGS_KEY = "image_settings"
+"""What the patches of `images` are made with, see `settings_of`."""
+IMAGE_KEYS = ("pixel_values", "image_grid_thw", IMAGES_KEY, SETTINGS_KEY)
+TYPE_KEY = "mm_token_type_ids"
+"""(L,) int64: 1 where an image's token is, 0 for text. transformers 5 wants it beside images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DummyImage:
+    """The smallest image that a model takes, to be put behind the text of a sample.
+
+    It passes through the vision tower, so this rank takes part in that tower's collectives. Its
+    tokens come after all others, which in a causal model do not see them, and they are not
+    supervised: loss and gradients are those without it, and those of the tower are zero.
+
+    Args:
+        token_ids: what stands in the text for it, the image's tokens included.
+        image_token_id: which of them are the image's.
+        grid_thw: its patches, in time, height and width.
+        patch_values: values of a patch: channels x temporal size x height x width.
+    """
+
+    token_ids: tuple[int, ...]
+    image_token_id: int
+    grid_thw: tuple[int, int, int]
+    patch_values: int
+
+    def put_behind(self, sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[str, Any]:
+        """Return a sample without images with this one behind its text.
+
+        Args:
+            sample: processed sample, a mapping with `input_ids`.
+            token_keys: keys with a value per token.
+
+        Raises:
+            SampleError: the sample has no `labels`, so that every token is supervised.
+        """
+        if "labels" not in sample:
+            raise SampleError(
+                "a sample must have `labels` where a `DummyImage` may be put behind its text, but "
+                f"has {sorted(sample)}. Without labels the dummy's tokens would be learned."
+            )
+        ids = np.array(self.token_ids, dtype=np.int64)
+        is_image = (ids == self.image_token_id).astype(np.int64)
+        tokens = len(flat("input_ids", sample["input_ids"]))
+        grown = {TYPE_KEY: np.zeros(tokens, np.int64), **sample}
+        added = {
+            "input_ids": ids,
+            "labels": np.full(len(ids), IGNORE_INDEX),
+            "attention_mask": np.ones(len(ids), np.int64),
+            TYPE_KEY: is_image,
+        }
+        for key in (*token_keys, TYPE_KEY):
+            if key in grown and len(row := _row(key, grown[key])) == tokens:
+                grown[key] = np.concatenate((row, added.get(key, np.zeros(len(ids), row.dtype))))
+        patches = int(np.prod(self.grid_thw))
+        grown["pixel_values"] = np.zeros((patches, self.patch_values), np.float32)
+        grown["image_grid_thw"] = np.array([self.grid_thw], dtype=np.int64)
+        return grown
+
+    def take_out(self, sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[str, Any]:
+        """Return a sample of a filler step without its images, and without their tokens."""
+        ids = np.asarray(_row("input_ids", sample["input_ids"]))
+        keep = ids != self.image_token_id
+        left = {key: value for key, value in sample.items() if key not in IMAGE_KEYS}
+        for key in (*token_keys, TYPE_KEY):
+            if key in left and len(row := _row(key, left[key])) == len(ids):
+                left[key] = row[keep]
+        return left
+
+
+def _row(key: str, values: Any) -> Any:
+    row = flat(key, values)
+    return row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)

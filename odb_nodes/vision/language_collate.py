@@ -1,0 +1,142 @@
+"""Collate function: text with images, for models that take all patches of a batch in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes.errors import SampleError
+from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.nodes.token_rows import TOKEN_KEYS
+from odb_nodes.sample import flat
+from odb_nodes.step_info import StepInfo
+from odb_nodes.vision.arguments import check_image_processor, check_type
+from odb_nodes.vision.dummy import IMAGE_KEYS, IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.patches import check_settings, make_patches
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageCollate(PaddingCollate):
+    """Pads the text of samples as `PaddingCollate` does, and joins their images.
+
+    Beside the text's keys a batch with images has `pixel_values`, (patches, values) float32, and
+    `image_grid_thw`, (images, 3) int64, in the order of the samples. A batch without any lacks both
+    keys. Position ids are the model's to make.
+
+    Where other ranks have images in a step and this one has none, the `dummy` goes behind the
+    shortest sample: the batch gets no wider, unless that is as long as the longest. Where no rank
+    has any, but the sample that this one fills with does, its images are taken out.
+
+    Args:
+        dummy: what makes up for missing images, see `VisionLanguageProcessor.dummy_image`; `None`
+            where no rank waits for another one's images: one rank, or a tower that is not sharded.
+        image_processor: makes the patches of samples that carry `images` instead, see
+            `VisionLanguageProcessor.late_patches`.
+        modality: name of images among the `StepInfo.modalities`.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: there are `shapes` and a `dummy`.
+    """
+
+    token_keys: tuple[str, ...] = (*TOKEN_KEYS, TYPE_KEY)
+    dummy: DummyImage | None
+    image_processor: Any = None
+    modality: str = "image"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dummy is not None:
+            remedy = "Pass `processor.dummy_image()`, with the parentheses, or None for no dummy."
+            check_type("dummy", self.dummy, DummyImage, remedy)
+        if self.image_processor is not None:
+            remedy = "Pass `processor.image_processor`, that of the `VisionLanguageProcessor`."
+            check_image_processor("image_processor", self.image_processor, remedy)
+        if self.shapes and self.dummy is not None:
+            raise ValueError(
+                "`shapes` must be () where there is a `dummy`, which may widen a batch beyond its "
+                f"shape, but are {len(self.shapes)} instead."
+            )
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`, which may have images or not.
+
+        Raises:
+            TypeError, ValueError, SampleError: as `PaddingCollate`.
+            SampleError: `pixel_values` and `image_grid_thw` of a sample differ in their number of
+                patches, there is no `image_processor` where one is needed, or it makes other
+                patches than that of the processor would.
+        """
+        texts = [_text_of(sample) for sample in samples]
+        if any(TYPE_KEY in text for text in texts):
+            texts = [_typed(text) for text in texts]
+        batch = super().__call__(texts)
+        images = [self._patches_of(sample) for sample in samples if has_images(sample)]
+        if images:
+            pixels, grids = zip(*images, strict=True)
+            batch["pixel_values"] = torch.from_numpy(np.concatenate(pixels))
+            batch["image_grid_thw"] = torch.from_numpy(np.concatenate(grids))
+        return batch
+
+    def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
+        """Return the batch of `samples`, with images where any rank has some in this step."""
+        if self.dummy is not None:
+            found = any(map(has_images, samples))
+            agreed = self.modality in info.modalities
+            if agreed and not found:
+                samples = self._with_dummy(samples, self.dummy)
+            elif found and not agreed and info.is_filler:
+                samples = [self.dummy.take_out(sample, self.token_keys) for sample in samples]
+        return self(samples)
+
+    def _patches_of(self, sample: Mapping[str, Any]) -> tuple[Any, Any]:
+        if "pixel_values" not in sample:
+            if self.image_processor is None:
+                raise SampleError(
+                    f"a sample has `{IMAGES_KEY}`, but no `pixel_values`: pass "
+                    "`image_processor=processor.image_processor`, which makes them, or leave out "
+                    "`late_patches` of the processor."
+                )
+            if SETTINGS_KEY in sample:
+                check_settings(self.image_processor, sample[SETTINGS_KEY])
+            sample = {**sample, **make_patches(self.image_processor, sample[IMAGES_KEY])}
+        pixels = np.asarray(sample["pixel_values"], dtype=np.float32)
+        grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)
+        if len(pixels) != (patches := int(grid.prod(axis=1).sum())):
+            raise SampleError(
+                f"`pixel_values` must have one row per patch of `image_grid_thw` ({patches}), but "
+                f"has {len(pixels)} instead."
+            )
+        return pixels, grid
+
+    def _with_dummy(
+        self, samples: list[Mapping[str, Any]], dummy: DummyImage
+    ) -> list[Mapping[str, Any]]:
+        lengths = [len(flat("input_ids", sample["input_ids"])) for sample in samples]
+        shortest = lengths.index(min(lengths))
+        grown = dummy.put_behind(samples[shortest], self.token_keys)
+        return [*samples[:shortest], grown, *samples[shortest + 1 :]]
+
+
+def has_images(sample: Mapping[str, Any]) -> bool:
+    """Tell whether a processed sample has images."""
+    return any(
+        (images := sample.get(key)) is not None and len(images) > 0
+        for key in ("pixel_values", IMAGES_KEY)
+    )
+
+
+def _text_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(sample, Mapping):
+        return sample  # which `PaddingCollate` refuses
+    return {key: value for key, value in sample.items() if key not in IMAGE_KEYS}
+
+
+def _typed(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    if TYPE_KEY in text:
+        return text
+    return {**text, TYPE_KEY: np.zeros(len(flat("input_ids", text["input_ids"])), np.int64)}

@@ -1,0 +1,105 @@
+"""Collate function: a few whole images per sample, of any number and size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes.errors import SampleError
+from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.step_info import StepInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiImageCollate(PaddingCollate):
+    """Pads the text of samples as `PaddingCollate` does, and their images in number and size.
+
+    Samples have `pixel_values`: a sequence of images, each (C, H, W), or one array; or they lack
+    the key. What else they have, such as `id` and `task`, becomes a tensor of B numbers or a list
+    of B values. Beside these a batch has:
+
+    - `pixel_values`: (B, most images, C, largest H, largest W), 0 where there is nothing; of the
+      images' dtype. Left out of a batch without images.
+    - `image_mask`: (B, most images) bool, where an image is.
+    - `image_sizes`: (B, most images, 2) int64, height and width without the padding.
+
+    Where other ranks have images in a step and this one has none, it gets one of zeros that the
+    mask leaves out; where none has, those of a sample that is filled with are left out.
+
+    Args:
+        dummy_shape: (C, H, W) of that image, which the model must accept; `None` for none.
+        modality: name of images among the `StepInfo.modalities`.
+    """
+
+    dummy_shape: tuple[int, int, int] | None = None
+    modality: str = "image"
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`.
+
+        Raises:
+            TypeError, ValueError, SampleError: as `PaddingCollate`.
+            SampleError: an image is not (C, H, W), or they differ in C or dtype.
+        """
+        images = [_images_of(sample) for sample in samples]
+        batch = super().__call__([_without_images(sample) for sample in samples])
+        return {**batch, **_padded(images)}
+
+    def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
+        """Return the batch of `samples`, with images where any rank has some in this step."""
+        agreed = self.modality in info.modalities
+        if self.dummy_shape is not None and info.is_filler and not agreed:
+            samples = [_without_images(sample) for sample in samples]
+        batch = self(samples)
+        if self.dummy_shape is not None and agreed and "pixel_values" not in batch:
+            count = len(samples)
+            batch["pixel_values"] = torch.zeros(count, 1, *self.dummy_shape)
+            batch["image_mask"] = torch.zeros(count, 1, dtype=torch.bool)
+            batch["image_sizes"] = torch.zeros(count, 1, 2, dtype=torch.int64)
+        return batch
+
+
+def _without_images(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(sample, Mapping):
+        return sample  # which `PaddingCollate` refuses
+    return {key: value for key, value in sample.items() if key != "pixel_values"}
+
+
+def _images_of(sample: Any) -> list[Any]:
+    found = sample.get("pixel_values") if isinstance(sample, Mapping) else None
+    images = [] if found is None else [np.asarray(image) for image in found]
+    for image in images:
+        if image.ndim != 3:
+            raise SampleError(
+                "an image of `pixel_values` must be (C, H, W), but has shape "
+                f"{image.shape} instead."
+            )
+    return images
+
+
+def _padded(images: Sequence[list[Any]]) -> dict[str, torch.Tensor]:
+    most = max(map(len, images))
+    sizes = np.zeros((len(images), most, 2), np.int64)
+    mask = np.arange(most) < np.array(list(map(len, images)))[:, None]
+    arrays = {"image_mask": mask, "image_sizes": sizes}
+    if most:
+        every = [image for of_sample in images for image in of_sample]
+        kinds = {(image.shape[0], image.dtype) for image in every}
+        if len(kinds) > 1:
+            raise SampleError(
+                f"the images of a group must have the same channels and dtype, but have "
+                f"{sorted(map(str, kinds))} instead."
+            )
+        ((channels, dtype),) = kinds
+        height, width = (max(image.shape[axis] for image in every) for axis in (1, 2))
+        pixels = np.zeros((len(images), most, channels, height, width), dtype)
+        for row, of_sample in enumerate(images):
+            for place, image in enumerate(of_sample):
+                sizes[row, place] = image.shape[1:]
+                pixels[row, place, :, : image.shape[1], : image.shape[2]] = image
+        arrays["pixel_values"] = pixels
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}

@@ -1,0 +1,134 @@
+"""Pictures, conversations and the tiny Qwen2-VL of the examples, for the tests of `vision`."""
+
+import functools
+import io
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from odb_nodes import ODBDataLoader, StepInfo, pop_step_info
+from odb_nodes.vision import VisionLanguageCollate
+from tiny_vlm import Pictures, build_model, build_processor
+
+__all__ = ["Pictures", "build_model"]
+
+
+@functools.cache
+def processor():
+    """A processor that skips what it cannot use."""
+    return build_processor(max_pixels=28 * 28 * 16)
+
+
+def model():
+    """A fresh model, the same each time, in fp32."""
+    return build_model(processor(), seed=0, device="cpu")
+
+
+def noise(width, height, seed=0):
+    """An image that no two pixels of are alike."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values)
+
+
+def in_mode(mode, width, height):
+    """Noise of any mode of Pillow, in every band, alpha included."""
+    if mode in ("1", "I", "F", "I;16"):
+        return noise(width, height).convert("I").convert(mode)
+    if mode == "PA":
+        return in_mode("LA", width, height).convert("PA")
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    values = np.random.default_rng(1).integers(0, 256, (height, width, bands), np.uint8)
+    return Image.frombytes(mode, (width, height), values.tobytes())
+
+
+def smooth(width, height):
+    """An image whose values change slowly, so that it can be shrunk in two ways and compared."""
+    rows, columns = np.mgrid[:height, :width]
+    waves = [np.sin(rows / height * 3 + shift) + np.cos(columns / width * 5) for shift in range(3)]
+    return Image.fromarray((63 * np.stack(waves, axis=-1) + 127).astype(np.uint8))
+
+
+def as_bytes(image, format="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def asked(*images, question="What is it?", answer="a red circle", **more):
+    """A record with these images."""
+    content = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "images": list(images), **more}
+
+
+def record(index):
+    """A record with 0 to 2 images of its own."""
+    rng = random.Random(index)
+    images = [noise(rng.randrange(20, 150), rng.randrange(20, 150)) for _ in range(index % 3)]
+    return asked(*images, answer="a red circle " * rng.randrange(1, 9), id=index)
+
+
+def samples(indices):
+    return [processor()(record(index)) for index in indices]
+
+
+def step(*modalities, is_filler=False):
+    """The `StepInfo` of a step in which ranks have these."""
+    counts = dict.fromkeys(("step", "local_samples", "local_targets", "all_targets"), 1)
+    totals = {"all_samples_this_step": 1, "optimizer_samples": 1, "optimizer_targets": 1}
+    return StepInfo(**counts, **totals, modalities=modalities, is_filler=is_filler)
+
+
+def loss_and_gradient(network, batch):
+    """The mean loss over supervised tokens, and all gradients by name, `None` included."""
+    network.zero_grad()
+    loss = network(**{key: value for key, value in batch.items() if key != "id"}).loss
+    loss.backward()
+    gradients = {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in network.named_parameters()
+    }
+    return loss.detach(), gradients
+
+
+def make_loader(size=60, *, damaged_every=10, **options):
+    collate = VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)
+    given = {"token_budget": 512, "window": 12, "process_fn": processor(), **options}
+    return ODBDataLoader(Pictures(size, damaged_every=damaged_every), collate_fn=collate, **given)
+
+
+def ids_of(loader):
+    return [batch["id"].tolist() for batch in loader]
+
+
+def content_of(loader):
+    """All that an epoch's batches hold, comparable."""
+    found = []
+    for batch in loader:
+        pop_step_info(batch)
+        found.append({key: torch.as_tensor(value).tolist() for key, value in batch.items()})
+    return found
+
+
+def augmented(item):
+    """A record with random crops and a random question, processed; draws from all generators."""
+    cropped = [_crop(Image.open(io.BytesIO(image)).convert("RGB")) for image in item["images"]]
+    question = random.choice(("What is it?", "Describe the picture.", "Which shapes?"))
+    content = [*({"type": "image"} for _ in cropped), {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}, item["messages"][1]]
+    if torch.rand(()) < 0.5:
+        messages.insert(0, {"role": "system", "content": "Be brief."})
+    return processor()({"id": item["id"], "messages": messages, "images": cropped})
+
+
+def _crop(image):
+    width, height = (max(8, int(side * np.random.uniform(0.3, 1))) for side in image.size)
+    left = random.randrange(image.width - width + 1)
+    top = int(torch.randint(image.height - height + 1, ()))
+    return image.crop((left, top, left + width, top + height))

@@ -1,0 +1,226 @@
+"""Several datasets in one `ODBDataLoader`: by weight, each with processing of its own."""
+
+from collections import Counter
+
+import pytest
+from mixed_sources import (
+    FUNCTIONS,
+    SIZES,
+    WEIGHTS,
+    chat,
+    encode,
+    make,
+    mixture,
+    ocr,
+    rows,
+    write_chats,
+)
+
+from odb_nodes import (
+    JsonlSource,
+    Mixing,
+    ODBDataLoader,
+    SampleError,
+    SourceCount,
+    StateError,
+    WorkerOptions,
+    pop_step_info,
+)
+from odb_nodes.testing import assert_resumes_exactly
+
+
+@pytest.fixture
+def datasets(tmp_path):
+    chats = write_chats(tmp_path / "chats.jsonl")
+    return lambda: mixture(chats)
+
+
+@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_every_step_resumes(datasets, by, stop):
+    mixing = Mixing(weights=WEIGHTS, by=by, stop=stop)
+    assert_resumes_exactly(lambda: make(datasets, weights=mixing), every=3, chain=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"state": "payload"}], ids=str)
+def test_every_step_resumes_with(datasets, options):
+    assert_resumes_exactly(lambda: make(datasets, **options))
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_random_templates_are_those_of_any_number_of_workers(datasets, by, num_workers):
+    mixing = Mixing(weights=WEIGHTS, by=by)
+    with make(datasets, weights=mixing) as inline:
+        expected = [rows(inline), rows(inline)]
+    assert expected[0] != expected[1]
+    workers = WorkerOptions(num_workers=num_workers, chunk_size=4)
+    with make(datasets, weights=mixing, workers=workers) as parallel:
+        assert [rows(parallel), rows(parallel)] == expected
+
+
+def test_random_templates_resume_among_workers(datasets):
+    workers = WorkerOptions(num_workers=2, chunk_size=4)
+    with make(datasets, workers=workers) as loader:
+        iterator = iter(loader)
+        for _ in range(5):
+            next(iterator)
+        state = loader.state_dict()
+        expected = rows(iterator)
+    with make(datasets) as resumed:
+        resumed.load_state_dict(state)
+        assert rows(resumed) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_every_sample_of_every_source_is_counted_once(datasets, by, num_workers):
+    with make(datasets, weights=Mixing(by=by), num_workers=num_workers) as loader:
+        samples, tokens = Counter(), Counter()
+        for batch in loader:
+            info = pop_step_info(batch)
+            assert sum(count.samples for count in info.local_sources.values()) == info.local_samples
+            real = int(batch["attention_mask"].sum())
+            assert sum(count.tokens for count in info.local_sources.values()) == real
+            for name, count in info.local_sources.items():
+                samples[name] += count.samples
+                tokens[name] += count.tokens
+        assert samples == SIZES
+        assert all(tokens[name] > samples[name] for name in samples)
+
+
+def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is(datasets):
+    sized = {"a": [1] * 30, "b": [1] * 12}
+    assert make(lambda: sized, weights=None, process_fn=None).num_samples == 42
+    with pytest.raises(TypeError):
+        _ = make(datasets).num_samples
+    with pytest.raises(TypeError, match='where `stop` is "cycle"'):
+        mixing = Mixing(stop="cycle")
+        _ = make(lambda: sized, weights=mixing, process_fn=None).num_samples
+
+
+def test_one_function_may_serve_all():
+    loader = ODBDataLoader(
+        {"a": ["x y"] * 3, "b": ["z"] * 5}, token_budget=24, window=8, process_fn=encode
+    )
+    counts = [pop_step_info(batch).local_sources for batch in loader]
+    assert [count["a"] for count in counts if "a" in count] == [SourceCount(3, 9)]
+    assert [count["b"] for count in counts if "b" in count] == [SourceCount(5, 5)]
+
+
+def test_a_single_dataset_has_no_sources():
+    loader = ODBDataLoader([{"input_ids": [1, 2]}], token_budget=8)
+    assert [pop_step_info(batch).local_sources for batch in loader] == [{}]
+
+
+def test_a_dict_with_other_keys_is_one_dataset():
+    items = {n: {"input_ids": [n] * 3} for n in range(4)}
+    (batch,) = ODBDataLoader(items, token_budget=100)
+    assert len(batch["input_ids"]) == 4
+    assert pop_step_info(batch).local_sources == {}
+
+
+def test_a_source_node_is_a_dataset(tmp_path):
+    path = write_chats(tmp_path / "chats.jsonl", 9)
+    loader = ODBDataLoader(JsonlSource(path), token_budget=400, process_fn=chat)
+    assert sum(pop_step_info(batch).local_samples for batch in loader) == 9
+    with pytest.raises(ValueError, match=r"must not be given for a node \(`JsonlSource`\)"):
+        ODBDataLoader(JsonlSource(path), token_budget=400, shuffle=True)
+
+
+def broken_ocr(pair):
+    if pair[0][0] == 7:
+        raise OSError("not there")
+    return ocr(pair)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_an_error_of_processing_names_source_and_sample(datasets, by, num_workers):
+    functions = {**FUNCTIONS, "ocr": broken_ocr}
+    mixing = Mixing(weights=WEIGHTS, by=by)
+    place = {"samples": "sample 7 of source 'ocr'", "tokens": "source 'ocr': .*sample 7 of epoch"}
+    where = rf"{place[by]}.*OSError: not there"
+    with (
+        make(datasets, process_fn=functions, weights=mixing, num_workers=num_workers) as loader,
+        pytest.raises(SampleError, match=where),
+    ):
+        list(loader)
+
+
+def broken_chat(record):
+    if "since 11" in record["answer"]:
+        raise KeyError("role")
+    return chat(record)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_processing_names_file_and_line(datasets, num_workers):
+    functions = {**FUNCTIONS, "chat": broken_chat}
+    where = r"sample 11 of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'"
+    with make(datasets, process_fn=functions, num_workers=num_workers) as loader:
+        with pytest.raises(SampleError, match=where):
+            list(loader)
+
+
+def test_a_sample_without_a_length_names_its_source(datasets):
+    functions = {**FUNCTIONS, "ocr": None}
+    with pytest.raises(SampleError, match="source 'ocr'.*a sample has no length"):
+        list(make(datasets, process_fn=functions))
+
+
+def test_an_order_of_its_own_for_each_source():
+    same = [{"input_ids": [n + 1]} for n in range(50)]
+    loader = ODBDataLoader({"a": same, "b": same}, token_budget=1, window=1)
+    order = {"a": [], "b": []}
+    for batch in loader:
+        (name,) = pop_step_info(batch).local_sources
+        order[name].append(batch["input_ids"].item())
+    assert sorted(order["a"]) == sorted(order["b"]) == list(range(1, 51))
+    assert order["a"] != order["b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": {**WEIGHTS, "ocr": 0.3}}, "`weights` was"),
+        ({"weights": Mixing(weights=WEIGHTS, stop="cycle")}, "`stop` was"),
+        ({"process_fn": {**FUNCTIONS, "ocr": broken_ocr}}, "`process_fn` was"),
+    ],
+)
+def test_another_mixture_is_refused(datasets, change, message):
+    state = make(datasets).state_dict()
+    changed = make(datasets, **change)
+    changed.load_state_dict(state)
+    with pytest.raises(StateError, match=message):
+        iter(changed)
+
+
+class Splits(dict):
+    """As some libraries return the parts of a dataset."""
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weights": {"a": 1}}, ValueError, "`weights` must have the names of `sources`"),
+        ({"weights": 3}, TypeError, "`weights` must be a dict by name"),
+        (
+            {"process_fn": {"a": encode}},
+            ValueError,
+            "`process_fn` must have the names of `dataset`",
+        ),
+        ({"process_fn": {"a": encode, "b": 3}}, TypeError, r"`process_fn\['b'\]` must be a func"),
+        ({"sampler": [1]}, ValueError, "`sampler` must be None where `dataset` is a dict"),
+        ({"dataset": {"a": [1], "b": []}}, ValueError, "source 'b': `dataset` must have at least"),
+        ({"dataset": {"a": [1], "b": 3}}, TypeError, "source 'b': `dataset` must be an iterable"),
+        ({"dataset": Splits(a=[1], b=[1])}, TypeError, r"a `Splits` of \['a', 'b'\]\. Pass one"),
+        ({"dataset": [1], "weights": {"a": 1}}, ValueError, "`weights` must be None, unless"),
+        ({"dataset": [1], "process_fn": {"a": encode}}, TypeError, "`process_fn` must be a func"),
+        ({"dataset": {}}, ValueError, "`dataset` must have at least 1 sample"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_named(options, error, message):
+    given = {"dataset": {"a": ["x"], "b": ["y"]}, "token_budget": 10, **options}
+    with pytest.raises(error, match=message):
+        ODBDataLoader(**given)

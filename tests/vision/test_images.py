@@ -1,0 +1,128 @@
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import as_bytes, noise, smooth
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from odb_nodes.errors import SampleError
+from odb_nodes.vision import ImageError, ImageReader, resized_shape
+
+read = ImageReader(max_pixels=28 * 28 * 16)
+
+
+@settings(deadline=None, max_examples=1000)
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    multiple=st.sampled_from([4, 28, 32]),
+    least=st.integers(1, 100),
+    span=st.integers(1, 100),
+)
+def test_the_shape_is_that_of_transformers(height, width, multiple, least, span):
+    bounds = {"min_pixels": least * multiple**2, "max_pixels": least * span * multiple**2}
+    try:
+        expected = smart_resize(height, width, multiple, **bounds)
+    except ValueError:
+        with pytest.raises(ImageError, match="longer side"):
+            resized_shape(height, width, multiple=multiple, **bounds)
+        return
+    assert resized_shape(height, width, multiple=multiple, **bounds) == expected
+
+
+@pytest.mark.parametrize("kind", ["path", "str", "bytes", "image"])
+def test_an_image_is_read_from(kind, tmp_path):
+    image = noise(90, 61)
+    image.save(tmp_path / "a.png")
+    path = tmp_path / "a.png"
+    source = {"path": path, "str": str(path), "bytes": path.read_bytes(), "image": image}[kind]
+    assert np.array_equal(read(source), image.resize((84, 56), Image.Resampling.BICUBIC))
+    assert image.size == (90, 61)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_any_mode_becomes_rgb(mode):
+    image = noise(60, 60).convert("I;16" if mode == "I;16" else mode)
+    format = "TIFF" if mode in ("CMYK", "I;16") else "PNG"
+    found = read(as_bytes(image, format))
+    assert (found.mode, found.size) == ("RGB", (56, 56))
+
+
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(monkeypatch):
+    image = smooth(3000, 2000)
+    decoded = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image,
+        "resize",
+        lambda self, *args, **options: (decoded.append(self.size), resize(self, *args, **options))[
+            1
+        ],
+    )
+    whole, drafted = (np.asarray(read(as_bytes(image, kind)), int) for kind in ("PNG", "JPEG"))
+    assert decoded[0] == (3000, 2000) and decoded[1] == (375, 250)
+    assert np.abs(whole - drafted).mean() < 2
+
+
+def test_the_orientation_of_a_photograph_is_applied():
+    image = smooth(280, 84)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rows are columns
+    photograph = as_bytes(image, exif=exif)
+    turned, expected = read(photograph), read(image.rotate(-90, expand=True))
+    assert turned.size == (56, 196) and np.array_equal(turned, expected)
+    given = Image.open(io.BytesIO(photograph))
+    assert np.array_equal(read(given), turned)
+    assert given.size == (280, 84)
+
+
+def reason_of(source, reader=read):
+    with pytest.raises(ImageError) as caught:
+        reader(source)
+    return caught.value.reason
+
+
+def test_why_an_image_cannot_be_used(tmp_path):
+    good = as_bytes(noise(90, 60), "JPEG")
+    assert reason_of(tmp_path / "nothing.jpg") == "missing"
+    assert reason_of(b"no image at all") == "corrupt"
+    assert reason_of(b"") == "corrupt"
+    for size in range(0, len(good) - 2, 211):
+        assert reason_of(good[:size]) == "corrupt"
+    assert reason_of(good, ImageReader(max_image_pixels=90 * 60 - 1)) == "huge"
+    ImageReader(max_image_pixels=90 * 60)(good)
+    assert reason_of(as_bytes(noise(1, 201))) == "elongated"
+    for size in ((0, 5), (5, 0), (0, 0)):
+        assert reason_of(Image.new("RGB", size)) == "corrupt"
+
+
+def test_a_lazy_image_that_is_truncated_is_corrupt(tmp_path):
+    (tmp_path / "cut.png").write_bytes(as_bytes(noise(90, 60))[:-2000])
+    with Image.open(tmp_path / "cut.png") as image:
+        assert reason_of(image) == "corrupt"
+
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch):
+    bomb = as_bytes(Image.new("1", (8000, 8000)))
+    assert len(bomb) < 20_000
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    assert reason_of(bomb, ImageReader(max_image_pixels=10_000_000)) == "huge"
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8000 * 8000 // 3)  # Pillow's own limit is twice
+    assert reason_of(bomb) == "huge"
+
+
+def test_a_file_that_cannot_be_read_is_not_a_bad_image(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="`min_pixels` must be at most `max_pixels` .100., but is"):
+        ImageReader(min_pixels=200, max_pixels=100)
+    with pytest.raises(TypeError, match="`max_image_pixels`"):
+        ImageReader(max_image_pixels=1.5)
+    with pytest.raises(SampleError, match="must be a path, the bytes of a file, or"):
+        read(7)

@@ -1,0 +1,176 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pictures import asked, content_of, make_loader, noise, processor, record, samples, step
+from transformers import Qwen2VLImageProcessorPil
+
+from odb_nodes import PaddingCollate, SampleError
+from odb_nodes.sample import observe_sample
+from odb_nodes.testing import assert_resumes_exactly
+from odb_nodes.vision import VisionLanguageCollate
+
+collate = VisionLanguageCollate(dummy=processor().dummy_image(), pad_token_id=0)
+
+
+def test_text_is_padded_and_images_are_joined():
+    group = samples([0, 1, 2, 5])  # with 0, 1, 2 and 2 images
+    batch = collate(group)
+    width = max(len(sample["input_ids"]) for sample in group)
+    keys = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
+    assert all(batch[key].shape == (4, width) for key in keys)
+    with_images = group[1:]
+    for key in ("pixel_values", "image_grid_thw"):
+        expected = np.concatenate([sample[key] for sample in with_images])
+        assert np.array_equal(batch[key], expected)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert batch["id"].tolist() == [0, 1, 2, 5]
+    assert "position_ids" not in batch
+    assert batch["mm_token_type_ids"].sum() == batch["image_grid_thw"].prod(-1).sum() // 4
+
+
+def test_text_alone_is_what_padding_collate_makes():
+    group = samples([0, 3, 6])
+    found = collate(group)
+    token_keys = (*PaddingCollate.token_keys, "mm_token_type_ids")
+    expected = PaddingCollate(token_keys=token_keys)(group)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_a_text_that_came_another_way_needs_no_token_types():
+    plain = {"id": 9, "input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    batch = collate([*samples([1]), plain])
+    assert not batch["mm_token_type_ids"][1].any()
+
+
+def test_patches_must_fit_their_grid():
+    (sample,) = samples([1])
+    with pytest.raises(SampleError, match="one row per patch of `image_grid_thw` .*, but has 3"):
+        collate([{**sample, "pixel_values": sample["pixel_values"][:3]}])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_dummy_goes_behind_the_shortest_sample_where_others_have_images(side):
+    group = samples([3, 0, 6])
+    collate = VisionLanguageCollate(dummy=processor().dummy_image(), side=side)
+    plain, batch = collate(group), collate.collate_step(group, step("image"))
+    assert batch["input_ids"].shape == plain["input_ids"].shape  # There was room.
+    changed = (batch["input_ids"] != plain["input_ids"]).any(dim=1).nonzero().flatten()
+    lengths = [len(sample["input_ids"]) for sample in group]
+    assert changed.tolist() == [lengths.index(min(lengths))]
+    (row,) = changed.tolist()
+    seen = batch["attention_mask"][row].bool()
+    added = batch["input_ids"][row][seen][lengths[row] :]
+    dummy = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert processor().tokenizer.decode(added) == dummy
+    assert (
+        batch["input_ids"][row][seen][: lengths[row]].tolist() == group[row]["input_ids"].tolist()
+    )
+    assert (batch["labels"] != -100).sum() == (plain["labels"] != -100).sum()
+    assert batch["mm_token_type_ids"].sum() == 1
+    assert batch["pixel_values"].shape == (4, 1176) and not batch["pixel_values"].any()
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
+
+
+def test_no_dummy_is_needed_where_a_rank_has_images_or_no_rank_has():
+    for group, info in [(samples([1, 0]), step("image")), (samples([0]), step())]:
+        found, expected = collate.collate_step(group, info), collate(group)
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert "pixel_values" not in VisionLanguageCollate(dummy=None).collate_step(
+        samples([0]), step("image")
+    )
+
+
+def test_a_filler_has_no_images_where_no_rank_has():
+    (sample,) = samples([5])
+    batch = collate.collate_step([sample], step(is_filler=True))
+    assert not {"pixel_values", "image_grid_thw"} & batch.keys()
+    assert batch["mm_token_type_ids"].sum() == 0
+    images = sample["mm_token_type_ids"].sum()
+    assert batch["input_ids"].shape == (1, len(sample["input_ids"]) - images)
+    assert (batch["labels"] != -100).sum() == (sample["labels"] != -100).sum()
+    # Where they are agreed on, they stay.
+    assert "pixel_values" in collate.collate_step([sample], step("image", is_filler=True))
+
+
+def test_a_dummy_needs_labels():
+    with pytest.raises(SampleError, match="must have `labels` where a `DummyImage`"):
+        collate.collate_step([{"input_ids": [1, 2]}], step("image"))
+
+
+@pytest.mark.parametrize("dummy", [True, "x", processor().dummy_image])
+def test_what_is_no_dummy_is_refused(dummy):
+    with pytest.raises(
+        TypeError, match="`dummy` must be a `DummyImage`, but is .*, with the paren"
+    ):
+        VisionLanguageCollate(dummy=dummy)
+
+
+def test_what_is_no_image_processor_is_refused():
+    with pytest.raises(TypeError, match="`image_processor` must be an image .* Pass `processor.im"):
+        VisionLanguageCollate(dummy=None, image_processor=processor())
+
+
+def test_the_dummy_is_the_smallest_image():
+    smallest = processor()(asked(noise(28, 28)))
+    dummy = processor().dummy_image()
+    assert smallest["image_grid_thw"].prod() >= np.prod(dummy.grid_thw)
+    assert smallest["pixel_values"].shape[1] == dummy.patch_values
+
+
+# --- patches made with the batch ------------------------------------------------------------------
+
+made = processor()
+late = replace(made, late_patches=True)
+
+
+def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
+    collate = VisionLanguageCollate(dummy=made.dummy_image(), image_processor=made.image_processor)
+    indices = [0, 1, 2, 5]
+    carried = [late(record(index)) for index in indices]
+    found, expected = collate(carried), collate(samples(indices))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert [observe_sample(one)[1:] for one in carried] == [
+        observe_sample(one)[1:] for one in samples(indices)
+    ]
+    (early,) = samples([5])
+    assert 8 * sum(image.nbytes for image in carried[-1]["images"]) == early["pixel_values"].nbytes
+    without = collate.collate_step([carried[-1]], step(is_filler=True))
+    assert not {"pixel_values", "images", "image_settings"} & without.keys()
+    with pytest.raises(SampleError, match="pass `image_processor=processor.image_processor`, whic"):
+        VisionLanguageCollate(dummy=None)(carried)
+
+
+@pytest.mark.parametrize(
+    "name, value, shown",
+    [
+        ("patch_size", 16, "16 instead of 14"),
+        ("merge_size", 1, "1 instead of 2"),
+        ("temporal_patch_size", 1, "1 instead of 2"),
+        ("image_mean", [0.5, 0.5, 0.5], ".0.5, 0.5, 0.5. instead of .0.48"),
+        ("do_normalize", False, "False instead of True"),
+        ("rescale_factor", 1 / 127.5, "0.0078.* instead of 0.0039"),
+    ],
+)
+def test_late_patches_are_made_as_the_processor_would_make_them(name, value, shown):
+    other = Qwen2VLImageProcessorPil(**{name: value})
+    with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Give both the same"):
+        VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+
+
+def test_late_patches_may_have_other_bounds_of_size():
+    other = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)
+    batch = VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+    assert torch.equal(batch["pixel_values"], collate(samples([1]))["pixel_values"])
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.filterwarnings("ignore:sample .* is skipped")
+def test_late_patches_come_out_of_workers_and_states(state):
+    expected = content_of(make_loader(30))
+    with make_loader(30, process_fn=late, num_workers=2, state=state) as loader:
+        assert content_of(loader) == expected
+    assert_resumes_exactly(lambda: make_loader(20, process_fn=late, state=state), epochs=1)

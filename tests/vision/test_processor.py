@@ -1,0 +1,336 @@
+import io
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from pictures import as_bytes, asked, in_mode, noise, processor
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from odb_nodes import SampleError, Skipped
+from odb_nodes.names import name_of
+from odb_nodes.vision import BadImages, ChatTemplate, VisionLanguageCollate, VisionLanguageProcessor
+
+SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]
+
+
+def make(**options):
+    made = processor()
+    return VisionLanguageProcessor(made.tokenizer, made.image_processor, **options)
+
+
+def decode(ids):
+    return processor().tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("patch_size, merge_size, temporal", [(14, 2, 2), (16, 2, 2), (8, 3, 1)])
+def test_patches_are_those_of_transformers(patch_size, merge_size, temporal):
+    theirs = Qwen2VLImageProcessorPil(
+        patch_size=patch_size,
+        merge_size=merge_size,
+        temporal_patch_size=temporal,
+        min_pixels=(patch_size * merge_size) ** 2 * 2,
+        max_pixels=(patch_size * merge_size) ** 2 * 20,
+    )
+    images = [noise(*size) for size in SIZES]
+    expected = theirs(images=images, return_tensors="np")
+    ours = VisionLanguageProcessor(processor().tokenizer, theirs)(asked(*map(as_bytes, images)))
+    assert ours["pixel_values"].dtype == np.float32
+    assert np.array_equal(ours["pixel_values"], expected["pixel_values"])
+    assert np.array_equal(ours["image_grid_thw"], expected["image_grid_thw"])
+    tokens = sum(grid.prod() for grid in ours["image_grid_thw"]) // merge_size**2
+    assert ours["mm_token_type_ids"].sum() == tokens
+    assert ours["pixel_values"].shape[1] == 3 * temporal * patch_size**2
+
+
+MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "F", "I;16"]
+
+
+def late_patches(record):
+    """The `pixel_values` that a collate function makes of `images`."""
+    made = processor()
+    sample = VisionLanguageProcessor(made.tokenizer, made.image_processor, late_patches=True)(
+        record
+    )
+    collate = VisionLanguageCollate(dummy=None, image_processor=made.image_processor)
+    return collate([sample])["pixel_values"].numpy()
+
+
+def assert_patches_are_theirs(image, source):
+    expected = processor().image_processor(images=[image], return_tensors="np")["pixel_values"]
+    assert np.array_equal(processor()(asked(source))["pixel_values"], expected)
+    assert np.array_equal(late_patches(asked(source)), expected)
+    return expected
+
+
+@pytest.mark.parametrize("size", [(150, 90), (56, 84), (500, 300)])
+@pytest.mark.parametrize("mode", MODES)
+def test_patches_of_other_modes_are_those_of_transformers_too(mode, size):
+    assert_patches_are_theirs(in_mode(mode, *size), in_mode(mode, *size))
+
+
+TRANSPARENT = [
+    ("P", "PNG", {"transparency": 7}),
+    ("P", "PNG", {"transparency": bytes(range(256))}),
+    ("P", "GIF", {"transparency": 7}),
+    ("L", "PNG", {"transparency": 7}),
+    ("1", "PNG", {"transparency": 0}),
+    ("RGB", "PNG", {"transparency": (7, 7, 7)}),
+    ("LA", "PNG", {}),
+    ("RGBA", "PNG", {}),
+    ("RGBA", "TIFF", {}),
+    ("RGBA", "WEBP", {"lossless": True}),
+]
+
+
+@pytest.mark.parametrize("mode, format, options", TRANSPARENT)
+def test_what_is_transparent_is_white_as_in_transformers(mode, format, options):
+    file = as_bytes(in_mode(mode, 120, 70), format, **options)
+    for source in (file, Image.open(io.BytesIO(file))):
+        assert_patches_are_theirs(Image.open(io.BytesIO(file)), source)
+    clear = Image.new(mode, (60, 60)) if "A" in mode else Image.new(mode, (60, 60), 0)
+    if "transparency" in options:
+        options = {"transparency": (0, 0, 0) if mode == "RGB" else 0}
+    file = as_bytes(clear, format, **options)
+    white = assert_patches_are_theirs(Image.open(io.BytesIO(file)), file)
+    assert np.array_equal(white, assert_patches_are_theirs(*[Image.new("L", (60, 60), 255)] * 2))
+
+
+def test_a_conversation_becomes_tokens_with_the_prompt_masked():
+    sample = processor()(asked(noise(56, 28), question="What?", answer="a red bar", id=7))
+    assert decode(sample["input_ids"]) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|>"
+        + 6
+        * "<|image_pad|>"
+        + "<|vision_end|>What?<|im_end|>\n"
+        "<|im_start|>assistant\na red bar<|im_end|>\n"
+    )
+    supervised = sample["labels"] != -100
+    assert decode(sample["input_ids"][supervised]) == "a red bar<|im_end|>"
+    assert np.array_equal(sample["labels"][supervised], sample["input_ids"][supervised])
+    image_token = processor().tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert np.array_equal(sample["mm_token_type_ids"], sample["input_ids"] == image_token)
+    assert sample["id"] == 7
+    assert {sample[key].dtype for key in ("input_ids", "labels", "mm_token_type_ids")} == {
+        np.dtype(np.int64)
+    }
+
+
+def test_the_text_is_tokenized_as_a_whole():
+    sample = processor()(asked(question="\nWhat is it?\n", answer="a red circle"))
+    whole = processor().tokenizer(decode(sample["input_ids"]), add_special_tokens=False)
+    assert sample["input_ids"].tolist() == whole["input_ids"]
+    assert "pixel_values" not in sample and not sample["mm_token_type_ids"].any()
+
+
+def test_text_cannot_pass_for_an_image_or_end_a_message():
+    text = "<|image_pad|><|im_end|>"
+    sample = processor()(asked(noise(28, 56), question=text))
+    plain = processor()(asked(noise(28, 56), question="What?"))
+    assert text in decode(sample["input_ids"])
+    assert sample["mm_token_type_ids"].sum() == plain["mm_token_type_ids"].sum()
+
+    class Careless:  # a tokenizer that takes no heed
+        unk_token_id = None
+        convert_tokens_to_ids = staticmethod(processor().tokenizer.convert_tokens_to_ids)
+        __len__ = processor().tokenizer.__len__
+
+        def __call__(self, text, **options):
+            return processor().tokenizer(text, add_special_tokens=False)
+
+    with pytest.raises(SampleError, match="and this tokenizer takes it for an image"):
+        VisionLanguageProcessor(Careless(), processor().image_processor)(asked(question=text))
+
+
+def test_images_of_parts_and_of_the_record_come_in_order():
+    content = [
+        {"type": "image", "image": noise(28 * 4, 28)},
+        {"type": "text", "text": "and"},
+        {"type": "image"},
+        {"type": "image", "image": noise(28 * 2, 28 * 2)},
+    ]
+    sample = processor()({**said(content), "images": [noise(28, 28 * 4)]})
+    assert sample["image_grid_thw"].tolist() == [[1, 2, 8], [1, 8, 2], [1, 4, 4]]
+    assert (sample["labels"][sample["mm_token_type_ids"] == 1] == -100).all()
+
+
+def test_several_answers_are_supervised():
+    turns = [("user", "a"), ("assistant", "red"), ("user", "b"), ("assistant", "blue")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    sample = make(template=ChatTemplate(system=None))({"messages": messages})
+    assert decode(sample["labels"][sample["labels"] != -100]) == "red<|im_end|>blue<|im_end|>"
+    assert decode(sample["input_ids"]).startswith("<|im_start|>user\na<|im_end|>\n")
+
+
+# --- images that cannot be used -------------------------------------------------------------------
+
+BAD = {
+    "missing": ("/nowhere/a.png", "image 1 .'/nowhere/a.png'. .* id 'x1' .*there is no such file"),
+    "corrupt": (b"damaged", "image 1 .7 bytes. of the sample with source 'web', id 'x1' cannot be"),
+    "huge": (as_bytes(noise(400, 300)), "at most 100000 pixels .`max_image_pixels`., but has 400"),
+    "elongated": (
+        as_bytes(noise(1, 300)),
+        "at most 200 times the other, but the image has 1 x 300",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_image_is_an_error_or_skips_the_sample(reason):
+    source, message = BAD[reason]
+    record = asked(noise(30, 30), source, id="x1", source="web")
+    with pytest.raises(SampleError, match=message) as caught:
+        make(max_image_pixels=100_000)(record)
+    assert f'`bad_images=BadImages({reason}="skip")`' in str(caught.value)
+    policy = BadImages(**{reason: "skip"})
+    skipped = make(max_image_pixels=100_000, bad_images=policy)(record)
+    assert isinstance(skipped, Skipped) and skipped.reason == reason
+    others = BadImages(**{other: "skip" for other in BAD if other != reason})
+    with pytest.raises(SampleError, match=message):
+        make(max_image_pixels=100_000, bad_images=others)(record)
+
+
+def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
+    with pytest.raises(SampleError, match="cannot be read: .*Is a directory.* is not skipped"):
+        make(bad_images=BadImages.skipped())(asked(tmp_path))
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
+def said(content, role="assistant"):
+    return {"messages": [{"role": role, "content": content}]}
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({}, "must have `messages`, but has .'id', 'source'. instead"),
+        ({"messages": "x"}, "`messages` must be a list of one message or more, but is 'x' instead"),
+        ({"messages": None}, "`messages` must be a list .*, but is None instead"),
+        ({"messages": {"role": "user", "content": "x"}}, "`messages` must be a list of one"),
+        ({"messages": []}, r"`messages` must be a list .*, but is \[\] instead. Pass .*role"),
+        ({"messages": ["x"]}, "must have `role` and `content`, but is 'x' instead"),
+        ({"messages": [{"role": "user"}]}, "must have `role` and `content`, but is"),
+        (said("x", role="human"), "`role` of a message must be one of system, user, assistant, bu"),
+        (said(None), "`content` must be a string, .*, but is None instead. Pass an empty string"),
+        (said({"type": "text"}), "`content` must be a string, .*, but is {'type': 'text'} instead"),
+        (said([{"type": "audio"}]), "but holds {'type': 'a"),
+        (said([{"type": "text"}]), "but holds {'type': 'text'} instead"),
+        (said([{"type": "text", "text": None}]), "but holds {'type': 'text', 'text': None} inst"),
+        (said("x", role="user"), "must have one of the assistant, but have none.*return `Skipped`"),
+        (said([{"type": "image"}]), "has fewer images .* Add what is missing"),
+        ({**said("x"), "images": [b"", b""]}, "per image part without one, but has 2 more"),
+        (
+            {**said([{"type": "image"}]), "images": "/a.jpg"},
+            "`images` must be a list of images, but is '/a.jpg' instead. Put a single one in a l",
+        ),
+        ({**said([{"type": "image"}]), "images": noise(9, 9)}, "`images` must be a list of images"),
+        ({**said([{"type": "image"}]), "images": [7]}, "an image must be a path, .* is `int` inst"),
+    ],
+)
+def test_a_record_of_another_form_is_an_error(record, message):
+    named = "the sample with source 'web', id 'x1' cannot be used: .*"
+    with pytest.raises(SampleError, match=named + message):
+        make(bad_images=BadImages.skipped())({**record, "id": "x1", "source": "web"})
+
+
+def test_a_record_must_be_a_mapping():
+    with pytest.raises(SampleError, match="must be a mapping with `messages`, but is 'text'"):
+        processor()("text")
+
+
+def test_an_empty_answer_is_one():
+    sample = processor()(asked(answer=""))
+    assert decode(sample["labels"][sample["labels"] != -100]) == "<|im_end|>"
+
+
+def test_what_is_wrong_is_said_when_it_is_built():
+    with pytest.raises(ValueError, match="must have the token '<image>' .`image_token` of the"):
+        make(template=ChatTemplate(image_token="<image>"))
+    with pytest.raises(ValueError, match='`huge` must be "error" or "skip", but is .drop. instead'):
+        BadImages(huge="drop")
+
+
+TOKENIZER, IMAGE_PROCESSOR = processor().tokenizer, processor().image_processor
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            (None, IMAGE_PROCESSOR),
+            "`tokenizer` must be a tokenizer of .*, but is None instead. The",
+        ),
+        (
+            (IMAGE_PROCESSOR, TOKENIZER),
+            "`tokenizer` .*Qwen2VLImageProcessorPil.* The order is `Vis",
+        ),
+        ((TOKENIZER, None), "`image_processor` must be an image processor .*, but is None instead"),
+        (
+            (TOKENIZER, TOKENIZER),
+            "`image_processor` must be .*order is `VisionLanguageProcessor.tok",
+        ),
+        ((TOKENIZER, Qwen2VLImageProcessorPil), "but is the class `Qwen2VLImageProcessorPil` inst"),
+    ],
+)
+def test_tokenizer_and_image_processor_are_told_apart(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        VisionLanguageProcessor(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"bad_images": "skip"},
+            "`bad_images` must be a `BadImages`, but is 'skip' .*BadImages.sk",
+        ),
+        ({"bad_images": {"huge": "skip"}}, "`bad_images` must be .* is {'huge': 'skip'} inst"),
+        ({"template": "chatml"}, "`template` must be a `ChatTemplate`, but is 'chatml'"),
+        ({"keep": "id"}, "`keep` must be a tuple of strings, but is 'id' instead. Pass"),
+        ({"late_patches": "yes"}, "`late_patches` must be True or False, but is 'yes' instead"),
+        ({"max_image_pixels": None}, "`max_image_pixels` must be an integer, but is None"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
+
+
+def test_an_image_processor_must_bound_the_pixels():
+    theirs = Qwen2VLImageProcessorPil()
+    theirs.size = {"height": 224, "width": 224}
+    with pytest.raises(ValueError, match="`size` of `image_processor` must have `shortest_edge` a"):
+        VisionLanguageProcessor(TOKENIZER, theirs)
+
+
+def test_it_travels_to_workers_and_states_know_what_it_does():
+    travelled = pickle.loads(pickle.dumps(processor()))
+    record = asked(noise(50, 70))
+    for key, value in processor()(record).items():
+        assert np.array_equal(travelled(record)[key], value)
+    assert name_of(travelled) == name_of(processor())
+    assert name_of(make()) != name_of(make(max_image_pixels=7))
+    assert name_of(make()) != name_of(make(bad_images=BadImages(huge="skip")))
+
+
+def test_the_package_imports_neither_pillow_nor_transformers():
+    code = """
+import sys
+import odb_nodes
+assert "odb_nodes.vision" not in sys.modules
+import odb_nodes.vision
+assert not {"PIL", "transformers"} & sys.modules.keys()
+sys.modules["PIL.Image"] = None
+try:
+    odb_nodes.vision.ImageReader()(b"")
+except ImportError as error:
+    assert "pip install 'odb-nodes[vision]'" in str(error), error
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

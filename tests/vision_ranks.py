@@ -1,0 +1,97 @@
+"""What the ranks of `vision` run: the tiny Qwen2-VL under FSDP2, with images on some of them."""
+
+from datetime import timedelta
+
+import rank_jobs as r
+import torch.distributed as dist
+from pictures import model, processor, record
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    RankAligner,
+    WindowBucketer,
+    pop_step_info,
+)
+from odb_nodes.vision import VisionLanguageCollate
+
+TEXTS = list(range(0, 48, 3))
+INDICES = {
+    "some": ([0, 1, 2, 4, 5, 7, 3, 8], TEXTS[:8]),
+    "few": ([1, 2, 4], TEXTS),  # the first rank fills with what has an image
+}
+"""By name: the records of each rank, of which the multiples of 3 have no image."""
+
+
+def sharded_model(timeout_s):
+    # The vision blocks over connections of their own: there a rank that is alone waits, as with
+    # NCCL, while gloo takes whatever comes next for what it waits for.
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=timeout_s)), "cpu")
+    network = model()
+    for block in network.model.visual.blocks:
+        fully_shard(block, mesh=mesh)
+    for layer in network.model.language_model.layers:
+        fully_shard(layer)
+    fully_shard(network)
+    return network
+
+
+def loader_over(indices, *, dummy):
+    collate = VisionLanguageCollate(dummy=processor().dummy_image() if dummy else None)
+    observed = LengthObserver(IterableWrapper([processor()(record(index)) for index in indices]))
+    bucketer = WindowBucketer(observed, 160, 4)
+    return Loader(GroupCollator(RankAligner(bucketer, timeout_s=30), collate))
+
+
+def gradients_of(network):
+    found = {}
+    for name, parameter in network.named_parameters():
+        gradient = parameter.grad
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        found[name] = gradient
+    return found
+
+
+def train(name, *, dummy, timeout_s=60.0):
+    """Each step: what this rank had, and the gradients that all ranks share."""
+    network = sharded_model(timeout_s)
+    for batch in loader_over(INDICES[name][dist.get_rank()], dummy=dummy):
+        info = pop_step_info(batch)
+        ids = batch.pop("id").tolist()
+        (network(**batch).loss * info.loss_scale).backward()
+        yield ids, info, batch, gradients_of(network)
+        network.zero_grad()
+
+
+def compare(name):
+    """What this rank finds in an epoch: dummies, and the largest error of a gradient."""
+    alone = model()
+    found = {"steps": 0, "dummies": 0, "without": 0, "fillers": 0, "error": 0.0, "ids": []}
+    for ids, info, batch, gradients in train(name, dummy=True):
+        groups = r.gathered([] if info.is_filler else ids)
+        whole = [index for group in groups for index in group]
+        samples = [processor()(record(index)) for index in whole]
+        alone.zero_grad()
+        alone(**_without_id(VisionLanguageCollate(dummy=None)(samples))).loss.backward()
+        for name, parameter in alone.named_parameters():
+            gradient = gradients[name]
+            assert (gradient is None) == (parameter.grad is None), (name, info)
+            if gradient is not None:
+                error = (gradient - parameter.grad).abs().max().item()
+                found["error"] = max(found["error"], error)
+        images = [index for index in ids if index % 3]
+        found["steps"] += 1
+        found["dummies"] += "pixel_values" in batch and not images
+        found["without"] += "pixel_values" not in batch
+        found["fillers"] += info.is_filler
+        found["ids"] += [] if info.is_filler else ids
+    return found
+
+
+def _without_id(batch):
+    return {key: value for key, value in batch.items() if key != "id"}

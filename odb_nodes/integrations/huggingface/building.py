@@ -17,7 +17,6 @@ from odb_nodes.integrations.huggingface.loss import shifts_labels
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
 from odb_nodes.integrations.step_estimate import estimate_steps
-from odb_nodes.nodes import PaddingCollate
 from odb_nodes.planning import TokenBudget
 
 
@@ -116,11 +115,10 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
 
 
 def collator_of(trainer: Any) -> Any:
-    """Return the collate function: the trainer's, or ours where it has only one that cannot pad."""
+    """Return the trainer's collate function, or None where it has only one that cannot pad."""
     collate = trainer.data_collator
     if collate is default_data_collator or isinstance(collate, DefaultDataCollator):
-        budget = TokenBudget.of(trainer.odb.token_budget)
-        return PaddingCollate(pad_to_multiple_of=budget.pad_to_multiple_of)
+        return None
     columns = model_columns(trainer)
     return collate if columns is None else RemoveColumnsCollator(collate, columns)
 

@@ -39,7 +39,8 @@ class Channel:
         self._exchange = exchange
         self._size = _HEADER + max(capacity, _MIN_CAPACITY)
         self._generation = 0
-        self._agreed = False
+        self.agreed = False
+        """Whether all ranks go on from the same place, since the last `begin`."""
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.wait_s = 0.0
         """Seconds spent in exchanges so far."""
@@ -52,10 +53,10 @@ class Channel:
     def begin(self) -> None:
         """Leave what the ranks agreed on: the next `agree` begins anew."""
         self._generation += 1
-        self._agreed = False
+        self.agreed = False
 
     def agree(self, config: Mapping[str, Any]) -> None:
-        """Make sure, once after `begin`, that all ranks go on from the same place.
+        """Make sure, after `begin`, that all ranks go on from the same place.
 
         Args:
             config: what all ranks must have in common, by name, as JSON has it; one level of
@@ -65,15 +66,13 @@ class Channel:
             StateError: they do not; the same error on all ranks, naming field, ranks and values.
             PeerError: a rank failed, or did not come.
         """
-        if self._agreed:
-            return
         text = json.dumps(config, sort_keys=True, default=str).encode()
         digest = int.from_bytes(hashlib.sha1(text).digest()[:7], "little")
         rows = self._greet(_HELLO, np.array([digest]), "the first exchange after a reset")
         self._raise_failures(rows)
         if stay := self._ranks_that(rows[:, _KIND] == _ROUND):
             raise PeerError(f"rank {stay} stays in an epoch that the other ranks have left.")
-        self._agreed = True
+        self.agreed = True
         if len({*rows[:, _HEADER].tolist()}) > 1:
             texts = self.gather_bytes(text, "comparing what the ranks have in common")
             raise StateError(
@@ -121,7 +120,7 @@ class Channel:
         kind = _BAD_STATE if isinstance(error, StateError) else _FAILED
         text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
         try:
-            if self._agreed:
+            if self.agreed:
                 self._send(kind, _as_integers(text), where)
             else:
                 self._greet(kind, _as_integers(text), where)

@@ -56,6 +56,11 @@ class Peers:
         """Seconds spent in exchanges so far."""
         return self._channel.wait_s
 
+    @property
+    def agreed(self) -> bool:
+        """Whether `agree` has been called since `begin`."""
+        return self._channel.agreed
+
     def begin(self) -> None:
         """Find out who the other ranks are; they need not be there yet. Ends an interruption.
 
@@ -85,7 +90,7 @@ class Peers:
                 )
 
     def agree(self, config: Mapping[str, Any], source: BaseNode[Any]) -> None:
-        """Make sure, once after `begin`, that all ranks go on from the same place.
+        """Make sure, after `begin`, that all ranks go on from the same place.
 
         Args:
             config: what the ranks must have in common.

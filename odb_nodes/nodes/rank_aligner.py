@@ -255,6 +255,8 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._failure = None
 
     def _agree(self) -> None:
+        if self._peers.agreed:
+            return
         config = {
             "epoch": self._epochs.epoch,
             "step": self._at.step,

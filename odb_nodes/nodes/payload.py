@@ -38,7 +38,7 @@ def _encode(value: Any) -> Any:
     kind = type(value)
     if kind in _SCALARS:
         return ("is", value)
-    if isinstance(value, torch.Tensor):
+    if kind in (torch.Tensor, torch.nn.Parameter):  # `torch.load` refuses other subclasses
         return ("tensor", value.detach().clone())  # and not the storage that it is a view of
     if kind is bytes:
         return ("bytes", _to_tensor(value))

@@ -3,9 +3,10 @@
     python examples/benchmark_ranks.py
     python examples/benchmark_ranks.py --quick
 
-First table: simulated jobs of 8, 64 and 512 ranks on lognormal lengths. Second table: both
-libraries on the same shards of the same lengths, in one process per rank, joined by gloo on
-127.0.0.1. See `odb_nodes.tools.report.SimulationReport` for the columns.
+First table: simulated jobs of 8, 64 and 512 ranks on lognormal lengths. Second table: what aligning
+costs a step where there is nothing to wait for, on one rank. Third table: both libraries on the
+same shards of the same lengths, in one process per rank, joined by gloo on 127.0.0.1. See
+`odb_nodes.tools.report.SimulationReport` for the columns.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from datetime import timedelta
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from statistics import median
 from typing import Any
 
 import numpy as np
 import odb
 import torch
 import torch.distributed as dist
+from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
-from odb_nodes import ODBDataLoader, Sample, TokenBudget, pop_step_info
+from benchmark_grouping import make_bucketer
+from odb_nodes import ODBDataLoader, RankAligner, Sample, TokenBudget, pop_step_info
 from odb_nodes.tools.report import SimulationReport, markdown_table
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 
@@ -78,6 +82,31 @@ def print_jobs(samples_per_rank: int) -> None:
                 "samples / rank": f"{samples // ranks:,}",
                 **report.as_row(),
                 "took": f"{time.perf_counter() - start:.0f} s",
+            }
+        )
+    print(markdown_table(rows))
+
+
+def print_cost_of_aligning(samples: int) -> None:
+    """Run a bucketer with and without an aligner on it, one after the other, and print a table."""
+    lengths = lognormal_lengths(samples, cv=1.0).tolist()
+    rows = []
+    for window in (256, 1024):
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for aligned in [False, True] * 3:
+            bucketer = make_bucketer(lengths, window)
+            node: BaseNode[Any] = RankAligner(bucketer) if aligned else bucketer
+            start_s = time.perf_counter()
+            node.reset(None)
+            steps = sum(1 for _ in node)
+            seconds[aligned].append((time.perf_counter() - start_s) / steps)
+        alone_us, aligned_us = (1e6 * median(seconds[aligned]) for aligned in (False, True))
+        rows.append(
+            {
+                "window": str(window),
+                "bucketer, us / step": f"{alone_us:.0f}",
+                "with aligner": f"{aligned_us:.0f}",
+                "ratio": f"{aligned_us / alone_us:.2f}",
             }
         )
     print(markdown_table(rows))
@@ -233,6 +262,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="all of it, but too short to judge by")
     args = parser.parse_args()
     print_jobs(500 if args.quick else args.samples_per_rank)
+    print()
+    print_cost_of_aligning(2_000 if args.quick else 60_000)
     print()
     if args.quick:
         print_comparison([256], 1_000, args.warm_up)

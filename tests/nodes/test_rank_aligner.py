@@ -5,6 +5,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from aligned_ranks import TIMEOUT_S, cut, graph, ids, on_ranks, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
@@ -25,36 +26,6 @@ from odb_nodes import (
 from odb_nodes.exchange import InProcessHub
 from odb_nodes.testing import assert_resumes_exactly
 
-TIMEOUT_S = 20.0
-
-
-def shard(rank, size):
-    """Samples of one rank, whose lengths come from their ids; every third is masked in part."""
-    ids = range(1000 * rank, 1000 * rank + size)
-    return [
-        {"input_ids": [1] * (2 + 7 * i % 23), "labels": [-100] * (i % 3) + [1] * 30, "id": i}
-        for i in ids
-    ]
-
-
-def cut(sample):
-    length = len(sample["input_ids"])
-    return {**sample, "labels": sample["labels"][:length]}
-
-
-def graph(exchange, samples, *, budget=60, window=8, **options):
-    source = LengthObserver(IterableWrapper([cut(sample) for sample in samples]))
-    bucketer = WindowBucketer(source, budget, window)
-    return RankAligner(bucketer, exchange, **{"timeout_s": TIMEOUT_S, **options})
-
-
-def on_ranks(world_size, run, timeout_s=TIMEOUT_S):
-    """What `run(exchange)` returns on each rank, all at once; raises what one of them raised."""
-    hub = InProcessHub(world_size, timeout_s)
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, hub.exchange(rank)) for rank in range(world_size)]
-        return [future.result(120) for future in futures]
-
 
 def epochs_of(exchange, samples, epochs=2, **options):
     loader = Loader(graph(exchange, samples, **options))
@@ -67,10 +38,6 @@ def sum_of_tokens(group):
 
 def is_odd(sample):
     return sample.tokens % 2 == 1
-
-
-def ids(items):
-    return [sample.data["id"] for item in items if not item.info.is_filler for sample in item[0]]
 
 
 SIZES = {

@@ -9,6 +9,8 @@ from odb_nodes.hashing import mix
 
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
+_FEW = 64
+"""Up to so many elements are computed at once: most of the smallest network lies outside."""
 
 
 class Permutation:
@@ -29,15 +31,28 @@ class Permutation:
         self._half = np.uint64(bits)
         self._mask = np.uint64((1 << bits) - 1)
         self._keys = [np.uint64(mix(seed, index)) for index in range(_ROUNDS)]
+        self._few = self._walk() if size <= _FEW else None
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
+        if self._few is not None:
+            return self._few[positions]
         elements = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(elements >= self._size)
         while outside.size:
             elements[outside] = self._encrypt(elements[outside])
             outside = outside[elements[outside] >= self._size]
         return elements.astype(np.int64)
+
+    def _walk(self) -> NDArray[np.int64]:
+        """Return the elements at all positions: (size,) int64."""
+        table = self._encrypt(np.arange(1 << 2 * _MIN_HALF_BITS, dtype=np.uint64)).tolist()
+        elements = table[: self._size]
+        for position, element in enumerate(elements):
+            while element >= self._size:
+                element = table[element]
+            elements[position] = element
+        return np.array(elements, dtype=np.int64)
 
     def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values >> self._half, values & self._mask

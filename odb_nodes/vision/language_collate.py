@@ -115,7 +115,7 @@ class VisionLanguageCollate(PaddingCollate):
 
     def _images(self, samples: list[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
         """Return patches and grids of the samples that have images, checked against their text."""
-        images = []
+        images: list[tuple[Any, Any]] = []
         per_token = self._patches_per_token()
         for index, sample in enumerate(samples):
             if not has_images(sample):
@@ -123,6 +123,12 @@ class VisionLanguageCollate(PaddingCollate):
             try:
                 pixels, grid = self._patches_of(sample)
                 per_token = _check_tokens(sample, len(pixels), per_token)
+                if images and pixels.shape[1:] != (shape := images[0][0].shape[1:]):
+                    raise SampleError(
+                        f"`pixel_values` must have patches of {shape} values, as the samples "
+                        f"before, but has {pixels.shape[1:]} instead. Give all sources image "
+                        "processors with the same `patch_size` and `temporal_patch_size`."
+                    )
             except SampleError as error:
                 raise SampleError(f"{name_in_group(samples, index)}: {error}") from error
             images.append((pixels, grid))
@@ -145,7 +151,10 @@ class VisionLanguageCollate(PaddingCollate):
             if SETTINGS_KEY in sample:
                 check_settings(self.image_processor, sample[SETTINGS_KEY])
             sample = {**sample, **make_patches(self.image_processor, sample[IMAGES_KEY])}
-        pixels = np.asarray(sample["pixel_values"], dtype=np.float32)
+        pixels = sample["pixel_values"]
+        if isinstance(pixels, torch.Tensor):
+            pixels = pixels.float().numpy(force=True)  # numpy has no bfloat16
+        pixels = np.asarray(pixels, dtype=np.float32)
         grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)
         if len(pixels) != (patches := int(grid.prod(axis=1).sum())):
             raise SampleError(

@@ -186,7 +186,7 @@ class VisionLanguageProcessor:
             return {}
         if not self.late_patches:
             return make_patches(self.image_processor, images)
-        arrays = [np.asarray(image) for image in images]
+        arrays = [np.array(image) for image in images]  # writable, as torchvision wants them
         side = self.image_processor.patch_size
         grids = [(1, array.shape[0] // side, array.shape[1] // side) for array in arrays]
         return {

@@ -53,8 +53,11 @@ def test_any_mode_becomes_rgb(mode):
     assert (found.mode, found.size) == ("RGB", (56, 56))
 
 
-def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(monkeypatch):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(turned, monkeypatch):
     image = smooth(3000, 2000)
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
     decoded = []
     resize = Image.Image.resize
     monkeypatch.setattr(
@@ -64,8 +67,10 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(monkeypatch):
             1
         ],
     )
-    whole, drafted = (np.asarray(read(as_bytes(image, kind)), int) for kind in ("PNG", "JPEG"))
-    assert decoded[0] == (3000, 2000) and decoded[1] == (375, 250)
+    files = [as_bytes(image, kind, exif=exif) for kind in ("PNG", "JPEG")]
+    whole, drafted = (np.asarray(read(file), int) for file in files)
+    step = -1 if turned else 1
+    assert decoded == [(3000, 2000)[::step], (375, 250)[::step]]
     assert np.abs(whole - drafted).mean() < 2
 
 

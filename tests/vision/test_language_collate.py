@@ -53,6 +53,22 @@ def test_patches_must_fit_their_grid():
         collate([text, cut])
 
 
+def test_patches_of_other_processors_do_not_go_together():
+    first, second = samples([1, 4])
+    other = {**second, "pixel_values": second["pixel_values"][:, :100]}
+    with pytest.raises(SampleError, match=r"\(id 4\): .* patches of \(1176,\) values, .* \(100,\)"):
+        collate([first, other])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_may_be_tensors(dtype):
+    (sample,) = samples([1])
+    tensors = {key: torch.as_tensor(value) for key, value in sample.items()}
+    batch = collate([{**tensors, "pixel_values": tensors["pixel_values"].to(dtype)}])
+    assert batch["pixel_values"].dtype == torch.float32
+    assert torch.equal(batch["pixel_values"], tensors["pixel_values"].to(dtype).float())
+
+
 def cut_within_the_image(sample):
     """What a truncation of the text makes of a sample: 3 image tokens are left."""
     end = int(np.flatnonzero(sample["mm_token_type_ids"])[0]) + 3

@@ -66,8 +66,7 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     if not isinstance(collate_fn, kind):
         raise ValueError(
             f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
-            f"but is a `{name}` instead. Leave it out, use `{kind.__name__}.of(budget)`, or choose "
-            "the other layout."
+            f"but is a `{name}` instead. {_remedy(collate_fn, kind)}"
         )
     for field, expected in vars(kind.of(budget)).items():
         given = getattr(collate_fn, field)
@@ -77,6 +76,14 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
                 f"{_shown(given)} instead. Use `{name}.of(budget, ...)`."
             )
     return collate_fn
+
+
+def _remedy(collate_fn: Collate, kind: type) -> str:
+    if type(collate_fn) in (PaddingCollate, PackedCollate):
+        return f"Leave it out, use `{kind.__name__}.of(budget)`, or choose the other layout."
+    if kind is PackedCollate:  # for images, say
+        return 'Take `layout="padded"`: only `PackedCollate` packs, and it packs text alone.'
+    return 'Take `layout="packed"`, or derive it from `PaddingCollate`.'
 
 
 def _shown(value: object) -> str:

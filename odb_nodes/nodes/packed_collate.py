@@ -11,7 +11,7 @@ import torch
 
 from odb_nodes.checks import check_bool, check_count
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.token_rows import TokenRows, is_number
+from odb_nodes.nodes.token_rows import TokenRows, is_number, name_in_group
 from odb_nodes.planning.budget import TokenBudget, fit_shape
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import IGNORE_INDEX
@@ -98,7 +98,7 @@ class PackedCollate(TokenRows):
         positions[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
         self._check_implied(samples, lengths)
         batch = {
-            key: self._collate(key, [sample[key] for sample in samples], lengths, width)
+            key: self._collate(key, samples, lengths, width)
             for key in samples[0]
             if key not in ("attention_mask", "position_ids")
         }
@@ -114,12 +114,15 @@ class PackedCollate(TokenRows):
             batch["attention_mask"] = _block_mask(starts, width, self.mask_dtype)
         return batch
 
-    def _collate(self, key: str, values: list[Any], lengths: list[int], width: int) -> Any:
+    def _collate(
+        self, key: str, samples: list[Mapping[str, Any]], lengths: list[int], width: int
+    ) -> Any:
+        values = [sample[key] for sample in samples]
         if all(map(is_number, values)):
             return torch.as_tensor(np.asarray(values))
         if key not in self.token_keys:
             return values
-        rows = self.rows_of(key, values, lengths)
+        rows = self.rows_of(key, samples, lengths)
         packed = self.blank(key, (1, width), rows)
         np.concatenate(rows, out=packed[0, : sum(lengths)], casting="same_kind")
         return torch.from_numpy(packed)
@@ -132,12 +135,12 @@ class PackedCollate(TokenRows):
         ):
             if key not in samples[0] or key not in self.token_keys:
                 continue
-            rows = self.rows_of(key, [sample[key] for sample in samples], lengths)
+            rows = self.rows_of(key, samples, lengths)
             for index, row in enumerate(rows):
                 expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
                 if not np.array_equal(row, expected):
                     raise SampleError(
-                        f"`{key}` of sample {index} of the group must {remedy}; but is "
+                        f"`{key}` of {name_in_group(samples, index)} must {remedy}; but is "
                         f"{row.tolist()!r:.80} instead. Leave the tokens or `{key}` out in "
                         "processing, or use the padded layout."
                     )

@@ -77,32 +77,48 @@ class TokenRows:
             TypeError: a sample is no mapping with `input_ids`.
             ValueError: the samples differ in their keys.
         """
+        self.check_mappings(samples)
         for index, sample in enumerate(samples):
-            if not isinstance(sample, Mapping) or "input_ids" not in sample:
-                raise TypeError(
-                    f"`{type(self).__name__}` takes mappings with `input_ids`, but sample "
-                    f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
-                )
             if sample.keys() != samples[0].keys():
                 raise ValueError(
-                    f"the samples of a group must have the same keys, but have {sorted(sample)} "
-                    f"and {sorted(samples[0])} instead."
+                    "the samples of a group must have the same keys, but "
+                    f"{name_in_group(samples, index)} has {sorted(sample)}, and the first "
+                    f"{sorted(samples[0])}. Give all the same in processing; where only some have "
+                    "images, use a collate function of `odb_nodes.vision`."
                 )
         return [len(flat("input_ids", sample["input_ids"])) for sample in samples]
 
-    def rows_of(self, key: str, values: list[Any], lengths: list[int]) -> list[Any]:
+    def check_mappings(self, samples: Sequence[Any]) -> None:
+        """Raise a `TypeError` unless all samples are mappings with `input_ids`."""
+        for index, sample in enumerate(samples):
+            if not isinstance(sample, Mapping) or "input_ids" not in sample:
+                raise TypeError(
+                    f"`{type(self).__name__}` takes mappings with `input_ids`, but "
+                    f"{name_in_group(samples, index)} is a `{type(sample).__name__}`. Pass a "
+                    "`collate_fn`."
+                )
+
+    def rows_of(
+        self, key: str, samples: Sequence[Mapping[str, Any]], lengths: list[int]
+    ) -> list[Any]:
         """Return the values per token under `key` as arrays, one for each sample.
 
         Raises:
             ValueError: they have other lengths than `input_ids`.
             SampleError: they are not numbers, or `input_ids` no integers.
         """
-        rows = [row_of(key, value) for value in values]
-        if (found := list(map(len, rows))) != lengths:
-            raise ValueError(
-                f"`{key}` must have the lengths of `input_ids` ({lengths}), but has {found} "
-                "instead. Leave it out of `token_keys` if it has no value per token."
-            )
+        rows = []
+        for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+            try:
+                rows.append(row := row_of(key, sample[key]))
+            except SampleError as error:
+                raise SampleError(f"{name_in_group(samples, index)}: {error}") from error
+            if len(row) != length:
+                raise ValueError(
+                    f"`{key}` of {name_in_group(samples, index)} must have the length of its "
+                    f"`input_ids` ({length}), but has {len(row)} instead. Leave it out of "
+                    "`token_keys` if it has no value per token."
+                )
         return rows
 
     def blank(self, key: str, shape: tuple[int, int], rows: list[Any]) -> npt.NDArray[Any]:
@@ -112,6 +128,14 @@ class TokenRows:
         if dtype.kind in "iu":
             dtype = np.dtype(np.int64)  # what embeddings and losses take
         return np.full(shape, fill, dtype=dtype)
+
+
+def name_in_group(samples: Sequence[Any], index: int) -> str:
+    """Return what errors call a sample: its number in the group, and its `source` and `id`."""
+    sample = samples[index]
+    keys = ("source", "id") if isinstance(sample, Mapping) else ()
+    named = ", ".join(f"{key} {sample[key]!r:.100}" for key in keys if key in sample)
+    return f"sample {index} of the group{f' ({named})' if named else ''}"
 
 
 def is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray
+from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
 MAX_EXCHANGED = 3
 """So many of the samples that came by age may be exchanged for others that fill better."""
@@ -68,23 +68,11 @@ class Packing:
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups that all samples make: first fit, longest first.
 
-        Without one of the groups, the partition is that of the others: no sample of a later group
-        fitted into it, and no sample of an earlier one came to it.
+        Without one of the groups, the partition is that of the others, see `first_fit`.
         """
-        room = np.empty((3, 64), dtype=np.int64)
-        groups: list[list[int]] = []
-        for tokens, ordinal, patches in table[:, ::-1].T.tolist():
-            need = np.array([[tokens], [1], [patches]])
-            fits = (room[:, : len(groups)] >= need).all(axis=0)
-            index = int(fits.argmax()) if fits.any() else len(groups)
-            if index == len(groups):
-                if index == room.shape[1]:
-                    room = np.concatenate((room, np.empty_like(room)), axis=1)
-                room[:, index] = self._room
-                groups.append([])
-            room[:, index] -= need[:, 0]
-            groups[index].append(ordinal)
-        return [np.array(group, dtype=np.int64) for group in groups]
+        needs = np.stack((table[TOKENS], np.ones_like(table[TOKENS]), table[PATCHES]))
+        rooms = np.broadcast_to(np.array(self._room)[:, None], needs.shape)
+        return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
 
     def _oldest(self, table: IntArray) -> IntArray:
         """Return the columns of the oldest samples that fit together, one at least, by age."""

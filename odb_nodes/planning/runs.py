@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.planning.table import ORDINALS, IntArray
+from odb_nodes.planning.table import ORDINALS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1
 """Fixed cost of a step, as a share of the budget: what makes fuller groups worth some padding."""
@@ -39,8 +39,16 @@ class LengthRuns:
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups that all samples make: cut longest first.
 
-        That needs the fewest groups. Without one of them, the partition is that of the others.
+        That needs the fewest groups. Without one of them, the partition is that of the others. So
+        it has to be with `max_patches`, too, under which runs would not do: what follows a run that
+        its patches end may fit into it once its neighbour is gone. See `first_fit`.
         """
+        if self._budget.max_patches is not None:
+            tokens, _, patches = table
+            capacities = self._shapes(tokens)[1]
+            needs = np.stack((np.ones_like(patches), patches))
+            rooms = np.stack((capacities, np.full_like(capacities, self._budget.max_patches)))
+            return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
         starts = self._runs(table)[0].tolist()
         groups, stop = [], len(starts)
         while stop:

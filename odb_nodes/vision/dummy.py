@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from odb_nodes.errors import SampleError
-from odb_nodes.sample import IGNORE_INDEX, flat
+from odb_nodes.nodes.token_rows import row_of
+from odb_nodes.sample import IGNORE_INDEX
+from odb_nodes.step_info import StepInfo
 
 IMAGES_KEY = "images"
 """A list of (H, W, 3) uint8, of which patches are made with the batch."""
@@ -27,7 +28,8 @@ class DummyImage:
 
     It passes through the vision tower, so this rank takes part in that tower's collectives. Its
     tokens come after all others, which in a causal model do not see them, and they are not
-    supervised: loss and gradients are those without it, and those of the tower are zero.
+    supervised: loss and gradients are those without it, and those of the tower are zero. An
+    auxiliary loss over all tokens, as of experts, does count them.
 
     Args:
         token_ids: what stands in the text for it, the image's tokens included.
@@ -58,7 +60,7 @@ class DummyImage:
             )
         ids = np.array(self.token_ids, dtype=np.int64)
         is_image = (ids == self.image_token_id).astype(np.int64)
-        tokens = len(flat("input_ids", sample["input_ids"]))
+        tokens = len(row_of("input_ids", sample["input_ids"]))
         grown = {TYPE_KEY: np.zeros(tokens, np.int64), **sample}
         added = {
             "input_ids": ids,
@@ -67,7 +69,7 @@ class DummyImage:
             TYPE_KEY: is_image,
         }
         for key in (*token_keys, TYPE_KEY):
-            if key in grown and len(row := _row(key, grown[key])) == tokens:
+            if key in grown and len(row := row_of(key, grown[key])) == tokens:
                 grown[key] = np.concatenate((row, added.get(key, np.zeros(len(ids), row.dtype))))
         patches = int(np.prod(self.grid_thw))
         grown["pixel_values"] = np.zeros((patches, self.patch_values), np.float32)
@@ -76,15 +78,21 @@ class DummyImage:
 
     def take_out(self, sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[str, Any]:
         """Return a sample of a filler step without its images, and without their tokens."""
-        ids = np.asarray(_row("input_ids", sample["input_ids"]))
+        ids = row_of("input_ids", sample["input_ids"])
         keep = ids != self.image_token_id
         left = {key: value for key, value in sample.items() if key not in IMAGE_KEYS}
         for key in (*token_keys, TYPE_KEY):
-            if key in left and len(row := _row(key, left[key])) == len(ids):
+            if key in left and len(row := row_of(key, left[key])) == len(ids):
                 left[key] = row[keep]
         return left
 
 
-def _row(key: str, values: Any) -> Any:
-    row = flat(key, values)
-    return row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
+def check_agreed(modality: str, info: StepInfo) -> None:
+    """Raise a `ValueError` where this rank has images of which the ranks do not know."""
+    if info.all_samples_this_step > info.local_samples:
+        raise ValueError(
+            f"step {info.step} has images on this rank, so {modality!r} must be among its "
+            f"`modalities`, but they are {info.modalities}: ranks without images would leave this "
+            "one waiting. Pass the name that the `RankAligner` has for images as `modality`, and "
+            "let `observe` count the `patches` of samples that have some."
+        )

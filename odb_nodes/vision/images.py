@@ -6,10 +6,11 @@ import functools
 import io
 import math
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
 from odb_nodes.checks import check_count
 from odb_nodes.errors import SampleError
@@ -23,6 +24,9 @@ ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Image"
 
 MAX_ASPECT_RATIO = 200
 _ORIENTATION_TAG = 0x0112
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation -> `PIL.Image.Transpose`
+_LAST_FILTER = 5  # of `PIL.Image.Resampling`
+_URL = re.compile(r"(data:|[a-z][a-z0-9+.-]+://)", re.IGNORECASE)
 _DRAFT_GAP = 2.0  # a JPEG is decoded at this many times its final size or more, as Pillow does
 
 
@@ -92,7 +96,7 @@ class ImageReader:
             decoded whole, at 3 bytes a pixel or more. The default is that of Pillow, which refuses
             twice its own `PIL.Image.MAX_IMAGE_PIXELS` in any case. Pillow's warning below that is
             switched off for the process, unless a filter of yours asks for it.
-        resample: filter of Pillow, `PIL.Image.Resampling`; 3 is bicubic.
+        resample: filter of Pillow, `PIL.Image.Resampling`, in 0..5; 3 is bicubic.
     """
 
     multiple: int = 28
@@ -104,6 +108,8 @@ class ImageReader:
     def __post_init__(self) -> None:
         for name in ("multiple", "min_pixels", "max_pixels", "max_image_pixels"):
             check_count(name, getattr(self, name))
+        if check_count("resample", self.resample, 0) > _LAST_FILTER:  # else no image would do
+            raise ValueError(f"`resample` must be in 0..{_LAST_FILTER}, but is {self.resample}.")
         if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"`min_pixels` must be at most `max_pixels` ({self.max_pixels}), but is "
@@ -114,18 +120,22 @@ class ImageReader:
         """Return the image, RGB, in its final size.
 
         Args:
-            source: a path, the bytes of a file, or a Pillow image, which is left as it is.
+            source: a path, the bytes of a file, or a Pillow image, which is left as it is. Of an
+                animation, the first frame is taken, or the one that a Pillow image stands at.
 
         Raises:
             ImageError: it cannot be used; has the reason.
+            SampleError: it is none of these, or a URL.
             OSError: the file is there, but cannot be read.
             ImportError: Pillow is not installed.
         """
         pillow = import_extra("PIL.Image", "vision")
-        if not isinstance(source, (str, os.PathLike, bytes, pillow.Image)):
+        url = isinstance(source, str) and _URL.match(source)
+        if url or not isinstance(source, (str, os.PathLike, bytes, pillow.Image)):
+            what = f"the URL {source!r:.60}" if url else f"`{type(source).__name__}`"
             raise SampleError(
                 "an image must be a path, the bytes of a file, or a `PIL.Image.Image`, but is "
-                f"`{type(source).__name__}` instead."
+                f"{what} instead. Fetch or convert it before, an array with `Image.fromarray`."
             )
         try:
             if isinstance(source, pillow.Image):
@@ -149,9 +159,7 @@ class ImageReader:
                 f"it must have at most {self.max_image_pixels} pixels (`max_image_pixels`), but "
                 f"has {width} x {height}",
             )
-        turned = image.getexif().get(_ORIENTATION_TAG, 1) in range(5, 9)
-        if turned:
-            width, height = height, width
+        # Before anything is decoded. Turning an image turns its final shape, and no more.
         rows, columns = resized_shape(
             height,
             width,
@@ -160,9 +168,12 @@ class ImageReader:
             max_pixels=self.max_pixels,
         )
         if owned:
-            least = (rows, columns) if turned else (columns, rows)
-            image.draft(None, (int(_DRAFT_GAP * least[0]), int(_DRAFT_GAP * least[1])))
-        upright = _opaque(_upright(image))
+            image.draft(None, (int(_DRAFT_GAP * columns), int(_DRAFT_GAP * rows)))
+        image.load()  # which turns a TIFF upright, whose size was that from the start
+        orientation = _orientation_of(image)
+        if orientation in range(5, 9):
+            rows, columns = columns, rows
+        upright = _opaque(_turned(image, orientation))
         # Palettes cannot be interpolated; RGB and grey are exact.
         if upright.mode not in ("RGB", "L"):
             upright = upright.convert("RGB")
@@ -214,12 +225,19 @@ def _leave_warnings_to_errors() -> None:
     warnings.filterwarnings("ignore", category=pillow.DecompressionBombWarning, append=True)
 
 
-def _upright(image: Image) -> Image:
-    """Return an image as its orientation tag says it is to be seen."""
-    if image.getexif().get(_ORIENTATION_TAG, 1) not in range(2, 9):
+def _orientation_of(image: Image) -> Any:
+    """Return what the orientation tag of an image says; 1 is upright."""
+    try:
+        return image.getexif().get(_ORIENTATION_TAG, 1)
+    except Exception:  # tags that are damaged say nothing; the image may be good
+        return 1
+
+
+def _turned(image: Image, orientation: Any) -> Image:
+    """Return an image as its orientation tag says that it is to be seen."""
+    if orientation not in _TURNS:
         return image
-    turned: Image = import_extra("PIL.ImageOps", "vision").exif_transpose(image)
-    return turned
+    return image.transpose(import_extra("PIL.Image", "vision").Transpose(_TURNS[orientation]))
 
 
 def _opaque(image: Image) -> Image:

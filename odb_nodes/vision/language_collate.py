@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,18 @@ import torch
 
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.padding_collate import PaddingCollate
-from odb_nodes.nodes.token_rows import TOKEN_KEYS
+from odb_nodes.nodes.token_rows import TOKEN_KEYS, name_in_group, row_of
 from odb_nodes.sample import flat
 from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.arguments import check_image_processor, check_type
-from odb_nodes.vision.dummy import IMAGE_KEYS, IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.dummy import (
+    IMAGE_KEYS,
+    IMAGES_KEY,
+    SETTINGS_KEY,
+    TYPE_KEY,
+    DummyImage,
+    check_agreed,
+)
 from odb_nodes.vision.patches import check_settings, make_patches
 
 
@@ -28,8 +36,9 @@ class VisionLanguageCollate(PaddingCollate):
     keys. Position ids are the model's to make.
 
     Where other ranks have images in a step and this one has none, the `dummy` goes behind the
-    shortest sample: the batch gets no wider, unless that is as long as the longest. Where no rank
-    has any, but the sample that this one fills with does, its images are taken out.
+    shortest sample: the batch gets no wider, unless the longest is within the dummy's tokens of
+    that. Where no rank has any, but the sample that this one fills with does, its images are taken
+    out.
 
     Args:
         dummy: what makes up for missing images, see `VisionLanguageProcessor.dummy_image`; `None`
@@ -68,22 +77,31 @@ class VisionLanguageCollate(PaddingCollate):
         Raises:
             TypeError, ValueError, SampleError: as `PaddingCollate`.
             SampleError: `pixel_values` and `image_grid_thw` of a sample differ in their number of
-                patches, there is no `image_processor` where one is needed, or it makes other
-                patches than that of the processor would.
+                patches, or its image tokens are more or fewer than these make; there is no
+                `image_processor` where one is needed, or it makes other patches than that of the
+                processor would.
         """
+        self.check_mappings(samples)
         texts = [_text_of(sample) for sample in samples]
         if any(TYPE_KEY in text for text in texts):
             texts = [_typed(text) for text in texts]
         batch = super().__call__(texts)
-        images = [self._patches_of(sample) for sample in samples if has_images(sample)]
+        images = self._images(samples)
         if images:
             pixels, grids = zip(*images, strict=True)
             batch["pixel_values"] = torch.from_numpy(np.concatenate(pixels))
             batch["image_grid_thw"] = torch.from_numpy(np.concatenate(grids))
+            # Models place tokens by their images, and cannot place a row without any token.
+            batch["attention_mask"][len(samples) :, :1] = 1
         return batch
 
     def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
-        """Return the batch of `samples`, with images where any rank has some in this step."""
+        """Return the batch of `samples`, with images where any rank has some in this step.
+
+        Raises:
+            ValueError: this rank has images, but the step's `modalities` do not say so.
+        """
+        self.check_mappings(samples)
         if self.dummy is not None:
             found = any(map(has_images, samples))
             agreed = self.modality in info.modalities
@@ -91,7 +109,36 @@ class VisionLanguageCollate(PaddingCollate):
                 samples = self._with_dummy(samples, self.dummy)
             elif found and not agreed and info.is_filler:
                 samples = [self.dummy.take_out(sample, self.token_keys) for sample in samples]
+            elif found and not agreed:
+                check_agreed(self.modality, info)
         return self(samples)
+
+    def _images(self, samples: list[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
+        """Return patches and grids of the samples that have images, checked against their text."""
+        images: list[tuple[Any, Any]] = []
+        per_token = self._patches_per_token()
+        for index, sample in enumerate(samples):
+            if not has_images(sample):
+                continue
+            try:
+                pixels, grid = self._patches_of(sample)
+                per_token = _check_tokens(sample, len(pixels), per_token)
+                if images and pixels.shape[1:] != (shape := images[0][0].shape[1:]):
+                    raise SampleError(
+                        f"`pixel_values` must have patches of {shape} values, as the samples "
+                        f"before, but has {pixels.shape[1:]} instead. Give all sources image "
+                        "processors with the same `patch_size` and `temporal_patch_size`."
+                    )
+            except SampleError as error:
+                raise SampleError(f"{name_in_group(samples, index)}: {error}") from error
+            images.append((pixels, grid))
+        return images
+
+    def _patches_per_token(self) -> int | None:
+        """Return how many patches are merged into a token, where that is known."""
+        if self.dummy is not None:
+            return math.prod(self.dummy.grid_thw)
+        return None if self.image_processor is None else int(self.image_processor.merge_size) ** 2
 
     def _patches_of(self, sample: Mapping[str, Any]) -> tuple[Any, Any]:
         if "pixel_values" not in sample:
@@ -104,7 +151,10 @@ class VisionLanguageCollate(PaddingCollate):
             if SETTINGS_KEY in sample:
                 check_settings(self.image_processor, sample[SETTINGS_KEY])
             sample = {**sample, **make_patches(self.image_processor, sample[IMAGES_KEY])}
-        pixels = np.asarray(sample["pixel_values"], dtype=np.float32)
+        pixels = sample["pixel_values"]
+        if isinstance(pixels, torch.Tensor):
+            pixels = pixels.float().numpy(force=True)  # numpy has no bfloat16
+        pixels = np.asarray(pixels, dtype=np.float32)
         grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)
         if len(pixels) != (patches := int(grid.prod(axis=1).sum())):
             raise SampleError(
@@ -130,9 +180,28 @@ def has_images(sample: Mapping[str, Any]) -> bool:
     )
 
 
+def _check_tokens(sample: Mapping[str, Any], patches: int, per_token: int | None) -> int | None:
+    """Return how many patches a token of an image is made of; `None` where that is not known.
+
+    Raises:
+        SampleError: the image tokens of the sample are more or fewer than its patches make.
+    """
+    if TYPE_KEY not in sample:
+        return per_token  # the model alone knows which tokens are an image's
+    tokens = int(np.count_nonzero(row_of(TYPE_KEY, sample[TYPE_KEY]) == 1))
+    if per_token is None and tokens and patches % tokens == 0:
+        per_token = patches // tokens
+    if per_token is None or tokens * per_token != patches:
+        of_each = "each `merge_size**2`" if per_token is None else f"each {per_token}"
+        raise SampleError(
+            f"`input_ids` must have an image token for {of_each} of the {patches} patches, but "
+            f"`{TYPE_KEY}` has {tokens} of them. Do not cut a text within its images: shorten its "
+            "text before it is processed, or leave it out."
+        )
+    return per_token
+
+
 def _text_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(sample, Mapping):
-        return sample  # which `PaddingCollate` refuses
     return {key: value for key, value in sample.items() if key not in IMAGE_KEYS}
 
 

@@ -11,7 +11,9 @@ import torch
 
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.padding_collate import PaddingCollate
+from odb_nodes.nodes.token_rows import name_in_group
 from odb_nodes.step_info import StepInfo
+from odb_nodes.vision.dummy import check_agreed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,9 @@ class MultiImageCollate(PaddingCollate):
     - `image_mask`: (B, most images) bool, where an image is.
     - `image_sizes`: (B, most images, 2) int64, height and width without the padding.
 
-    Where other ranks have images in a step and this one has none, it gets one of zeros that the
-    mask leaves out; where none has, those of a sample that is filled with are left out.
+    B is the number of samples, unless there are `shapes`. Where other ranks have images in a step
+    and this one has none, it gets one of zeros, float32, that the mask leaves out; where none has,
+    those of a sample that is filled with are left out.
 
     Args:
         dummy_shape: (C, H, W) of that image, which the model must accept; `None` for none.
@@ -45,47 +48,56 @@ class MultiImageCollate(PaddingCollate):
             TypeError, ValueError, SampleError: as `PaddingCollate`.
             SampleError: an image is not (C, H, W), or they differ in C or dtype.
         """
-        images = [_images_of(sample) for sample in samples]
+        self.check_mappings(samples)
         batch = super().__call__([_without_images(sample) for sample in samples])
-        return {**batch, **_padded(images)}
+        rows = len(batch["attention_mask"])
+        return {**batch, **_padded([_images_of(samples, i) for i in range(len(samples))], rows)}
 
     def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
-        """Return the batch of `samples`, with images where any rank has some in this step."""
+        """Return the batch of `samples`, with images where any rank has some in this step.
+
+        Raises:
+            ValueError: this rank has images, but the step's `modalities` do not say so.
+        """
+        self.check_mappings(samples)
         agreed = self.modality in info.modalities
         if self.dummy_shape is not None and info.is_filler and not agreed:
             samples = [_without_images(sample) for sample in samples]
         batch = self(samples)
-        if self.dummy_shape is not None and agreed and "pixel_values" not in batch:
-            count = len(samples)
-            batch["pixel_values"] = torch.zeros(count, 1, *self.dummy_shape)
-            batch["image_mask"] = torch.zeros(count, 1, dtype=torch.bool)
-            batch["image_sizes"] = torch.zeros(count, 1, 2, dtype=torch.int64)
+        if self.dummy_shape is None or agreed == ("pixel_values" in batch):
+            return batch
+        if not agreed:
+            check_agreed(self.modality, info)
+            return batch
+        rows = len(batch["image_mask"])
+        batch["pixel_values"] = torch.zeros(rows, 1, *self.dummy_shape)
+        batch["image_mask"] = torch.zeros(rows, 1, dtype=torch.bool)
+        batch["image_sizes"] = torch.zeros(rows, 1, 2, dtype=torch.int64)
         return batch
 
 
 def _without_images(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(sample, Mapping):
-        return sample  # which `PaddingCollate` refuses
     return {key: value for key, value in sample.items() if key != "pixel_values"}
 
 
-def _images_of(sample: Any) -> list[Any]:
-    found = sample.get("pixel_values") if isinstance(sample, Mapping) else None
+def _images_of(samples: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
+    found = samples[index].get("pixel_values")
     images = [] if found is None else [np.asarray(image) for image in found]
     for image in images:
         if image.ndim != 3:
             raise SampleError(
-                "an image of `pixel_values` must be (C, H, W), but has shape "
-                f"{image.shape} instead."
+                f"{name_in_group(samples, index)}: an image of `pixel_values` must be (C, H, W), "
+                f"but has shape {image.shape} instead."
             )
     return images
 
 
-def _padded(images: Sequence[list[Any]]) -> dict[str, torch.Tensor]:
-    most = max(map(len, images))
-    sizes = np.zeros((len(images), most, 2), np.int64)
-    mask = np.arange(most) < np.array(list(map(len, images)))[:, None]
-    arrays = {"image_mask": mask, "image_sizes": sizes}
+def _padded(images: Sequence[list[Any]], rows: int) -> dict[str, torch.Tensor]:
+    counts = np.zeros(rows, np.int64)
+    counts[: len(images)] = list(map(len, images))
+    most = int(counts.max())
+    sizes = np.zeros((rows, most, 2), np.int64)
+    arrays = {"image_mask": np.arange(most) < counts[:, None], "image_sizes": sizes}
     if most:
         every = [image for of_sample in images for image in of_sample]
         kinds = {(image.shape[0], image.dtype) for image in every}
@@ -96,7 +108,7 @@ def _padded(images: Sequence[list[Any]]) -> dict[str, torch.Tensor]:
             )
         ((channels, dtype),) = kinds
         height, width = (max(image.shape[axis] for image in every) for axis in (1, 2))
-        pixels = np.zeros((len(images), most, channels, height, width), dtype)
+        pixels = np.zeros((rows, most, channels, height, width), dtype)
         for row, of_sample in enumerate(images):
             for place, image in enumerate(of_sample):
                 sizes[row, place] = image.shape[1:]

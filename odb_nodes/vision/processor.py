@@ -31,10 +31,10 @@ class VisionLanguageProcessor:
     """Record -> sample for Qwen2-VL and models like it; runs in the workers.
 
     A record is a mapping with `messages` (see `ChatTemplate.render`), one of the assistant or more,
-    `images` for the image parts
-    without one of their own, and `id`, which errors name. An image is a path, the bytes of a file,
-    or a Pillow image. The text becomes tokens part by part, so no text can be taken for a special
-    token, and each image `grid.prod() / merge_size**2` image tokens.
+    `images` for the image parts without one of their own, and `id`, which errors name. An image is
+    a path, the bytes of a file, or a Pillow image. The text becomes tokens part by part, so no text
+    can be taken for a special token, and each image `grid.prod() / merge_size**2` image tokens.
+    Nothing is cut off: what is too long is up to the `TokenBudget`.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -80,7 +80,16 @@ class VisionLanguageProcessor:
             for name in names
             for token in [getattr(template, name)]
         }
-        parts = (len(self.tokenizer), read, template, self.bad_images)
+        parts = (
+            f"tokens={len(self.tokenizer)}",
+            special,
+            read,
+            template,
+            self.bad_images,
+            settings_of(processor),
+            f"keep={self.keep}",
+            f"late_patches={self.late_patches}",
+        )
         # What the state of a graph is checked against, see `name_of`.
         name = f"{type(self).__qualname__}({', '.join(map(str, parts))})"
         for key, value in (("_read", read), ("_special", special), ("__qualname__", name)):
@@ -177,7 +186,7 @@ class VisionLanguageProcessor:
             return {}
         if not self.late_patches:
             return make_patches(self.image_processor, images)
-        arrays = [np.asarray(image) for image in images]
+        arrays = [np.array(image) for image in images]  # writable, as torchvision wants them
         side = self.image_processor.patch_size
         grids = [(1, array.shape[0] // side, array.shape[1] // side) for array in arrays]
         return {

@@ -96,7 +96,21 @@ def test_rows_of_different_dtypes_lose_nothing():
     [
         ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], ValueError, "the same keys"),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], ValueError, "the same keys"),
-        ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "`labels` must have the lengths"),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            ValueError,
+            r"`labels` of sample 0 of the group must have the length of its `input_ids` \(2\), bu",
+        ),
+        (
+            [{"input_ids": [1], "id": 5}, {"input_ids": [1], "id": 6, "labels": [1]}],
+            ValueError,
+            r"sample 1 of the group \(id 6\) has \['id', 'input_ids', 'labels'\], and the first",
+        ),
+        (
+            [{"input_ids": [1], "source": "web"}, {"input_ids": ["x"], "source": "ocr"}],
+            SampleError,
+            r"sample 1 of the group \(source 'ocr'\): `input_ids` must hold integers",
+        ),
         (["text"], TypeError, "sample 0 of the group is a `str`. Pass a `collate_fn`"),
         ([{"text": "x"}], TypeError, "mappings with `input_ids`"),
     ],

@@ -128,7 +128,11 @@ def test_rows_of_different_dtypes_lose_nothing():
     ("samples", "error", "message"),
     [
         ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], ValueError, "the same keys"),
-        ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "`labels` must have the lengths"),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            ValueError,
+            "`labels` of sample 0 of the group must have",
+        ),
         (["text"], TypeError, "`PackedCollate` takes .* sample 0 of the group is a `str`"),
         ([{"text": "x"}], TypeError, "mappings with `input_ids`"),
         ([{"input_ids": [0.5]}], SampleError, "`input_ids` must hold integers"),

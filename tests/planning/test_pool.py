@@ -107,18 +107,23 @@ GOLDEN_COUNT = 24
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_the_tail_of_a_restored_pool_is_that_of_the_pool(layout):
-    lengths, budget = lognormal(200, seed=1), TokenBudget(16384, layout=layout)
-    pool = RollingPool(budget, 200)
-    pool.add(range(200), lengths, [0] * 200, range(200))
-    pool.pulled = 200
-    for _ in range(4):
+@pytest.mark.parametrize("options", [{}, {"max_patches": 10}, {"max_samples": 3}, {"shapes": 4}])
+def test_the_tail_of_a_restored_pool_is_that_of_the_pool(layout, options):
+    rng, budget = np.random.default_rng(0), TokenBudget(500, layout=layout, **options)
+    for _ in range(50):
+        lengths, patches = rng.integers(1, 120, 20), rng.integers(0, 10, 20)
+
+        def filled(ordinals, lengths=lengths, patches=patches):
+            pool = RollingPool(budget, 20)
+            pool.add(ordinals, lengths[ordinals], patches[ordinals], ordinals)
+            pool.pulled = 20
+            return pool
+
+        pool = filled(list(range(20)))
         pool.take()
-    while len(pool):
-        restored = RollingPool(budget, 200)
-        left = list(pool.items())
-        restored.add(left, [lengths[i] for i in left], [0] * len(left), left)
-        assert pool.take(draining=True) == restored.take(draining=True)
+        while len(pool):
+            restored = filled(list(pool.items()))
+            assert pool.take(draining=True) == restored.take(draining=True)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -11,9 +11,9 @@ from odb_nodes.vision import VisionLanguageProcessor
 pytestmark = pytest.mark.filterwarnings("ignore:sample .* is skipped")
 
 
-def make(**options):
+def make(size=40, **options):
     given = {"damaged_every": 0, "process_fn": augmented, "token_budget": 600, **options}
-    return make_loader(40, **given)
+    return make_loader(size, **given)
 
 
 def equal(one, other):
@@ -60,6 +60,10 @@ def test_a_resumed_run_has_the_same_crops(workers, tmp_path):
         rest = [*expected[0][step:], *expected[1]]
         assert len(found) == len(rest)
         assert all(map(equal, found, rest))
+
+
+def test_a_resumed_run_has_the_same_crops_at_every_step():
+    assert assert_resumes_exactly(lambda: make(16), epochs=2).resumes > 10
 
 
 def test_a_graph_with_skipped_pictures_resumes_exactly():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import as_bytes, noise, smooth
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from odb_nodes.errors import SampleError
@@ -53,8 +53,11 @@ def test_any_mode_becomes_rgb(mode):
     assert (found.mode, found.size) == ("RGB", (56, 56))
 
 
-def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(monkeypatch):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(turned, monkeypatch):
     image = smooth(3000, 2000)
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
     decoded = []
     resize = Image.Image.resize
     monkeypatch.setattr(
@@ -64,8 +67,10 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(monkeypatch):
             1
         ],
     )
-    whole, drafted = (np.asarray(read(as_bytes(image, kind)), int) for kind in ("PNG", "JPEG"))
-    assert decoded[0] == (3000, 2000) and decoded[1] == (375, 250)
+    files = [as_bytes(image, kind, exif=exif) for kind in ("PNG", "JPEG")]
+    whole, drafted = (np.asarray(read(file), int) for file in files)
+    step = -1 if turned else 1
+    assert decoded == [(3000, 2000)[::step], (375, 250)[::step]]
     assert np.abs(whole - drafted).mean() < 2
 
 
@@ -79,6 +84,35 @@ def test_the_orientation_of_a_photograph_is_applied():
     given = Image.open(io.BytesIO(photograph))
     assert np.array_equal(read(given), turned)
     assert given.size == (280, 84)
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_applied_once_in_every_format(orientation, format):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if format == "WEBP" else {}
+    file = as_bytes(smooth(280, 84), format, exif=exif, **options)
+    expected = read(ImageOps.exif_transpose(Image.open(io.BytesIO(file))))
+    assert expected.size == ((56, 196) if orientation > 4 else (196, 56))
+    for source in (file, Image.open(io.BytesIO(file))):
+        assert np.array_equal(read(source), expected)
+
+
+def test_a_good_image_with_damaged_tags_is_read():
+    image = smooth(90, 60)
+    file = as_bytes(image, exif=b"Exif\0\0damaged")
+    with pytest.raises(SyntaxError):
+        Image.open(io.BytesIO(file)).getexif()
+    assert np.array_equal(read(file), read(image))
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_of_an_animation_the_first_frame_is_taken(format):
+    frames = [Image.new("RGB", (60, 40), color) for color in ("white", "black")]
+    file = as_bytes(frames[0], format, save_all=True, append_images=frames[1:])
+    assert Image.open(io.BytesIO(file)).n_frames == 2
+    assert np.array_equal(read(file), read(frames[0]))
 
 
 def reason_of(source, reader=read):
@@ -157,5 +191,30 @@ def test_arguments_are_checked():
         ImageReader(min_pixels=200, max_pixels=100)
     with pytest.raises(TypeError, match="`max_image_pixels`"):
         ImageReader(max_image_pixels=1.5)
-    with pytest.raises(SampleError, match="must be a path, the bytes of a file, or"):
-        read(7)
+    with pytest.raises(ValueError, match="`resample` must be in 0..5, but is 6"):
+        ImageReader(resample=6)
+
+
+@pytest.mark.parametrize(
+    "source, shown",
+    [
+        (7, "is `int` instead"),
+        (np.zeros((9, 9, 3), np.uint8), "is `ndarray` instead. .*an array with `Image.fromarray`"),
+        ({"bytes": b"x", "path": None}, "is `dict` instead"),
+        ("https://example.org/a.png", "is the URL 'https://example.org/a.png' instead. Fetch"),
+        ("s3://bucket/a.png", "is the URL 's3://bucket/a.png' instead"),
+        (
+            "data:image/png;base64," + "A" * 5000,
+            "is the URL 'data:image/png;base64,A{1,60} instead",
+        ),
+    ],
+)
+def test_what_cannot_be_an_image_is_an_error_and_not_a_bad_image(source, shown):
+    with pytest.raises(SampleError, match=f"must be a path, the bytes of a file, or .* {shown}"):
+        read(source)
+
+
+def test_a_path_may_begin_as_a_url_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    noise(60, 60).save("data.png")
+    assert read("data.png").size == (56, 56)

@@ -6,7 +6,7 @@ import torch
 from pictures import asked, content_of, make_loader, noise, processor, record, samples, step
 from transformers import Qwen2VLImageProcessorPil
 
-from odb_nodes import PaddingCollate, SampleError
+from odb_nodes import PaddingCollate, SampleError, TokenBudget
 from odb_nodes.sample import observe_sample
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import VisionLanguageCollate
@@ -46,9 +46,86 @@ def test_a_text_that_came_another_way_needs_no_token_types():
 
 
 def test_patches_must_fit_their_grid():
+    text, sample = samples([0, 4])
+    cut = {**sample, "pixel_values": sample["pixel_values"][:3]}
+    message = r"sample 1 of the group \(id 4\): .* row per patch of `image_grid_thw` .*, but has 3"
+    with pytest.raises(SampleError, match=message):
+        collate([text, cut])
+
+
+def test_patches_of_other_processors_do_not_go_together():
+    first, second = samples([1, 4])
+    other = {**second, "pixel_values": second["pixel_values"][:, :100]}
+    with pytest.raises(SampleError, match=r"\(id 4\): .* patches of \(1176,\) values, .* \(100,\)"):
+        collate([first, other])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_may_be_tensors(dtype):
     (sample,) = samples([1])
-    with pytest.raises(SampleError, match="one row per patch of `image_grid_thw` .*, but has 3"):
-        collate([{**sample, "pixel_values": sample["pixel_values"][:3]}])
+    tensors = {key: torch.as_tensor(value) for key, value in sample.items()}
+    batch = collate([{**tensors, "pixel_values": tensors["pixel_values"].to(dtype)}])
+    assert batch["pixel_values"].dtype == torch.float32
+    assert torch.equal(batch["pixel_values"], tensors["pixel_values"].to(dtype).float())
+
+
+def cut_within_the_image(sample):
+    """What a truncation of the text makes of a sample: 3 image tokens are left."""
+    end = int(np.flatnonzero(sample["mm_token_type_ids"])[0]) + 3
+    keys = ("input_ids", "labels", "mm_token_type_ids")
+    return {**sample, **{key: sample[key][:end] for key in keys}}
+
+
+def test_a_text_that_is_cut_within_its_image_is_an_error():
+    good, other = samples([1, 4])
+    cut = cut_within_the_image(other)
+    for one in (collate, VisionLanguageCollate(dummy=None)):
+        message = r"sample 1 of the group \(id 4\): `input_ids` must have an image token for each 4"
+        with pytest.raises(SampleError, match=message + " of the .* has 3 of them. Do not cut"):
+            one([good, cut])
+    late = {**replace(processor(), late_patches=True)(record(4)), "input_ids": cut["input_ids"]}
+    late |= {key: cut[key] for key in ("labels", "mm_token_type_ids")}
+    with pytest.raises(SampleError, match="has 3 of them"):
+        VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)([late])
+    # Without types and dummy, only the model knows which tokens are of images.
+    del cut["mm_token_type_ids"]
+    VisionLanguageCollate(dummy=None)([cut])
+
+
+def test_tokens_of_one_sample_do_not_make_up_for_those_of_another():
+    first, second = samples([1, 4])
+    moved = {
+        **first,
+        **{
+            key: np.append(first[key], first[key][first["mm_token_type_ids"] == 1][:1])
+            for key in ("input_ids", "labels", "mm_token_type_ids")
+        },
+    }
+    with pytest.raises(SampleError, match="must have an image token for"):
+        VisionLanguageCollate(dummy=None)([moved, second])
+
+
+@pytest.mark.parametrize("group", [["text"], [None], [{"labels": [1]}]])
+def test_what_is_no_sample_is_refused(group):
+    for use in (collate, lambda samples: collate.collate_step(samples, step("image"))):
+        with pytest.raises(TypeError, match="`VisionLanguageCollate` takes mappings with `input_i"):
+            use(group)
+
+
+def test_images_that_the_step_does_not_know_of_are_an_error():
+    known = step("audio")
+    with pytest.raises(ValueError, match="'image' must be among its `modalities`, but they are"):
+        collate.collate_step(samples([1]), replace(known, all_samples_this_step=2))
+    collate.collate_step(samples([1]), known)  # No other rank waits.
+
+
+def test_images_go_with_padded_batches_alone():
+    packed = TokenBudget(512, layout="packed")
+    with pytest.raises(ValueError, match="is a `VisionLanguageCollate` instead. Take `layout=.pad"):
+        make_loader(token_budget=packed)
+    budget = TokenBudget(512, shapes=4)
+    with pytest.raises(ValueError, match="`shapes` must be .. where there is a `dummy`"):
+        VisionLanguageCollate.of(budget, dummy=processor().dummy_image())
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

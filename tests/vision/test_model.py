@@ -28,11 +28,15 @@ def difference(found, expected):
 
 
 @pytest.mark.parametrize("indices", [[0, 3, 6], [1, 4, 7], [5, 8], [2, 0, 1, 5, 3, 4]])
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_loss_and_gradient_of_a_group_are_those_of_its_samples(indices, multiple):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pad_to_multiple_of": 16}, {"side": "left"}, {"shapes": ((8, 256),)}],
+    ids=["plain", "multiple", "left", "shapes"],
+)
+def test_loss_and_gradient_of_a_group_are_those_of_its_samples(indices, options):
     network = model()
     group = samples(indices)
-    padded = VisionLanguageCollate(dummy=None, pad_to_multiple_of=multiple)
+    padded = VisionLanguageCollate(dummy=None, **options)
     loss, gradient = loss_and_gradient(network, padded(group))
     alone = [(collate([sample]), targets(collate([sample]))) for sample in group]
     total = sum(count for _, count in alone)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,12 +71,33 @@ def test_without_images_there_are_none_unless_other_ranks_have_some():
     assert "pixel_values" not in filler
 
 
+def test_a_batch_of_a_known_shape_has_rows_without_images():
+    collate = MultiImageCollate(shapes=((4, 16),), dummy_shape=(3, 8, 8))
+    batch = collate([sample(0, (4, 6)), sample(1)])
+    assert batch["input_ids"].shape == (4, 16)
+    assert batch["pixel_values"].shape == (4, 1, 3, 4, 6)
+    assert batch["image_mask"].tolist() == [[True], [False], [False], [False]]
+    assert batch["image_sizes"].shape == (4, 1, 2)
+    dummy = collate.collate_step([sample(0)], step("image"))
+    assert dummy["pixel_values"].shape == (4, 1, 3, 8, 8)
+
+
+def test_images_that_the_step_does_not_know_of_are_an_error():
+    collate, group = MultiImageCollate(dummy_shape=(3, 8, 8)), [sample(0, (4, 4))]
+    with pytest.raises(ValueError, match="'image' must be among its `modalities`, but they are"):
+        collate.collate_step(group, replace(step("audio"), all_samples_this_step=2))
+    assert "pixel_values" in collate.collate_step(group, step("audio"))
+
+
 def test_images_that_do_not_fit_together_are_an_error():
     grey = sample(1, pixel_values=[np.zeros((1, 4, 4), np.uint8)])
     with pytest.raises(SampleError, match="must have the same channels and dtype, but have"):
         MultiImageCollate()([sample(0, (4, 4)), grey])
-    with pytest.raises(SampleError, match="must be .C, H, W., but has shape .4, 4. instead"):
-        MultiImageCollate()([sample(0, pixel_values=[np.zeros((4, 4))])])
+    named = "sample 1 of the group .id 's1'.: .* must be .C, H, W., but has shape .4, 4. instead"
+    with pytest.raises(SampleError, match=named):
+        MultiImageCollate()([sample(0), sample(1, pixel_values=[np.zeros((4, 4))])])
+    with pytest.raises(TypeError, match="`MultiImageCollate` takes mappings with `input_ids`"):
+        MultiImageCollate().collate_step(["text"], step("image", is_filler=True))
 
 
 def test_the_number_of_images_counts_as_patches():

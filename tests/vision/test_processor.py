@@ -329,6 +329,14 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
     assert name_of(travelled) == name_of(processor())
     assert name_of(make()) != name_of(make(max_image_pixels=7))
     assert name_of(make()) != name_of(make(bad_images=BadImages(huge="skip")))
+    assert name_of(make()) != name_of(make(late_patches=True))
+    assert name_of(make()) != name_of(make(keep=("id", "task")))
+    bounds = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16}
+    names = {
+        name_of(VisionLanguageProcessor(TOKENIZER, Qwen2VLImageProcessorPil(**bounds, **other)))
+        for other in ({}, {"image_mean": [0.5] * 3}, {"patch_size": 28, "merge_size": 1})
+    }
+    assert len(names) == 3
 
 
 def test_the_package_imports_neither_pillow_nor_transformers():

@@ -11,6 +11,7 @@ import numpy as np
 
 from odb_nodes.checks import check_bool
 from odb_nodes.errors import SampleError
+from odb_nodes.names import name_of_tokenizer
 from odb_nodes.sample import IGNORE_INDEX, Skipped
 from odb_nodes.vision.arguments import (
     ORDER,
@@ -80,7 +81,7 @@ class VisionLanguageProcessor:
             for name in names
             for token in [getattr(template, name)]
         }
-        parts = (len(self.tokenizer), read, template, self.bad_images)
+        parts = (name_of_tokenizer(self.tokenizer), read, template, self.bad_images)
         # What the state of a graph is checked against, see `name_of`.
         name = f"{type(self).__qualname__}({', '.join(map(str, parts))})"
         for key, value in (("_read", read), ("_special", special), ("__qualname__", name)):

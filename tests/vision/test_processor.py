@@ -1,3 +1,4 @@
+import copy
 import io
 import pickle
 import subprocess
@@ -329,6 +330,11 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
     assert name_of(travelled) == name_of(processor())
     assert name_of(make()) != name_of(make(max_image_pixels=7))
     assert name_of(make()) != name_of(make(bad_images=BadImages(huge="skip")))
+    tokenizer = copy.deepcopy(processor().tokenizer)
+    assert name_of(VisionLanguageProcessor(tokenizer, make().image_processor)) == name_of(make())
+    words = list(tokenizer.get_vocab())
+    tokenizer.get_vocab = lambda: {word: index for index, word in enumerate(words)}
+    assert name_of(VisionLanguageProcessor(tokenizer, make().image_processor)) != name_of(make())
 
 
 def test_the_package_imports_neither_pillow_nor_transformers():

@@ -113,6 +113,7 @@ def test_no_file_is_left_open(files):
         ([], ValueError, "`paths` must name at least 1 file"),
         (["/nowhere/x.jsonl"], FileNotFoundError, "x.jsonl"),
         (["/dev/null"], ValueError, "`paths` must hold a record"),
+        (["/dev"], ValueError, "`paths` must be files, but /dev is a folder"),
     ],
 )
 def test_paths_that_are_not_valid_are_named(paths, error, message):

@@ -56,9 +56,10 @@ class PaddingCollate(TokenRows):
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
-            ValueError: the samples differ in their keys, a key with a value per token has another
-                length than `input_ids`, or there are more samples than their shape has rows.
-            SampleError: the values of such a key are not numbers, or `input_ids` no integers.
+            ValueError: there are more samples than their shape has rows.
+            SampleError: the samples differ in their keys; or a key with a value per token has
+                another length than `input_ids`, values that are not numbers, or `input_ids` that
+                are no integers.
         """
         lengths = self.lengths_of(samples)
         shape = self._shape(lengths)

@@ -58,7 +58,8 @@ class TokenRows:
         returned as it is, and so is a sample that has nothing to convert.
 
         Raises:
-            SampleError: values per token are not numbers, or `input_ids` no integers.
+            SampleError: values per token are not numbers, `input_ids` no integers, or there are not
+                as many of them.
         """
         if not isinstance(sample, Mapping):
             return sample
@@ -67,6 +68,9 @@ class TokenRows:
             for key in self.token_keys
             if (value := sample.get(key)) is not None and not is_number(value)
         }
+        if (ids := rows.get("input_ids")) is not None:
+            for key, row in rows.items():
+                _check_length(key, row, len(ids))
         converted = any(row is not sample[key] for key, row in rows.items())
         return {**sample, **rows} if converted else sample
 
@@ -75,7 +79,7 @@ class TokenRows:
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
-            ValueError: the samples differ in their keys.
+            SampleError: the samples differ in their keys.
         """
         for index, sample in enumerate(samples):
             if not isinstance(sample, Mapping) or "input_ids" not in sample:
@@ -84,9 +88,11 @@ class TokenRows:
                     f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
                 )
             if sample.keys() != samples[0].keys():
-                raise ValueError(
-                    f"the samples of a group must have the same keys, but have {sorted(sample)} "
-                    f"and {sorted(samples[0])} instead."
+                raise SampleError(
+                    f"the samples of a group must have the same keys, but sample {index} has "
+                    f"{sorted(map(str, sample))} and sample 0 {sorted(map(str, samples[0]))}. Give "
+                    "every sample `labels`, or none; and any other key likewise.",
+                    index,
                 )
         return [len(flat("input_ids", sample["input_ids"])) for sample in samples]
 
@@ -94,15 +100,17 @@ class TokenRows:
         """Return the values per token under `key` as arrays, one for each sample.
 
         Raises:
-            ValueError: they have other lengths than `input_ids`.
-            SampleError: they are not numbers, or `input_ids` no integers.
+            SampleError: they are not numbers, `input_ids` no integers, or there are not as many of
+                them.
         """
-        rows = [row_of(key, value) for value in values]
-        if (found := list(map(len, rows))) != lengths:
-            raise ValueError(
-                f"`{key}` must have the lengths of `input_ids` ({lengths}), but has {found} "
-                "instead. Leave it out of `token_keys` if it has no value per token."
-            )
+        rows: list[Any] = []
+        try:
+            for value, length in zip(values, lengths, strict=True):
+                row = row_of(key, value)
+                _check_length(key, row, length)
+                rows.append(row)
+        except SampleError as error:
+            raise of_group(error, len(rows)) from error
         return rows
 
     def blank(self, key: str, shape: tuple[int, int], rows: list[Any]) -> npt.NDArray[Any]:
@@ -112,6 +120,19 @@ class TokenRows:
         if dtype.kind in "iu":
             dtype = np.dtype(np.int64)  # what embeddings and losses take
         return np.full(shape, fill, dtype=dtype)
+
+
+def of_group(error: SampleError, index: int) -> SampleError:
+    """Return the error of a sample as that of sample `index` of a group."""
+    return SampleError(f"sample {index} of the group: {error}", index)
+
+
+def _check_length(key: str, row: Any, tokens: int) -> None:
+    if len(row) != tokens:
+        raise SampleError(
+            f"`{key}` must have the length of `input_ids` ({tokens}), but has {len(row)} instead. "
+            "Leave it out of `token_keys` if it has no value per token."
+        )
 
 
 def is_number(value: Any) -> bool:

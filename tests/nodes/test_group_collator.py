@@ -96,7 +96,11 @@ def test_rows_of_different_dtypes_lose_nothing():
     [
         ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], ValueError, "the same keys"),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], ValueError, "the same keys"),
-        ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "`labels` must have the lengths"),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            ValueError,
+            "sample 0 .* `labels` must have the length",
+        ),
         (["text"], TypeError, "sample 0 of the group is a `str`. Pass a `collate_fn`"),
         ([{"text": "x"}], TypeError, "mappings with `input_ids`"),
     ],

@@ -159,12 +159,12 @@ class JsonlSource(BaseNode[Any]):
     def _parse(self, line: bytes) -> Any:
         try:
             return json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.close()  # It may be mended before the next call.
             shown = line[:80].decode(errors="replace").strip()
             raise SampleError(
-                f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON: {error}. It "
-                f"begins with {shown!r}. Mend it, then iterate again; or resume, with "
+                f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON in UTF-8: "
+                f"{error}. It begins with {shown!r}. Mend it, then iterate again; or resume, with "
                 "`strict=False` if the size of the file has changed."
             ) from error
 

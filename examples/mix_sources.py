@@ -23,11 +23,12 @@ from typing import Any, Literal
 
 import torch
 
+from kill_and_resume import kill_and_resume
 from odb_nodes import Mixing, ODBDataLoader, load_state, pop_step_info, save_state
 from odb_nodes.tools.source_report import SourceReport
 from options import at_least
-from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
-from run_log import RunLog, Step, compare, read_log
+from processes import FEWEST_STEPS
+from run_log import RunLog, Step, read_log
 from three_sources import Sources, make_sources
 from tiny_lm import MAX_TOKENS, build_model
 
@@ -98,19 +99,14 @@ def train(
 
 def check_resume(job: Job) -> str:
     """Kill a repetition of the run, resume it, compare, and return what happened."""
-    whole, facts = read_log(job.output, "whole")
-    plan = plan_kill(len(whole))
-    killing = {"save_every": plan.save_every, "kill_at": plan.kill_at}
-    run_in_process("killed", -signal.SIGKILL, train, job, "killed", **killing)
-    killed, rest = read_log(job.output, "killed")
-    await_end(rest["worker_pids"])
-    run_in_process("resumed", 0, train, job, "resumed", resume=True)
-    resumed, rest = read_log(job.output, "resumed")
-    expected = whole[: plan.kill_at] + whole[plan.saved :]
-    verdict = compare(expected, killed + resumed, exact=job.device == "cpu")
-    if rest["counts"] != facts["counts"]:
+    outcome = kill_and_resume(train, job, "whole")
+    if outcome.resumed["counts"] != outcome.whole["counts"]:
         raise SystemExit("resume: the counts by source are not those of the uninterrupted run.")
-    return f"Killed after step {plan.kill_at}, resumed at step {plan.saved}: {verdict}; counts too."
+    plan = outcome.plan
+    return (
+        f"Killed after step {plan.kill_at}, resumed at step {plan.saved}: {outcome.verdict}; "
+        "counts too."
+    )
 
 
 def main() -> None:

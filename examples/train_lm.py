@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
+from kill_and_resume import kill_and_resume
 from odb_nodes import (
     ODBDataLoader,
     PaddingCollate,
@@ -39,8 +40,8 @@ from odb_nodes import (
     save_state,
 )
 from options import at_least
-from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
-from run_log import RunLog, Step, compare, plot, read_log, table
+from processes import FEWEST_STEPS
+from run_log import RunLog, Step, plot, read_log, table
 from tiny_lm import MAX_TOKENS, Corpus, Document, Encode, build_model, load_corpus
 
 PEAK_LR = 3e-3
@@ -232,21 +233,13 @@ def check_resume(job: Job, name: str, **options: Any) -> str:
         name: of the run.
         options: the arguments of `train_dynamic` that the run had.
     """
-    whole, _ = read_log(job.output, name)
-    plan = plan_kill(len(whole))
-    killing: dict[str, Any] = {"save_every": plan.save_every, "kill_at": plan.kill_at, **options}
-    run_in_process("killed", -signal.SIGKILL, train_dynamic, job, "killed", **killing)
-    killed, facts = read_log(job.output, "killed")
-    gone_s = await_end(facts["worker_pids"])
-    run_in_process("resumed", 0, train_dynamic, job, "resumed", resume=True, **options)
-    resumed, facts = read_log(job.output, "resumed")
-    expected = whole[: plan.kill_at] + whole[plan.saved :]
-    verdict = compare(expected, killed + resumed, exact=job.device == "cpu")
+    outcome = kill_and_resume(train_dynamic, job, name, **options)
+    plan = outcome.plan
     return (
         f"Killed after step {plan.kill_at}, {plan.lost} steps after its last checkpoint; its "
-        f"{job.workers} workers were gone {gone_s:.1f} s later.\n"
-        f"Resumed at step {plan.saved}, with {facts['replayed_samples']} samples processed again; "
-        f"{verdict} up to step {len(whole)}."
+        f"{job.workers} workers were gone {outcome.gone_s:.1f} s later.\n"
+        f"Resumed at step {plan.saved}, with {outcome.resumed['replayed_samples']} samples "
+        f"processed again; {outcome.verdict} up to step {outcome.steps}."
     )
 
 

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from kill_and_resume import kill_and_resume
 from odb_nodes import ODBDataLoader, TokenBudget, load_state, pop_step_info, save_state
 from odb_nodes.vision import VisionLanguageCollate, VisionLanguageProcessor
 from options import at_least
-from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
-from run_log import MEAN_OF_STEPS, RunLog, Step, compare, read_log, table
+from processes import FEWEST_STEPS, run_in_process
+from run_log import MEAN_OF_STEPS, RunLog, Step, read_log, table
 from tiny_vlm import Pictures, build_model, build_processor
 
 LEARNING_RATE = 2e-3
@@ -135,22 +136,15 @@ def held_out_loss(job: Job, model: torch.nn.Module) -> float:
 
 def check_resume(job: Job) -> str:
     """Kill a repetition of the run, resume it, compare, and return what happened."""
-    whole, facts = read_log(job.output, "whole")
-    plan = plan_kill(len(whole))
-    killing = {"save_every": plan.save_every, "kill_at": plan.kill_at}
-    run_in_process("killed", -signal.SIGKILL, train, job, "killed", **killing)
-    killed, killed_facts = read_log(job.output, "killed")
-    await_end(killed_facts["worker_pids"])
-    run_in_process("resumed", 0, train, job, "resumed", resume=True)
-    resumed, resumed_facts = read_log(job.output, "resumed")
-    expected = whole[: plan.kill_at] + whole[plan.saved :]
-    verdict = compare(expected, killed + resumed, exact=job.device == "cpu")
-    if resumed_facts["skipped"] != facts["skipped"]:
-        raise SystemExit(f"resume: {resumed_facts['skipped']} skipped, not {facts['skipped']}.")
+    outcome = kill_and_resume(train, job, "whole")
+    plan, skipped = outcome.plan, outcome.whole["skipped"]
+    if outcome.resumed["skipped"] != skipped:
+        raise SystemExit(f"resume: {outcome.resumed['skipped']} skipped, not {skipped}.")
     return (
         f"Killed after step {plan.kill_at}, {plan.lost} steps after its last checkpoint.\n"
-        f"Resumed at step {plan.saved}, with {resumed_facts['replayed_samples']} samples processed "
-        f"again; {verdict} up to step {len(whole)}.\nSkipped in both: {facts['skipped']}."
+        f"Resumed at step {plan.saved}, with {outcome.resumed['replayed_samples']} samples "
+        f"processed again; {outcome.verdict} up to step {outcome.steps}.\n"
+        f"Skipped in both: {skipped}."
     )
 
 

@@ -113,25 +113,11 @@ class ODBDataLoader:
         timeout_s: float = 1800.0,
         weights: Mapping[str, float] | Mixing | None = None,
     ) -> None:
-        if workers is not None and not isinstance(workers, WorkerOptions):
-            raise TypeError(
-                f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
-                "worker processes, use `num_workers`."
-            )
         check_callable("observe", observe)
         check_callable("collate_fn", collate_fn)
-        if workers is not None and num_workers:
-            raise ValueError(
-                "`num_workers` and `workers` must not both be given, but are "
-                f"{num_workers} and {workers} instead."
-            )
         check_count("prefetch", prefetch, 0)
         check_count("window", window)
-        options = workers or WorkerOptions(num_workers=num_workers)
-        if options.in_flight_samples is None:
-            per_worker = 4 * options.chunk_size
-            ahead = max(window, per_worker * options.num_workers)
-            options = replace(options, in_flight_samples=ahead)
+        options = _worker_options(workers, num_workers, window)
         budget = TokenBudget.of(token_budget, "token_budget")
         self.dataset = dataset
         rank, world_size = group_rank(process_group)
@@ -301,6 +287,25 @@ class ODBDataLoader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _worker_options(workers: WorkerOptions | None, num_workers: int, window: int) -> WorkerOptions:
+    """Return the options, so that a refill of the pool never waits for one sample."""
+    if workers is not None and not isinstance(workers, WorkerOptions):
+        raise TypeError(
+            f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
+            "worker processes, use `num_workers`."
+        )
+    if workers is not None and num_workers:
+        raise ValueError(
+            "`num_workers` and `workers` must not both be given, but are "
+            f"{num_workers} and {workers} instead."
+        )
+    options = workers or WorkerOptions(num_workers=num_workers)
+    if options.in_flight_samples is not None:
+        return options
+    ahead = max(window, 4 * options.chunk_size * options.num_workers)
+    return replace(options, in_flight_samples=ahead)
 
 
 class _PinningCollate:

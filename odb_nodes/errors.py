@@ -11,7 +11,14 @@ class SampleError(ValueError):
     """A sample cannot be used: its processing raised, or its length or size is not valid.
 
     Nothing is lost by it: the state of the graph still stands before the sample.
+
+    Attributes:
+        index: which sample of its group it is, where a collate function raised it; else `None`.
     """
+
+    def __init__(self, message: str = "", index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class StateError(ValueError):

@@ -127,6 +127,14 @@ def begin_epoch(root: BaseNode[Any], epoch: int | None) -> None:
     root.reset(None)
 
 
+def begin_again(root: BaseNode[Any]) -> None:
+    """Reset a graph to the beginning of its epoch, in another order where it draws one."""
+    for node in walk(root):
+        if callable(repeat := getattr(node, "repeat_epoch", None)):
+            repeat()
+    root.reset(None)
+
+
 def length_of(node: BaseNode[Any]) -> int:
     """Return how many items a node yields per epoch.
 

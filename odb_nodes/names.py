@@ -1,5 +1,6 @@
 """Names of callables, for fingerprints."""
 
+import zlib
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 def name_of(function: Any) -> str:
     """Return a name for a callable that is the same in every run of the same program.
 
-    That of a `functools.partial` has its arguments: the plain ones whole, the others by their type.
+    That of a `functools.partial` has its arguments: the plain ones whole, a tokenizer by its
+    vocabulary, the others by their type. Not to be called often: a vocabulary takes a while.
     """
     if isinstance(function, partial):
         named = [f"{key}={_show(value)}" for key, value in sorted(function.keywords.items())]
@@ -17,5 +19,19 @@ def name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
+def name_of_tokenizer(tokenizer: Any) -> str:
+    """Return a name for a tokenizer, of any library, that has a checksum of its vocabulary."""
+    name = type(tokenizer).__qualname__
+    try:
+        words = sorted((index, repr(word)) for word, index in tokenizer.get_vocab().items())
+    except (AttributeError, NotImplementedError, TypeError):  # it has none that can be listed
+        return name
+    return f"{name} of {len(words)} tokens, {zlib.crc32(repr(words).encode()):08x}"
+
+
 def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, _PLAIN) else f"<{type(value).__qualname__}>"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if callable(getattr(value, "get_vocab", None)):
+        return f"<{name_of_tokenizer(value)}>"
+    return f"<{type(value).__qualname__}>"

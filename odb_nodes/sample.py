@@ -103,9 +103,16 @@ class Skipped:
                     '`Skipped("empty", "which sample, and what is wrong with it.")`.'
                 )
 
+    @property
+    def why(self) -> str:
+        """Reason and message as a sentence."""
+        return f"({self.reason}){': ' if self.message else ''}{self.message or '.'}"
+
     def of_source(self, name: str) -> Skipped:
         """Return this with the name of the source in its message."""
-        return replace(self, message=f"source {name!r}: {self.message}")
+        return replace(
+            self, message=f"source {name!r}{': ' if self.message else '.'}{self.message}"
+        )
 
 
 class Observation(NamedTuple):

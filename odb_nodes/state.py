@@ -17,6 +17,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,12 @@ def unseal(
 
 
 def _check_config(node: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    changed = [
-        f"`{name}` was {saved.get(name, 'absent')!r} when saved, but is "
-        f"{present.get(name, 'absent')!r} now"
-        for name in sorted({*saved, *present})
-        if saved.get(name, _ABSENT) != present.get(name, _ABSENT)
-    ]
+    changed = []
+    for name in sorted({*saved, *present}):
+        if saved.get(name, _ABSENT) != present.get(name, _ABSENT):
+            values = repr(saved.get(name, "absent")), repr(present.get(name, "absent"))
+            before, now = _where_they_differ(*values)
+            changed.append(f"`{name}` was {before} when saved, but is {now} now")
     if not changed:
         return
     message = (
@@ -129,7 +130,22 @@ def _check_config(node: str, saved: Mapping[str, Any], present: Mapping[str, Any
     warnings.warn(message, stacklevel=2)
 
 
+def _where_they_differ(*texts: str) -> tuple[str, ...]:
+    """Return texts; of long ones the part from a little before they differ."""
+    if max(map(len, texts)) <= _LONG_CHARACTERS:
+        return texts
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    start = max(0, sum(1 for _ in alike) - _CONTEXT_CHARACTERS)
+    shown = []
+    for text in texts:
+        part = text[start : start + _LONG_CHARACTERS]
+        shown.append(f"{'...' * (start > 0)}{part}{'...' * (start + len(part) < len(text))}")
+    return tuple(shown)
+
+
 _ABSENT = object()
+_LONG_CHARACTERS = 160
+_CONTEXT_CHARACTERS = 40
 
 
 def _summary(value: object) -> str:

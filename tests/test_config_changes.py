@@ -201,6 +201,30 @@ def test_a_change_of_what_the_workers_do_says_what_changed(before, after, messag
         next(iter(loader))
 
 
+class Tokenizer:
+    def __init__(self, *words):
+        self._vocabulary = {word: index for index, word in enumerate(words)}
+
+    def get_vocab(self):
+        return dict(reversed(self._vocabulary.items()))
+
+
+def test_a_tokenizer_is_named_by_its_vocabulary():
+    one, same, other = (name_of(partial(crop, Tokenizer(*words))) for words in ("ab", "ab", "ba"))
+    assert one == same != other
+    assert one.startswith("crop(<Tokenizer of 2 tokens, ")
+
+
+def test_of_long_values_the_part_that_differs_is_shown():
+    long = partial(crop, "x" * 5000)
+    loader = Loader(processed(partial(crop, "x" * 5000, tokens=3)))
+    loader.load_state_dict(saved(processed(long), steps=0))
+    shown = r"""\.\.\.x+'\)" when saved, but is \.\.\.x+', tokens=3\)" now"""
+    with pytest.raises(StateError, match=shown) as caught:
+        next(iter(loader))
+    assert len(str(caught.value)) < 600
+
+
 def test_a_partial_is_named_with_its_plain_arguments():
     assert name_of(partial(crop, 5, side="left", other=[1])) == "crop(5, other=<list>, side='left')"
     assert name_of(partial(partial(crop, 5), None)) == "crop(5, None)"

@@ -23,6 +23,7 @@ from odb_nodes import (
     SampleError,
     SourceCount,
     StateError,
+    TokenBudget,
     WorkerOptions,
     pop_step_info,
 )
@@ -126,6 +127,56 @@ def test_a_source_node_is_a_dataset(tmp_path):
     assert sum(pop_step_info(batch).local_samples for batch in loader) == 9
     with pytest.raises(ValueError, match=r"must not be given for a node \(`JsonlSource`\)"):
         ODBDataLoader(JsonlSource(path), token_budget=400, shuffle=True)
+
+
+def test_a_node_that_shares_its_items_is_refused_where_each_rank_has_data_of_its_own(tmp_path):
+    path = write_chats(tmp_path / "chats.jsonl", 9)
+    own = {"token_budget": 400, "process_fn": chat, "sharded": True}
+    with pytest.raises(
+        ValueError, match="`JsonlSource` yields those of one of 2 ranks.*world_size=1"
+    ):
+        ODBDataLoader(JsonlSource(path, 0, 2), **own)
+    with pytest.raises(ValueError, match="source 'a': `dataset` must yield all of its items"):
+        ODBDataLoader({"a": JsonlSource(path, 1, 2)}, **own)
+    assert sum(len(batch["input_ids"]) for batch in ODBDataLoader(JsonlSource(path), **own)) == 9
+
+
+@pytest.mark.parametrize("oversize", ["alone", "error"])
+def test_what_is_said_of_a_sample_that_is_too_large_names_its_source_and_the_limit(oversize):
+    data = {"a": ["x"] * 3, "b": ["y" * 30]}
+    budget = TokenBudget(20, pad_to_multiple_of=8, oversize=oversize)
+    loader = ODBDataLoader(data, token_budget=budget, process_fn=encode)
+    said = r"\(source 'b'\), with 30 tokens .*: `tokens` is 20, in multiples of 8 16\."
+    alone = oversize == "alone"
+    with pytest.warns(match=said) if alone else pytest.raises(SampleError, match=said):
+        list(loader)
+
+
+def cut_labels(text):
+    return {**encode(text), "labels": [1]}
+
+
+def no_labels(text):
+    return {"input_ids": encode(text)["input_ids"], "id": text}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            cut_labels,
+            r"sample 0 of source 'b'.* `labels` must have the length of `input_ids` \(3\)",
+        ),
+        (no_labels, r"a sample of source 'b', `id` 'yyy': .* the same keys, but sample \d+ has"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_cannot_be_collated_name_their_source(function, message, num_workers):
+    data, functions = {"a": ["x"] * 20, "b": ["yyy"]}, {"a": encode, "b": function}
+    options = {"token_budget": 64, "process_fn": functions, "num_workers": num_workers}
+    with ODBDataLoader(data, shuffle=False, **options) as loader:
+        with pytest.raises(SampleError, match=message):
+            list(loader)
 
 
 def broken_ocr(pair):

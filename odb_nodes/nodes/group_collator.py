@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_callable, check_node
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.budget_defaults import Collate, collate_for, find_budget
 from odb_nodes.sample import Sample
 from odb_nodes.state import seal, unseal
@@ -121,6 +121,10 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         info = info or StepInfo.of_one_rank(group, self._step)
         try:
             batch = collate_group(self._collate, [sample.data for sample in group], info)
+        except SampleError as error:
+            if not (where := _name_of(group, error.index)):
+                raise
+            raise SampleError(f"{where}: {error}", error.index) from error
         except StopIteration as error:  # which would end the epoch here
             raise RuntimeError("`collate_fn` raised StopIteration.") from error
         if not isinstance(batch, MutableMapping):
@@ -130,3 +134,14 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
             )
         batch[STEP_INFO_KEY] = info
         return batch
+
+
+def _name_of(group: list[Sample], index: int | None) -> str:
+    """Return what is known of where a sample of a group comes from."""
+    if index is None or not 0 <= index < len(group):
+        return ""
+    sample = group[index]
+    known = [f"source {sample.source!r}"] if sample.source else []
+    if isinstance(sample.data, Mapping) and "id" in sample.data:
+        known.append(f"`id` {sample.data['id']!r:.100}")
+    return f"a sample of {', '.join(known)}" if known else ""

@@ -36,6 +36,7 @@ class LengthObserver(BaseNode[Sample | Skipped]):
         check_callable("observe", observe)
         self.source = source
         self._observe = observe
+        self._name = None if observe is None else name_of(observe)
         self._position = 0
         self._failure: SampleError | None = None
 
@@ -104,4 +105,4 @@ class LengthObserver(BaseNode[Sample | Skipped]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
-        return {"observe": None if self._observe is None else name_of(self._observe)}
+        return {"observe": self._name}

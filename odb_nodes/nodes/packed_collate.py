@@ -11,10 +11,12 @@ import torch
 
 from odb_nodes.checks import check_bool, check_count
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.token_rows import TokenRows, is_number, name_in_group
+from odb_nodes.nodes.token_rows import TokenRows, is_number, of_group, row_of
 from odb_nodes.planning.budget import TokenBudget, fit_shape
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import IGNORE_INDEX
+
+_IMAGE_KEYS = ("pixel_values", "image_grid_thw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +82,26 @@ class PackedCollate(TokenRows):
             **options,
         )
 
+    def prepare(self, sample: Any) -> Any:
+        """Return a sample with its values per token as (L,) arrays; see `TokenRows.prepare`.
+
+        Raises:
+            SampleError: those are not valid, or the sample cannot be packed.
+        """
+        prepared = super().prepare(sample)
+        if isinstance(prepared, Mapping):
+            self._check_packable(prepared)
+        return prepared
+
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`.
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
-            ValueError: the samples differ in their keys, or a key with a value per token has
-                another length than `input_ids`.
-            SampleError: the values of such a key are not numbers, or `input_ids` no integers; or an
-                `attention_mask` hides tokens, or `position_ids` do not count from 0.
+            SampleError: the samples differ in their keys; a key with a value per token has another
+                length than `input_ids`, values that are not numbers, or `input_ids` that are no
+                integers; an `attention_mask` hides tokens, or `position_ids` do not count from 0;
+                or there are images.
         """
         lengths = self.lengths_of(samples)
         total = sum(lengths)
@@ -96,9 +109,13 @@ class PackedCollate(TokenRows):
         starts = np.cumsum([0, *lengths])
         positions = np.zeros(width, dtype=np.int64)
         positions[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
-        self._check_implied(samples, lengths)
+        for index, sample in enumerate(samples):
+            try:
+                self._check_packable(sample)
+            except SampleError as error:
+                raise of_group(error, index) from error
         batch = {
-            key: self._collate(key, samples, lengths, width)
+            key: self._collate(key, [sample[key] for sample in samples], lengths, width)
             for key in samples[0]
             if key not in ("attention_mask", "position_ids")
         }
@@ -114,36 +131,37 @@ class PackedCollate(TokenRows):
             batch["attention_mask"] = _block_mask(starts, width, self.mask_dtype)
         return batch
 
-    def _collate(
-        self, key: str, samples: list[Mapping[str, Any]], lengths: list[int], width: int
-    ) -> Any:
-        values = [sample[key] for sample in samples]
+    def _collate(self, key: str, values: list[Any], lengths: list[int], width: int) -> Any:
         if all(map(is_number, values)):
             return torch.as_tensor(np.asarray(values))
         if key not in self.token_keys:
             return values
-        rows = self.rows_of(key, samples, lengths)
+        rows = self.rows_of(key, values, lengths)
         packed = self.blank(key, (1, width), rows)
         np.concatenate(rows, out=packed[0, : sum(lengths)], casting="same_kind")
         return torch.from_numpy(packed)
 
-    def _check_implied(self, samples: list[Mapping[str, Any]], lengths: list[int]) -> None:
-        """Refuse a mask or positions of a sample's own that a packed row cannot honour."""
+    def _check_packable(self, sample: Mapping[str, Any]) -> None:
+        """Refuse what a packed row cannot honour: a mask or positions of a sample's own, images."""
+        for key in _IMAGE_KEYS:
+            if key in sample:
+                raise SampleError(
+                    f"images cannot be packed, but there is `{key}`. Use the padded layout, and "
+                    "`VisionLanguageCollate`."
+                )
         for key, remedy in (
             ("attention_mask", "be 1 throughout: a packed row hides no tokens of a sample"),
             ("position_ids", "count from 0: they tell where a sample begins"),
         ):
-            if key not in samples[0] or key not in self.token_keys:
+            if key not in self.token_keys or (value := sample.get(key)) is None:
                 continue
-            rows = self.rows_of(key, samples, lengths)
-            for index, row in enumerate(rows):
-                expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
-                if not np.array_equal(row, expected):
-                    raise SampleError(
-                        f"`{key}` of {name_in_group(samples, index)} must {remedy}; but is "
-                        f"{row.tolist()!r:.80} instead. Leave the tokens or `{key}` out in "
-                        "processing, or use the padded layout."
-                    )
+            row = row_of(key, value)
+            expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
+            if not np.array_equal(row, expected):
+                raise SampleError(
+                    f"`{key}` must {remedy}; but is {row.tolist()!r:.80} instead. Leave the tokens "
+                    f"or `{key}` out in processing, or use the padded layout."
+                )
 
     def _model_arguments(self, starts: IntArray, width: int) -> dict[str, Any]:
         bounds = starts.tolist()

@@ -56,13 +56,17 @@ class PaddingCollate(TokenRows):
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
-            ValueError: the samples differ in their keys, a key with a value per token has another
-                length than `input_ids`, or there are more samples than their shape has rows.
-            SampleError: the values of such a key are not numbers, or `input_ids` no integers.
+            ValueError: there are more samples than their shape has rows.
+            SampleError: the samples differ in their keys; or a key with a value per token has
+                another length than `input_ids`, values that are not numbers, or `input_ids` that
+                are no integers.
         """
         lengths = self.lengths_of(samples)
         shape = self._shape(lengths)
-        batch = {key: self._collate(key, samples, lengths, shape) for key in samples[0]}
+        batch = {
+            key: self._collate(key, [sample[key] for sample in samples], lengths, shape)
+            for key in samples[0]
+        }
         if "attention_mask" not in batch:
             batch["attention_mask"] = self._attention_mask(lengths, shape)
         return batch
@@ -77,18 +81,13 @@ class PaddingCollate(TokenRows):
             )
         return rows, width
 
-    def _collate(
-        self, key: str, samples: list[Mapping[str, Any]], lengths: list[int], shape: Shape
-    ) -> Any:
-        values = [sample[key] for sample in samples]
+    def _collate(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> Any:
         if all(map(is_number, values)):
             return torch.as_tensor(np.asarray(values))
-        return self._pad(key, samples, lengths, shape) if key in self.token_keys else values
+        return self._pad(key, values, lengths, shape) if key in self.token_keys else values
 
-    def _pad(
-        self, key: str, samples: list[Mapping[str, Any]], lengths: list[int], shape: Shape
-    ) -> torch.Tensor:
-        rows = self.rows_of(key, samples, lengths)
+    def _pad(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> torch.Tensor:
+        rows = self.rows_of(key, values, lengths)
         padded = self.blank(key, shape, rows)
         for target, row, length in zip(padded, rows, lengths, strict=False):
             if self.side == "right":

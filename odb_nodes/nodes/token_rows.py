@@ -58,7 +58,8 @@ class TokenRows:
         returned as it is, and so is a sample that has nothing to convert.
 
         Raises:
-            SampleError: values per token are not numbers, or `input_ids` no integers.
+            SampleError: values per token are not numbers, `input_ids` no integers, or there are not
+                as many of them.
         """
         if not isinstance(sample, Mapping):
             return sample
@@ -67,6 +68,9 @@ class TokenRows:
             for key in self.token_keys
             if (value := sample.get(key)) is not None and not is_number(value)
         }
+        if (ids := rows.get("input_ids")) is not None:
+            for key, row in rows.items():
+                _check_length(key, row, len(ids))
         converted = any(row is not sample[key] for key, row in rows.items())
         return {**sample, **rows} if converted else sample
 
@@ -75,16 +79,17 @@ class TokenRows:
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
-            ValueError: the samples differ in their keys.
+            SampleError: the samples differ in their keys.
         """
         self.check_mappings(samples)
         for index, sample in enumerate(samples):
             if sample.keys() != samples[0].keys():
-                raise ValueError(
-                    "the samples of a group must have the same keys, but "
-                    f"{name_in_group(samples, index)} has {sorted(sample)}, and the first "
-                    f"{sorted(samples[0])}. Give all the same in processing; where only some have "
-                    "images, use a collate function of `odb_nodes.vision`."
+                raise SampleError(
+                    f"the samples of a group must have the same keys, but sample {index} has "
+                    f"{sorted(map(str, sample))} and sample 0 {sorted(map(str, samples[0]))}. Give "
+                    "every sample `labels`, or none; and any other key likewise. Where only some "
+                    "have images, use a collate function of `odb_nodes.vision`.",
+                    index,
                 )
         return [len(flat("input_ids", sample["input_ids"])) for sample in samples]
 
@@ -93,32 +98,25 @@ class TokenRows:
         for index, sample in enumerate(samples):
             if not isinstance(sample, Mapping) or "input_ids" not in sample:
                 raise TypeError(
-                    f"`{type(self).__name__}` takes mappings with `input_ids`, but "
-                    f"{name_in_group(samples, index)} is a `{type(sample).__name__}`. Pass a "
-                    "`collate_fn`."
+                    f"`{type(self).__name__}` takes mappings with `input_ids`, but sample "
+                    f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
                 )
 
-    def rows_of(
-        self, key: str, samples: Sequence[Mapping[str, Any]], lengths: list[int]
-    ) -> list[Any]:
+    def rows_of(self, key: str, values: list[Any], lengths: list[int]) -> list[Any]:
         """Return the values per token under `key` as arrays, one for each sample.
 
         Raises:
-            ValueError: they have other lengths than `input_ids`.
-            SampleError: they are not numbers, or `input_ids` no integers.
+            SampleError: they are not numbers, `input_ids` no integers, or there are not as many of
+                them.
         """
-        rows = []
-        for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-            try:
-                rows.append(row := row_of(key, sample[key]))
-            except SampleError as error:
-                raise SampleError(f"{name_in_group(samples, index)}: {error}") from error
-            if len(row) != length:
-                raise ValueError(
-                    f"`{key}` of {name_in_group(samples, index)} must have the length of its "
-                    f"`input_ids` ({length}), but has {len(row)} instead. Leave it out of "
-                    "`token_keys` if it has no value per token."
-                )
+        rows: list[Any] = []
+        try:
+            for value, length in zip(values, lengths, strict=True):
+                row = row_of(key, value)
+                _check_length(key, row, length)
+                rows.append(row)
+        except SampleError as error:
+            raise of_group(error, len(rows)) from error
         return rows
 
     def blank(self, key: str, shape: tuple[int, int], rows: list[Any]) -> npt.NDArray[Any]:
@@ -130,12 +128,17 @@ class TokenRows:
         return np.full(shape, fill, dtype=dtype)
 
 
-def name_in_group(samples: Sequence[Any], index: int) -> str:
-    """Return what errors call a sample: its number in the group, and its `source` and `id`."""
-    sample = samples[index]
-    keys = ("source", "id") if isinstance(sample, Mapping) else ()
-    named = ", ".join(f"{key} {sample[key]!r:.100}" for key in keys if key in sample)
-    return f"sample {index} of the group{f' ({named})' if named else ''}"
+def of_group(error: SampleError, index: int) -> SampleError:
+    """Return the error of a sample as that of sample `index` of a group."""
+    return SampleError(f"sample {index} of the group: {error}", index)
+
+
+def _check_length(key: str, row: Any, tokens: int) -> None:
+    if len(row) != tokens:
+        raise SampleError(
+            f"`{key}` must have the length of `input_ids` ({tokens}), but has {len(row)} instead. "
+            "Leave it out of `token_keys` if it has no value per token."
+        )
 
 
 def is_number(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from odb_nodes.checks import check_count, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.graph import length_of
+from odb_nodes.nodes.left_out import LeftOut
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
@@ -95,17 +95,17 @@ class WindowBucketer(BaseNode[list[Sample]]):
     @property
     def dropped_samples(self) -> int:
         """Samples of this epoch that `oversize="drop"` left out so far."""
-        return self._dropped
+        return self._left_out.dropped
 
     @property
     def oversize_samples(self) -> int:
         """Samples of this epoch that exceeded the budget on their own so far."""
-        return self._oversize
+        return self._left_out.oversize
 
     @property
     def skipped_samples(self) -> dict[str, int]:
         """Samples of this epoch that processing `Skipped` so far, by its reason."""
-        return dict(self._skipped)
+        return dict(self._left_out.skipped)
 
     @property
     def remaining_samples(self) -> int:
@@ -144,6 +144,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             raise self._failure
         try:
             self._refill()
+            if not len(self._pool):
+                self._end()
+                self._left_out.check_not_all(self._pool.pulled)
         except Exception as error:
             self._failure = error
             raise
@@ -151,8 +154,6 @@ class WindowBucketer(BaseNode[list[Sample]]):
             self._failure = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
             raise
         if not len(self._pool):
-            self._end()
-            self._check_not_all_left_out()
             raise StopIteration
         group = self._pool.take(draining=self._ended)
         if self._ended and not len(self._pool):
@@ -176,9 +177,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             ended=self._ended,
             pool=self._recipe(base) if replay else None,
             payload=None if replay else self._encoded(),
-            dropped_samples=self._dropped,
-            oversize_samples=self._oversize,
-            skipped_samples=dict(self._skipped),
+            dropped_samples=self._left_out.dropped,
+            oversize_samples=self._left_out.oversize,
+            skipped_samples=dict(self._left_out.skipped),
         )
 
     def _clear(self) -> None:
@@ -187,9 +188,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._payload: dict[int, Any] = {}
         self._ended = False
         self._failure = None
-        self._dropped = 0
-        self._oversize = 0
-        self._skipped: dict[str, int] = {}
+        self._left_out = LeftOut(self._budget)
 
     def _refill(self) -> None:
         """Pull until the pool is full, or as full as the age of its oldest sample allows."""
@@ -202,9 +201,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             try:
                 for _ in range(room):
                     sample = self._pull()
-                    if isinstance(sample, Skipped):
-                        self._count(sample)
-                    elif self._admit(sample):
+                    if self._left_out.admit(sample, self._pool.pulled):
                         ordinals.append(self._pool.pulled)
                         samples.append(sample)
                     self._pool.pulled += 1
@@ -223,58 +220,6 @@ class WindowBucketer(BaseNode[list[Sample]]):
                 f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
             )
         return sample
-
-    def _count(self, skipped: Skipped) -> None:
-        if skipped.reason not in self._skipped:
-            why = f"({skipped.reason}){': ' if skipped.message else ''}{skipped.message or '.'}"
-            warnings.warn(
-                f"sample {self._pool.pulled} of the epoch is skipped {why} Further ones are only "
-                "counted, see `skipped_samples`.",
-                stacklevel=2,
-            )
-        self._skipped[skipped.reason] = self._skipped.get(skipped.reason, 0) + 1
-
-    def _check_not_all_left_out(self) -> None:
-        """Raise where the epoch had samples, but none came out: the data or the budget is wrong."""
-        skipped = sum(self._skipped.values())
-        if self._dropped + skipped != self._pool.pulled or not self._pool.pulled:
-            return
-        if not skipped:
-            message = (
-                f"all {self._dropped} samples of the epoch exceed {self._budget} on their own: "
-                'they were dropped. Raise the budget, or set `oversize` to "alone".'
-            )
-        else:
-            message = (
-                f"all {self._pool.pulled} samples of the epoch were left out: {self._skipped} "
-                f"skipped in processing, {self._dropped} dropped. Check the paths of the data, or "
-                "let processing raise for such samples to see what is wrong."
-            )
-        self._failure = SampleError(message)
-        raise self._failure
-
-    def _admit(self, sample: Sample) -> bool:
-        """Tell whether a sample goes into the pool; count one that exceeds the budget."""
-        if not self._budget.is_oversize(sample.tokens, sample.patches):
-            return True
-        size = (
-            f"sample {self._pool.pulled} of the epoch, with {sample.tokens} tokens and "
-            f"{sample.patches} patches, exceeds {self._budget} on its own"
-        )
-        if self._budget.oversize == "error":
-            raise SampleError(
-                f'{size}. Raise the budget, shorten the sample, or set `oversize` to "alone" or '
-                '"drop".'
-            )
-        if not self._oversize:
-            fate = "dropped" if self._budget.oversize == "drop" else "given a group of its own"
-            warnings.warn(
-                f"{size}: it is {fate}. Further ones are only counted, see `oversize_samples`.",
-                stacklevel=2,
-            )
-        self._oversize += 1
-        self._dropped += self._budget.oversize == "drop"
-        return self._budget.oversize == "alone"
 
     def _add(self, ordinals: list[int], samples: list[Sample]) -> None:
         tokens = [sample.tokens for sample in samples]
@@ -316,8 +261,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             kept = self._replay(since, base, state[self.POOL_KEY])
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state[self.PULLED_KEY]
-        self._dropped, self._oversize = state[self.DROPPED_KEY], state[self.OVERSIZE_KEY]
-        self._skipped = state[self.SKIPPED_KEY]
+        self._left_out.dropped = state[self.DROPPED_KEY]
+        self._left_out.oversize = state[self.OVERSIZE_KEY]
+        self._left_out.skipped = state[self.SKIPPED_KEY]
         if state[self.ENDED_KEY]:
             self._expect_end()
 
@@ -349,7 +295,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             if isinstance(sample, Skipped):
                 raise StateError(
                     f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
-                    f"was good when saved, but is skipped now ({sample.reason}): {sample.message} "
+                    f"was good when saved, but is skipped now {sample.why} "
                     "Mend the data, or use an earlier checkpoint."
                 )
             now = [sample.tokens, sample.patches]

@@ -118,6 +118,18 @@ class TokenBudget:
             self.max_patches is not None and patches > self.max_patches
         )
 
+    def limit_of(self, tokens: int) -> str:
+        """Return, for an error, which limit a sample exceeds on its own.
+
+        Args:
+            tokens: of the sample; where these fit, it is the patches that do not.
+        """
+        if tokens <= self.capacity:
+            return f"`max_patches` is {self.max_patches}"
+        multiple = self.pad_to_multiple_of
+        rounded = f", in multiples of {multiple} {self.capacity}"
+        return f"`tokens` is {self.tokens}{rounded if self.capacity < self.tokens else ''}"
+
 
 def fit_shape(rows: int, longest_tokens: int, ladder: Sequence[Shape], multiple: int) -> Shape:
     """Return the narrowest shape of a ladder that is wide enough.

@@ -33,7 +33,7 @@ class ChunkTask:
     """Items of one chunk, and where the first of them stands."""
 
     items: Sequence[Any]
-    epoch: int
+    epoch: int  # or what stands for it, see `EpochCounter.order`
     position: int
 
 

@@ -71,7 +71,8 @@ class ParallelProcessor(BaseNode[T]):
     EPOCH_KEY = "epoch"
     POSITION_KEY = "position"
     STARTED_KEY = "started"
-    STATE_KEYS = (SOURCE_KEY, TAKEN_KEY, EPOCH_KEY, POSITION_KEY, STARTED_KEY)
+    CYCLE_KEY = "cycle"
+    STATE_KEYS = (SOURCE_KEY, TAKEN_KEY, EPOCH_KEY, POSITION_KEY, STARTED_KEY, CYCLE_KEY)
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ParallelProcessor(BaseNode[T]):
         self.source = source
         self._origin = origin_of(source)
         self._seed = None if seed is None else check_integer("seed", seed)
-        self._process_fn = process_fn
+        self._name = name_of(process_fn)
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
         own_seed = None if self._seed is None else mix(self._seed, self._rank)
@@ -116,6 +117,10 @@ class ParallelProcessor(BaseNode[T]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
+    def repeat_epoch(self) -> None:
+        """Make the next reset without a state begin this epoch again, with other random numbers."""
+        self._epochs.repeat()
+
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
@@ -133,7 +138,9 @@ class ParallelProcessor(BaseNode[T]):
             self._source_state = detach(self.source.state_dict())
         else:
             state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-            self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+            self._epochs.restore(
+                state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY]
+            )
             self._source_state = state[self.SOURCE_KEY]
             self._taken = state[self.TAKEN_KEY]
             self._position = self._submitted = state[self.POSITION_KEY]
@@ -173,6 +180,7 @@ class ParallelProcessor(BaseNode[T]):
             epoch=self._epochs.epoch,
             position=self._position,
             started=self._epochs.started,
+            cycle=self._epochs.cycle,
         )
 
     def close(self) -> None:
@@ -252,7 +260,7 @@ class ParallelProcessor(BaseNode[T]):
             # The items before it are delivered first: the error comes in its place.
             self._source_ended, error = True, caught
         if items or error is not None:
-            task = ChunkTask(items, self._epochs.epoch, self._submitted)
+            task = ChunkTask(items, self._epochs.order, self._submitted)
             self._submitted += len(items)
             future = self._submit(task)
             self._in_flight.append(_Chunk(source_state, len(items), task, origins, future, error))
@@ -264,8 +272,8 @@ class ParallelProcessor(BaseNode[T]):
             except Exception as error:  # of pickling
                 raise self._fail(
                     f"samples {task.position}..{task.position + len(task.items) - 1} of epoch "
-                    f"{task.epoch} cannot be sent to a worker: {type(error).__name__}: {error}. "
-                    'Let the source yield plain data, or use `method="thread"`.'
+                    f"{self._epochs.epoch} cannot be sent to a worker: {type(error).__name__}: "
+                    f'{error}. Let the source yield plain data, or use `method="thread"`.'
                 ) from error
         if self._workers.num_workers == 0:
             return None
@@ -309,7 +317,7 @@ class ParallelProcessor(BaseNode[T]):
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
         return {
-            "process_fn": name_of(self._process_fn),
+            "process_fn": self._name,
             "seed": self._seed,
             "rank": self._rank,
             "world_size": self._world_size,

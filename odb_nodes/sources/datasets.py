@@ -19,7 +19,9 @@ from torchdata.nodes import BaseNode
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes.checks import check_bool, check_iterable
+from odb_nodes.graph import walk
 from odb_nodes.sources.iterable_source import IterableSource
+from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.rank import has_data_elsewhere
 from odb_nodes.sources.sharded_sampler import ShardedSampler
 from odb_nodes.sources.streams import is_stream
@@ -54,6 +56,7 @@ def source_of(
                 f"`sampler` and `shuffle` must not be given for a node (`{type(dataset).__name__}`)"
                 ", whose order is its own."
             )
+        _check_share(dataset, shard)
         return dataset, None
     streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
     if streams or not hasattr(dataset, "__getitem__"):
@@ -118,6 +121,19 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
     if isinstance(sampler, DistributedSampler):
         return {"sampler": sampler, "sharded": sampler.num_replicas > 1}
     return {"sampler": sampler}
+
+
+def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
+    """Raise a ValueError where a node leaves items to other ranks, who do not read these data."""
+    for source in walk(node) if shard[1] == 1 else ():
+        if isinstance(source, (IterableSource, JsonlSource, ShardedSampler)):
+            ranks = source.fingerprint()["world_size"]
+            if ranks > 1:
+                raise ValueError(
+                    f"`dataset` must yield all of its items, but its `{type(source).__name__}` "
+                    f"yields those of one of {ranks} ranks, where this rank has data of its own "
+                    "(`sharded=True`), or is alone. Make it with `rank=0, world_size=1`."
+                )
 
 
 def _check_order(sampler: Any) -> None:

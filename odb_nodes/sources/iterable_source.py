@@ -23,8 +23,9 @@ class IterableSource(BaseNode[T]):
     """Yields this rank's items of an iterable, iterated anew in every epoch.
 
     Rank r takes every `world_size`-th item, from the r-th on. An iterable with `set_epoch` is told
-    the epoch; one with `state_dict` and `load_state_dict` is restored by them, any other by reading
-    it again up to the position. It must yield the same items in the same order when iterated again.
+    the epoch, and where a mixer begins it again within one, a number of 31 bits instead; one with
+    `state_dict` and `load_state_dict` is restored by them, any other by reading it again up to the
+    position. It must yield the same items in the same order when iterated again.
 
     A streaming dataset of Hugging Face `datasets` is restored by its own state, unless it has a
     shuffle buffer, whose contents that state loses: then it is read again up to the position. Where
@@ -49,7 +50,16 @@ class IterableSource(BaseNode[T]):
     ITERABLE_KEY = "iterable"
     ENDED_KEY = "ended"
     DIGEST_KEY = "digest"
-    STATE_KEYS = (EPOCH_KEY, POSITION_KEY, STARTED_KEY, ITERABLE_KEY, ENDED_KEY, DIGEST_KEY)
+    CYCLE_KEY = "cycle"
+    STATE_KEYS = (
+        EPOCH_KEY,
+        POSITION_KEY,
+        STARTED_KEY,
+        ITERABLE_KEY,
+        ENDED_KEY,
+        DIGEST_KEY,
+        CYCLE_KEY,
+    )
 
     def __init__(
         self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
@@ -83,6 +93,10 @@ class IterableSource(BaseNode[T]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
+    def repeat_epoch(self) -> None:
+        """Make the next reset without a state begin this epoch again, in another order."""
+        self._epochs.repeat()
+
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
@@ -102,7 +116,7 @@ class IterableSource(BaseNode[T]):
             self._tell_epoch()
             return
         state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY])
         self._position = state[self.POSITION_KEY]
         self._loaded = state[self.ITERABLE_KEY]
         self._ended = state[self.ENDED_KEY]
@@ -156,11 +170,12 @@ class IterableSource(BaseNode[T]):
             iterable=detach(own),
             ended=self._ended,
             digest=self._digest,
+            cycle=self._epochs.cycle,
         )
 
     def _tell_epoch(self) -> None:
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):
-            set_epoch(self._epochs.epoch)
+            set_epoch(self._epochs.order)
 
     def _count(self, item: Any) -> None:
         self._position += 1

@@ -34,8 +34,8 @@ class JsonlSource(BaseNode[Any]):
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: there is no file; or all are empty, unless this is one of several ranks that
-            each have files of their own (`rank=0, world_size=1`).
+        ValueError: there is no file; one is a folder; or all are empty, unless this is one of
+            several ranks that each have files of their own (`rank=0, world_size=1`).
     """
 
     EPOCH_KEY = "epoch"
@@ -44,7 +44,8 @@ class JsonlSource(BaseNode[Any]):
     OFFSET_KEY = "offset"
     LINE_KEY = "line"
     RECORD_KEY = "record"
-    STATE_KEYS = (EPOCH_KEY, STARTED_KEY, FILE_KEY, OFFSET_KEY, LINE_KEY, RECORD_KEY)
+    CYCLE_KEY = "cycle"
+    STATE_KEYS = (EPOCH_KEY, STARTED_KEY, FILE_KEY, OFFSET_KEY, LINE_KEY, RECORD_KEY, CYCLE_KEY)
 
     def __init__(
         self, paths: Paths, rank: int | None = None, world_size: int | None = None
@@ -54,6 +55,11 @@ class JsonlSource(BaseNode[Any]):
         self._paths = [Path(path) for path in given]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
+        if folders := [path for path in self._paths if path.is_dir()]:
+            raise ValueError(
+                f"`paths` must be files, but {folders[0]} is a folder. Pass its files, as in "
+                '`sorted(folder.glob("*.jsonl"))`.'
+            )
         self._sizes = [path.stat().st_size for path in self._paths]
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if not any(self._sizes) and not has_data_elsewhere(self._world_size):
@@ -65,6 +71,10 @@ class JsonlSource(BaseNode[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
+
+    def repeat_epoch(self) -> None:
+        """Make the next reset without a state begin this epoch again."""
+        self._epochs.repeat()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -80,7 +90,7 @@ class JsonlSource(BaseNode[Any]):
             self._begin()
             return
         state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY])
         self._file, self._offset = state[self.FILE_KEY], state[self.OFFSET_KEY]
         self._line, self._record = state[self.LINE_KEY], state[self.RECORD_KEY]
         if self._file < len(self._paths) and self._offset > self._sizes[self._file]:
@@ -124,6 +134,7 @@ class JsonlSource(BaseNode[Any]):
             offset=self._offset,
             line=self._line,
             record=self._record,
+            cycle=self._epochs.cycle,
         )
 
     def origin(self) -> Origin:
@@ -148,12 +159,12 @@ class JsonlSource(BaseNode[Any]):
     def _parse(self, line: bytes) -> Any:
         try:
             return json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.close()  # It may be mended before the next call.
             shown = line[:80].decode(errors="replace").strip()
             raise SampleError(
-                f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON: {error}. It "
-                f"begins with {shown!r}. Mend it, then iterate again; or resume, with "
+                f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON in UTF-8: "
+                f"{error}. It begins with {shown!r}. Mend it, then iterate again; or resume, with "
                 "`strict=False` if the size of the file has changed."
             ) from error
 

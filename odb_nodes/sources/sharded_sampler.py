@@ -43,6 +43,8 @@ class ShardedSampler(BaseNode[int]):
     EPOCH_KEY = "epoch"
     POSITION_KEY = "position"
     STARTED_KEY = "started"
+    CYCLE_KEY = "cycle"
+    STATE_KEYS = (EPOCH_KEY, POSITION_KEY, STARTED_KEY, CYCLE_KEY)
 
     def __init__(
         self,
@@ -74,6 +76,10 @@ class ShardedSampler(BaseNode[int]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
+    def repeat_epoch(self) -> None:
+        """Make the next reset without a state begin this epoch again, in another order."""
+        self._epochs.repeat()
+
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
@@ -85,13 +91,14 @@ class ShardedSampler(BaseNode[int]):
             self._epochs.advance()
             self._position = 0
         else:
-            keys = (self.EPOCH_KEY, self.POSITION_KEY, self.STARTED_KEY)
-            state = unseal(initial_state, type(self).__name__, self.fingerprint(), keys)
-            self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+            state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
+            self._epochs.restore(
+                state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY]
+            )
             self._position = state[self.POSITION_KEY]
         self._block = []
         self._block_start = self._position
-        seed = mix(self._seed, self._epochs.epoch)
+        seed = mix(self._seed, self._epochs.order)
         self._permutation = Permutation(self._size, seed) if self._shuffle else None
 
     def next(self) -> int:
@@ -108,13 +115,14 @@ class ShardedSampler(BaseNode[int]):
         return self._block[offset]
 
     def get_state(self) -> dict[str, Any]:
-        """Return epoch and position."""
+        """Return epoch, cycle and position."""
         return seal(
             type(self).__name__,
             self.fingerprint(),
             epoch=self._epochs.epoch,
             position=self._position,
             started=self._epochs.started,
+            cycle=self._epochs.cycle,
         )
 
     def _indices(self, start: int, stop: int) -> list[int]:

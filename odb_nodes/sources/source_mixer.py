@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.checks import check_node
-from odb_nodes.errors import SampleError
-from odb_nodes.graph import length_of
+from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
+from odb_nodes.graph import begin_again, length_of
 from odb_nodes.names import name_of
 from odb_nodes.sample import Sample, Skipped, SourceItem
 from odb_nodes.sources.origin import Origin, origin_of
@@ -60,7 +61,8 @@ class SourceMixer(BaseNode[Any]):
         by: what the weights are shares of: `"samples"`, or `"tokens"`, for which the sources must
             yield `Sample`.
         stop: when the epoch ends: with the `"first_exhausted"` source; when `"all_exhausted"`, each
-            once; or when all were exhausted and those that were earlier begin again (`"cycle"`).
+            once; or when all were exhausted and those that were earlier begin again, in another
+            order (`"cycle"`).
 
     Raises:
         TypeError, ValueError: an argument is not what is said above.
@@ -86,6 +88,11 @@ class SourceMixer(BaseNode[Any]):
             raise ValueError("`sources` must name at least 1 node, but is empty.")
         for name, node in sources.items():
             check_node(f"sources[{name!r}]", node)
+        if len(set(map(id, sources.values()))) < len(sources):
+            raise ValueError(
+                f"`sources` must be different nodes, but of {sorted(sources)} two are the same, "
+                "which would share its items out. Make one for each."
+            )
         for option, value, known in (("by", by, get_args(Unit)), ("stop", stop, get_args(Stop))):
             if value not in known:
                 raise ValueError(f"`{option}` must be one of {known}, but is {value!r} instead.")
@@ -142,17 +149,31 @@ class SourceMixer(BaseNode[Any]):
         """Return the next item of the source that is most behind.
 
         Raises:
-            SampleError: a source yielded no item at all; or, with `by="tokens"`, no `Sample`.
+            SampleError: a source raised, or yielded nothing; or, with `by="tokens"`, no `Sample`.
         """
+        exhausted = ""
         while not self._ended:
             name = min(self._candidates(), key=self._had)
             try:
                 item = next(self.sources[name])
             except StopIteration:
+                if name == exhausted:
+                    raise SampleError(
+                        f"source {name!r} yielded nothing when it began again: it can be iterated "
+                        'only once. Mend it, or let `stop` be "all_exhausted".'
+                    ) from None
                 self._exhaust(name)
+                exhausted = name
                 continue
+            except (PeerError, StateError, WorkerError):
+                raise
             except SampleError as error:
                 raise SampleError(f"source {name!r}: {error}") from error
+            except Exception as error:
+                raise SampleError(
+                    f"source {name!r}: reading its sample {self._samples[name]} of this epoch "
+                    f"raised {error!r}"
+                ) from error
             if isinstance(item, Skipped):  # which has no part in the shares
                 return item.of_source(name)
             self._samples[name] += 1
@@ -204,16 +225,22 @@ class SourceMixer(BaseNode[Any]):
         # One of several ranks may have none of a small source, as long as it only runs out sooner.
         alone = resolve_rank(None, None)[1] == 1
         if not self._samples[name] and (alone or self._stop != "all_exhausted"):
+            remedy = (
+                "Leave it out, or mend it."
+                if alone
+                else f'Where `stop` is "{self._stop}", each rank needs a sample of each source: '
+                'leave it out, give it a sample per rank, or let `stop` be "all_exhausted".'
+            )
             raise SampleError(
-                f"`sources[{name!r}]` yielded no sample in this epoch, so its weight cannot be "
-                "kept. Leave it out, or mend it; of several ranks, each needs samples of it."
+                f"source {name!r} yielded no sample in this epoch, so its weight cannot be kept. "
+                f"{remedy}"
             )
         if name not in self._exhausted:
             self._exhausted.append(name)
         all_exhausted = len(self._exhausted) == len(self.sources)
         self._ended = all_exhausted or self._stop == "first_exhausted"
         if not self._ended and self._stop == "cycle":
-            self.sources[name].reset(None)
+            begin_again(self.sources[name])
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
@@ -249,7 +276,7 @@ def _checked(
 ) -> dict[str, float]:
     check_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
-        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+        if not (isinstance(weight, Real) and math.isfinite(weight) and weight > 0):
             raise ValueError(
                 f"`weights[{name!r}]` must be a positive number, but is {weight!r} instead."
             )

@@ -23,6 +23,7 @@ class SimulationReport:
         samples: that were in a group.
         real_tokens: of those samples.
         padded_tokens: of the groups, padding included.
+        shapes: how many shapes, rows x width, the batches have.
         filler_slots: slots in which a rank has no sample left. They count as waiting.
         filler_share: filler slots / all slots.
         density: real tokens / padded tokens.
@@ -42,6 +43,7 @@ class SimulationReport:
     samples: int
     real_tokens: int
     padded_tokens: int
+    shapes: int
     filler_slots: int
     filler_share: float
     density: float
@@ -62,9 +64,11 @@ class SimulationReport:
         """
         slots = 0
         rows = []
+        shapes = set()
         for step in steps:
             slots += len(step)
             rows.append(_measure(step, budget))
+            shapes |= {budget.shape([sample.tokens for sample in group]) for group in step if group}
         if not rows:
             raise ValueError("there is no step: all samples are dropped, or a rank has none.")
         table = np.array(rows, dtype=np.float64)  # a square of tokens does not fit 64-bit integers
@@ -77,6 +81,7 @@ class SimulationReport:
             samples=int(samples.sum()),
             real_tokens=int(real.sum()),
             padded_tokens=int(padded.sum()),
+            shapes=len(shapes),
             filler_slots=int(fillers.sum()),
             filler_share=float(fillers.sum()) / slots,
             density=float(real.sum() / padded.sum()),
@@ -91,6 +96,7 @@ class SimulationReport:
         """Return the line of a table, by title."""
         return {
             "steps": f"{self.steps:,}",
+            "shapes": f"{self.shapes:,}",
             "real / padded": f"{self.density:.3f}",
             "efficiency": f"{self.efficiency:.4f}",
             "balance": f"{self.balance:.3f}",

@@ -226,24 +226,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uneven", choices=get_args(Uneven), default="fill")
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
     parser.add_argument("--layout", choices=("padded", "packed"), default="padded")
-    parser.add_argument("--shapes", type=int, help="most shapes of batches (default: any)")
+    parser.add_argument(
+        "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"
+    )
     parser.add_argument("--samples-per-rank", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0, help="of the lengths and the permutations")
     args = parser.parse_args(arguments)
     rows = []
+    budgets = [
+        TokenBudget(args.budget, layout=args.layout, shapes=shapes)
+        for shapes in ([None] if args.shapes is None else [args.shapes, None])
+    ]
     for cv, ranks, window, round_size in product(args.cv, args.ranks, args.window, args.round_size):
-        report = simulate(
-            lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed),
-            world_size=ranks,
-            budget=TokenBudget(args.budget, layout=args.layout, shapes=args.shapes),
-            window=window,
-            round_size=round_size,
-            accumulate=args.accumulate,
-            seed=args.seed,
-            uneven=args.uneven,
+        report, *any_shape = (
+            simulate(
+                lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed),
+                world_size=ranks,
+                budget=budget,
+                window=window,
+                round_size=round_size,
+                accumulate=args.accumulate,
+                seed=args.seed,
+                uneven=args.uneven,
+            )
+            for budget in budgets
         )
         run = {"CV": cv, "ranks": ranks, "window": window, "round": round_size}
-        rows.append({key: str(value) for key, value in run.items()} | report.as_row())
+        row = {key: str(value) for key, value in run.items()} | report.as_row()
+        for other in any_shape:
+            row["extra padding"] = f"{report.padded_tokens / other.padded_tokens - 1:.1%}"
+        rows.append(row)
     print(markdown_table(rows))
 
 

@@ -67,17 +67,20 @@ class SourceReport:
         """Return the counts and shares as text, beside the weights if they are given.
 
         Raises:
-            ValueError: there are no weights for a source, or some for another one.
+            ValueError: there is no weight for a source.
         """
+        counts = dict(self._counts)
         if weights is not None:
-            check_names("weights", weights, "sources", self._counts)
+            if isinstance(weights, Mapping):  # some have had none yet
+                counts = dict.fromkeys(weights, SourceCount(0, 0)) | counts
+            check_names("weights", weights, "sources", counts)
         total = sum(weights.values()) if weights else 1.0
         head = f"{'source':16}{'samples':>12}{'share':>9}{'tokens':>15}{'share':>9}"
         lines = [head + (f"{'weight':>9}" if weights else "")]
         samples, tokens = self.shares("samples"), self.shares("tokens")
-        for name, count in sorted(self._counts.items()):
-            line = f"{name:16}{count.samples:>12,}{samples[name]:>9.2%}"
-            line += f"{count.tokens:>15,}{tokens[name]:>9.2%}"
+        for name, count in sorted(counts.items()):
+            line = f"{name:16}{count.samples:>12,}{samples.get(name, 0):>9.2%}"
+            line += f"{count.tokens:>15,}{tokens.get(name, 0):>9.2%}"
             lines.append(line + (f"{weights[name] / total:>9.2%}" if weights else ""))
         return "\n".join(lines)
 

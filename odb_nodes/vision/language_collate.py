@@ -12,7 +12,7 @@ import torch
 
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.padding_collate import PaddingCollate
-from odb_nodes.nodes.token_rows import TOKEN_KEYS, name_in_group, row_of
+from odb_nodes.nodes.token_rows import TOKEN_KEYS, of_group, row_of
 from odb_nodes.sample import flat
 from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.arguments import check_image_processor, check_type
@@ -130,7 +130,7 @@ class VisionLanguageCollate(PaddingCollate):
                         "processors with the same `patch_size` and `temporal_patch_size`."
                     )
             except SampleError as error:
-                raise SampleError(f"{name_in_group(samples, index)}: {error}") from error
+                raise of_group(error, index) from error
             images.append((pixels, grid))
         return images
 

@@ -11,7 +11,7 @@ import torch
 
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.padding_collate import PaddingCollate
-from odb_nodes.nodes.token_rows import name_in_group
+from odb_nodes.nodes.token_rows import of_group
 from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.dummy import check_agreed
 
@@ -85,10 +85,9 @@ def _images_of(samples: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
     images = [] if found is None else [np.asarray(image) for image in found]
     for image in images:
         if image.ndim != 3:
-            raise SampleError(
-                f"{name_in_group(samples, index)}: an image of `pixel_values` must be (C, H, W), "
-                f"but has shape {image.shape} instead."
-            )
+            what = "an image of `pixel_values`"
+            error = SampleError(f"{what} must be (C, H, W), but has shape {image.shape} instead.")
+            raise of_group(error, index)
     return images
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from odb_nodes.checks import check_bool
 from odb_nodes.errors import SampleError
+from odb_nodes.names import name_of_tokenizer
 from odb_nodes.sample import IGNORE_INDEX, Skipped
 from odb_nodes.vision.arguments import (
     ORDER,
@@ -81,7 +82,7 @@ class VisionLanguageProcessor:
             for token in [getattr(template, name)]
         }
         parts = (
-            f"tokens={len(self.tokenizer)}",
+            name_of_tokenizer(self.tokenizer),
             special,
             read,
             template,

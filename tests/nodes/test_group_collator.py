@@ -99,17 +99,17 @@ def test_rows_of_different_dtypes_lose_nothing():
         (
             [{"input_ids": [1, 2], "labels": [1]}],
             ValueError,
-            r"`labels` of sample 0 of the group must have the length of its `input_ids` \(2\), bu",
+            "sample 0 .* `labels` must have the length",
         ),
         (
             [{"input_ids": [1], "id": 5}, {"input_ids": [1], "id": 6, "labels": [1]}],
-            ValueError,
-            r"sample 1 of the group \(id 6\) has \['id', 'input_ids', 'labels'\], and the first",
+            SampleError,
+            r"sample 1 has \['id', 'input_ids', 'labels'\] and sample 0",
         ),
         (
-            [{"input_ids": [1], "source": "web"}, {"input_ids": ["x"], "source": "ocr"}],
+            [{"input_ids": [1], "id": 5}, {"input_ids": ["x"], "id": 6}],
             SampleError,
-            r"sample 1 of the group \(source 'ocr'\): `input_ids` must hold integers",
+            "sample 1 of the group: `input_ids` must hold integers",
         ),
         (["text"], TypeError, "sample 0 of the group is a `str`. Pass a `collate_fn`"),
         ([{"text": "x"}], TypeError, "mappings with `input_ids`"),

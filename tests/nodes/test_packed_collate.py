@@ -131,7 +131,7 @@ def test_rows_of_different_dtypes_lose_nothing():
         (
             [{"input_ids": [1, 2], "labels": [1]}],
             ValueError,
-            "`labels` of sample 0 of the group must have",
+            "sample 0 .* `labels` must have the length",
         ),
         (["text"], TypeError, "`PackedCollate` takes .* sample 0 of the group is a `str`"),
         ([{"text": "x"}], TypeError, "mappings with `input_ids`"),
@@ -140,18 +140,27 @@ def test_rows_of_different_dtypes_lose_nothing():
         (
             [{"input_ids": [1, 2], "attention_mask": [0, 1]}],
             SampleError,
-            "`attention_mask` of sample 0 of the group must be 1 throughout.* is .0, 1. instead",
+            "sample 0 of the group: `attention_mask` must be 1 throughout.* is .0, 1. instead",
         ),
         (
-            [{"input_ids": [1, 2], "position_ids": [3, 4]}],
+            [{"input_ids": [1, 2], "position_ids": row} for row in ([0, 1], [3, 4])],
             SampleError,
-            "`position_ids` of sample 0 of the group must count from 0.* is .3, 4. instead",
+            "sample 1 of the group: `position_ids` must count from 0.* is .3, 4. instead",
         ),
+        ([{"input_ids": [1], "pixel_values": np.ones((4, 2))}], SampleError, "images cannot be"),
     ],
 )
 def test_samples_that_cannot_be_packed_are_an_error(samples, error, message):
     with pytest.raises(error, match=message):
         PackedCollate()(samples)
+
+
+@pytest.mark.parametrize(
+    "more", [{"attention_mask": [0, 1]}, {"labels": [1]}, {"image_grid_thw": [[1, 2, 2]]}]
+)
+def test_what_cannot_be_packed_is_found_when_a_sample_is_prepared(more):
+    with pytest.raises(SampleError, match=next(iter(more))):
+        PackedCollate().prepare({"input_ids": [1, 2], **more})
 
 
 @pytest.mark.parametrize("fields", [{"mask_dtype": torch.int64}, {"max_samples": 0}])

@@ -145,7 +145,7 @@ def test_data_that_was_mended_or_lost_between_save_and_resume():
 def test_nodes_pass_a_skipped_sample_on():
     items = [Skipped("a"), SourceItem("x", Skipped("b")), SourceItem("x", {"input_ids": [1]})]
     observed = list(Loader(LengthObserver(IterableWrapper(items))))
-    skipped = Skipped("b", "source 'x': ")
+    skipped = Skipped("b", "source 'x'.")
     assert observed == [Skipped("a"), skipped, Sample({"input_ids": [1]}, 1, 0)]
 
 

@@ -59,12 +59,23 @@ def test_a_broken_line_is_named_and_loses_nothing(files):
     files[1].write_text(good.replace('"id": 45', '"id" 45'))
     loader, seen = Loader(JsonlSource(files, rank=0, world_size=1)), []
     for _ in range(2):
-        with pytest.raises(SampleError, match=r"b\.jsonl, line 11, is not valid JSON.*\"id\" 45"):
+        with pytest.raises(
+            SampleError, match=r"b\.jsonl, line 11, is not valid JSON in UTF-8.*\"id\" 45"
+        ):
             for record in loader:
                 seen.append(record["id"])
     files[1].write_text(good)
     seen += [record["id"] for record in loader]
     assert seen == list(range(60))
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"id": "\xe9"}', b"\x00\x00", b"[" * 100_000, '{"id": 1}'.encode("utf-16")]
+)
+def test_what_is_no_json_in_utf_8_is_named(line, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": 0}\n' + line + b"\n")
+    with pytest.raises(SampleError, match=r"a\.jsonl, line 2, is not valid JSON in UTF-8"):
+        ids(JsonlSource(tmp_path / "a.jsonl", 0, 1))
 
 
 def test_a_broken_line_of_another_rank_is_left_to_it(files):
@@ -113,6 +124,7 @@ def test_no_file_is_left_open(files):
         ([], ValueError, "`paths` must name at least 1 file"),
         (["/nowhere/x.jsonl"], FileNotFoundError, "x.jsonl"),
         (["/dev/null"], ValueError, "`paths` must hold a record"),
+        (["/dev"], ValueError, "`paths` must be files, but /dev is a folder"),
     ],
 )
 def test_paths_that_are_not_valid_are_named(paths, error, message):

@@ -1,6 +1,8 @@
 import copy
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
     GroupCollator,
+    IterableSource,
     JsonlSource,
     LengthObserver,
     Loader,
@@ -194,6 +197,103 @@ def test_cycle_repeats_the_short_ones_in_new_orders():
     assert first != second
 
 
+def orders_of_ocr(loader, epoch):
+    """The orders in which a cycled source of 20 comes in an epoch."""
+    if epoch is not None:
+        loader.set_epoch(epoch)
+    items = [item for source, item in loader if source == "ocr"]
+    return [tuple(items[i : i + 20]) for i in range(0, len(items) // 20 * 20, 20)]
+
+
+CYCLED = {"sizes": {"chat": 200, "ocr": 20}, "weights": {"chat": 0.5, "ocr": 0.5}}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_no_order_comes_twice_where_the_epoch_is_set(nested):
+    def make():
+        node = mixer(**CYCLED, stop="cycle")
+        if nested:  # begun again as a whole, by the outer one
+            node = SourceMixer({"in": node, "big": sampler("big", 900)}, {"in": 0.6, "big": 0.4})
+            node = SourceMixer({"a": node, "b": sampler("b", 3000)}, stop="cycle")
+            node = Mapper(node, inner)
+        return Loader(node)
+
+    loader = make()
+    orders = [order for epoch in range(3) for order in orders_of_ocr(loader, epoch)]
+    assert len(orders) >= 24
+    assert len(set(orders)) == len(orders)
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert orders_of_ocr(make(), 2) == orders[-len(orders) // 3 :]  # whatever came before
+    counted = make()
+    assert [order for _ in range(3) for order in orders_of_ocr(counted, None)] == orders
+
+
+def inner(item):
+    while isinstance(item.item, SourceItem):
+        item = item.item
+    return item
+
+
+def drawn(index):
+    return {"input_ids": [1] * 3, "drawn": random.random()}
+
+
+def test_no_random_number_comes_twice_where_a_source_begins_again():
+    def processed(name, size):
+        node = ParallelProcessor(sampler(name, size), drawn, rank=0, world_size=1)
+        return LengthObserver(node)
+
+    node = SourceMixer(
+        {"many": processed("many", 60), "few": processed("few", 5)}, by="tokens", stop="cycle"
+    )
+    loader, numbers = Loader(node), []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        numbers += [one.data["drawn"] for one in loader if one.source == "few"]
+    assert len(set(numbers)) == len(numbers) > 100
+
+
+class Epochs:
+    """Says which epochs it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+    def __iter__(self):
+        return iter([1, 2, 3])
+
+
+def test_an_iterable_that_begins_again_is_told_another_number():
+    data = Epochs()
+    node = SourceMixer({"a": IterableSource(data, 0, 1), "b": sampler("b", 9)}, stop="cycle")
+    loader = Loader(node)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        list(loader)
+    assert len(set(data.told)) == len(data.told) >= 6
+    assert [epoch for epoch in data.told if epoch < 2] == [0, 1]
+    assert all(0 <= epoch < 2**31 for epoch in data.told)
+
+
+class Once:
+    def __init__(self):
+        self.items = iter([1, 2])
+
+    def __iter__(self):
+        return self.items
+
+
+def test_a_source_that_cannot_begin_again_is_an_error_and_no_endless_loop(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # where an empty share alone is none
+    monkeypatch.setenv("RANK", "0")
+    node = SourceMixer({"a": IterableSource(Once(), 0, 1), "b": sampler("b", 9)}, stop="cycle")
+    with pytest.raises(SampleError, match="source 'a' yielded nothing when it began again"):
+        list(Loader(node))
+
+
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
 def test_every_step_resumes(stop, by):
@@ -255,8 +355,41 @@ def test_other_weights_are_refused():
 
 def test_an_empty_source_is_named():
     node = SourceMixer({"a": IterableWrapper([1]), "b": IterableWrapper([])}, stop="cycle")
-    with pytest.raises(SampleError, match=r"`sources\['b'\]` yielded no sample"):
+    with pytest.raises(SampleError, match="source 'b' yielded no sample.* Leave it out, or mend"):
         list(Loader(node))
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "cycle"])
+def test_a_rank_without_a_sample_of_a_source_says_what_to_do(stop, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    node = SourceMixer({"a": sampler("a", 9), "b": ShardedSampler(1)}, stop=stop)
+    with pytest.raises(
+        SampleError, match=f'"{stop}", each rank needs .* per rank.*"all_exhausted"'
+    ):
+        list(Loader(node))
+
+
+class Unreadable:
+    broken = True
+
+    def __iter__(self):
+        for number in range(5):
+            if number == 3 and self.broken:
+                raise OSError("no route to host")
+            yield number
+
+
+def test_an_error_of_an_iterable_names_source_and_sample_and_loses_nothing():
+    data = Unreadable()
+    loader = Loader(SourceMixer({"a": IterableSource(data, 0, 1), "b": sampler("b", 4)}))
+    seen = []
+    with pytest.raises(SampleError, match="source 'a': reading its sample 3 .*OSError.'no route"):
+        for item in loader:
+            seen.append(item)
+    data.broken = False
+    seen += loader
+    assert sorted(seen) == sorted([("a", i) for i in range(5)] + [("b", i) for i in range(4)])
 
 
 def test_shares_of_tokens_need_samples():
@@ -278,6 +411,17 @@ def test_shares_of_tokens_need_samples():
 def test_arguments_that_are_not_valid_are_named(options, error, message):
     with pytest.raises(error, match=message):
         mixer(**options)
+
+
+def test_one_node_cannot_be_two_sources():
+    node = sampler("a", 9)
+    with pytest.raises(ValueError, match="`sources` must be different nodes"):
+        SourceMixer({"a": node, "b": node})
+
+
+def test_weights_may_be_numbers_of_numpy():
+    weights = {"chat": np.float32(0.5), "caption": np.int64(1), "ocr": 1}
+    assert mixer(weights=weights).fingerprint()["weights"] == {"chat": 0.5, "caption": 1, "ocr": 1}
 
 
 def test_items_keep_their_source():

@@ -152,6 +152,12 @@ def test_padding_to_a_multiple_is_padding():
     assert (report.steps, report.padded_tokens) == (1, 16)
 
 
+def test_shapes_are_counted():
+    assert simulate([5, 5, 20, 20, 9, 9], world_size=1, budget=20).shapes == 3
+    budget = TokenBudget(20, shapes=1)
+    assert simulate([5, 5, 20, 20, 9, 9], world_size=1, budget=budget).shapes == 1
+
+
 def test_packed_rows_hold_what_fits_and_attention_knows_their_samples():
     budget = TokenBudget(20, layout="packed")
     report = simulate([12, 8, 5, 15], world_size=1, budget=budget)
@@ -221,5 +227,16 @@ def test_the_command_line_prints_a_line_for_each_combination(capsys):
     main(["--ranks", "2", "3", "--window", "8", "16", "--samples-per-rank", "50"])
     titles, rule, *lines = capsys.readouterr().out.splitlines()
     assert "efficiency" in titles and set(rule) == set("| -")
+    assert "extra padding" not in titles
     columns = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines]
     assert columns == [["1.0", ranks, window] for ranks in "23" for window in ("8", "16")]
+
+
+def test_the_command_line_says_what_bounded_shapes_cost(capsys):
+    main(["--ranks", "1", "--window", "64", "--samples-per-rank", "2000", "--shapes", "12"])
+    titles, _, line = capsys.readouterr().out.splitlines()
+    cells = dict(
+        zip(map(str.strip, titles.split("|")), map(str.strip, line.split("|")), strict=True)
+    )
+    assert int(cells["shapes"]) <= 12
+    assert 3 < float(cells["extra padding"].rstrip("%")) < 40

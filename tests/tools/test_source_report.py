@@ -47,7 +47,17 @@ def test_its_table_shows_shares_beside_weights():
     assert str(SourceReport()).split() == head.split()[:-1]
 
 
-def test_weights_of_other_sources_are_refused():
+def test_a_source_that_has_had_nothing_yet_has_a_line():
+    line = reported(infos()[:0]).table({"short": 3, "long": 1}).splitlines()[1]
+    assert line.split() == ["long", "0", "0.00%", "0", "0.00%", "25.00%"]
+
+
+@pytest.mark.parametrize("weights", [{"short": 1}, 3])
+def test_weights_of_other_sources_are_refused(weights):
+    if weights == 3:
+        with pytest.raises(TypeError, match="`weights` must be a dict"):
+            reported(infos()).table(weights)
+        return
     with pytest.raises(ValueError, match="`weights` must have the names of `sources`"):
         reported(infos()).table({"short": 1})
 

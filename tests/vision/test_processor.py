@@ -1,3 +1,4 @@
+import copy
 import io
 import pickle
 import subprocess
@@ -337,6 +338,11 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
         for other in ({}, {"image_mean": [0.5] * 3}, {"patch_size": 28, "merge_size": 1})
     }
     assert len(names) == 3
+    tokenizer = copy.deepcopy(processor().tokenizer)
+    assert name_of(VisionLanguageProcessor(tokenizer, make().image_processor)) == name_of(make())
+    words = list(tokenizer.get_vocab())
+    tokenizer.get_vocab = lambda: {word: index for index, word in enumerate(words)}
+    assert name_of(VisionLanguageProcessor(tokenizer, make().image_processor)) != name_of(make())
 
 
 def test_the_package_imports_neither_pillow_nor_transformers():

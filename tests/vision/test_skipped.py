@@ -17,6 +17,7 @@ def test_it_must_be_strings(arguments, named):
     [
         (Skipped("a", "it is bad."), "(a): it is bad. Further"),
         (Skipped("a"), "(a). Further"),
+        (Skipped("a").of_source("web"), "(a): source 'web'. Further"),
         (Skipped("a", "it is bad.").of_source("web"), "(a): source 'web': it is bad. Further"),
     ],
 )

@@ -120,7 +120,7 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
             )
         info = info or StepInfo.of_one_rank(group, self._step)
         try:
-            batch = collate_group(self._collate, [sample.data for sample in group], info)
+            batch = collate_group(self._collate, [_owned(sample.data) for sample in group], info)
         except StopIteration as error:  # which would end the epoch here
             raise RuntimeError("`collate_fn` raised StopIteration.") from error
         if not isinstance(batch, MutableMapping):
@@ -130,3 +130,11 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
             )
         batch[STEP_INFO_KEY] = info
         return batch
+
+
+def _owned(data: Any) -> Any:
+    """Return the sample's dict as one that `collate_fn` may change.
+
+    Some take keys out. The sample may come again: in a filler step, or where collation raised.
+    """
+    return data.copy() if isinstance(data, dict) else data

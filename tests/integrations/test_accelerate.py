@@ -1,8 +1,10 @@
 """Training loops of Accelerate with dynamic batches, on one rank and on two real ones."""
 
+import gc
 import json
 import signal
 import sys
+import weakref
 from pathlib import Path
 from textwrap import dedent
 
@@ -113,6 +115,15 @@ def test_what_does_not_go_together_is_refused():
             Accelerator(cpu=True, gradient_accumulation_plugin=plugin), loader_of(2)
         )
     Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
+
+
+def test_an_accelerator_is_not_kept_by_its_loader():
+    accelerator = Accelerator(cpu=True)
+    configure_accelerator(accelerator, loader_of())
+    reference = weakref.ref(accelerator)
+    del accelerator
+    gc.collect()
+    assert reference() is None
 
 
 def test_metrics_go_to_tensorboard(tmp_path):

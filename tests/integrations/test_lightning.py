@@ -287,6 +287,13 @@ def test_the_estimate_of_steps_is_about_right():
     assert abs(module.estimated - trainer.global_step) <= 2
 
 
+def test_steps_that_cannot_be_estimated_are_an_error():
+    data = ODBDataModule({"a": samples_of(0, 3), "b": samples_of(3, 3)}, token_budget=60)
+    data.trainer = r.trainer_of(max_epochs=1)
+    with pytest.raises(TypeError, match="it is `dict`. Make the schedule for a number"):
+        data.estimated_steps()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -312,6 +319,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     "options",
     [
         {"limit_train_batches": 5},
+        {"limit_train_batches": 1},
         {"limit_train_batches": 0.5},
         {"overfit_batches": 2},
         {"reload_dataloaders_every_n_epochs": 1},

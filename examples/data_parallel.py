@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
+import kill_and_resume
 from checkpoints import Checkpoints
 from odb_nodes import ODBDataLoader, StepInfo, load_rank_state, pop_step_info, save_rank_state
 from options import at_least
@@ -34,7 +35,7 @@ from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
 from rank_report import check_ranks, log_name, table
 from ranks import PEERS_WITHIN_S, choose_device, die_together, from_environment, meet
 from run_log import RunLog, Step, read_log
-from tiny_lm import MAX_TOKENS, Corpus, build_model, load_corpus
+from tiny_lm import MAX_TOKENS, build_model, load_corpus
 
 PEAK_LR = 3e-3
 SEED = 0
@@ -46,17 +47,10 @@ Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(kill_and_resume.Job):
     """What all phases and ranks have in common: the data, and the options of the command line."""
 
-    corpus: Corpus
-    steps: int | None
-    accumulate: int
-    token_budget: int
-    window: int
     device: str
-    workers: int
-    output: Path
 
 
 class Trainer(ABC):

@@ -96,6 +96,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         self._meter.add(batch, info, wait_s)
         self._last = info
         steps = accelerator.gradient_accumulation_steps
+        _check_accumulation(steps, self.loader)  # which can be set at any time
         # The accelerator counts to `steps`; this is how it learns that fewer are left.
         self.end_of_dataloader = info.ends_optimizer_step and info.micro_steps < steps
         if accelerator.device_placement:
@@ -159,12 +160,7 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
             f"`loader` must be an `ODBDataLoader`, but is `{type(loader).__name__}` instead. "
             "See `ODBDataLoader.from_dataloader`."
         )
-    steps = accelerator.gradient_accumulation_steps
-    if loader.accumulate != steps:
-        raise ValueError(
-            f"`accumulate` of the loader must be the `gradient_accumulation_steps` ({steps}) of "
-            f"the accelerator, but is {loader.accumulate} instead."
-        )
+    _check_accumulation(accelerator.gradient_accumulation_steps, loader)
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise ValueError("Megatron-LM makes its own batches, and does not call `backward`.")
     if not accelerator.gradient_state.sync_with_dataloader:
@@ -179,3 +175,11 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
         )
     _configured.add(accelerator)
     return AcceleratedLoader(accelerator, loader)
+
+
+def _check_accumulation(steps: int, loader: ODBDataLoader) -> None:
+    if loader.accumulate != steps:
+        raise ValueError(
+            f"`accumulate` of the loader must be the `gradient_accumulation_steps` ({steps}) of "
+            f"the accelerator, but is {loader.accumulate} instead."
+        )

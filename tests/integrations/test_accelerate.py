@@ -91,6 +91,16 @@ def test_an_epoch_that_was_left_within_an_optimizer_step_disturbs_no_other():
                     break
 
 
+def test_another_accumulation_in_mid_run_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    with configure_accelerator(accelerator, loader_of(3)) as loader:
+        batches = iter(loader)
+        next(batches)
+        accelerator.gradient_accumulation_steps = 2
+        with pytest.raises(ValueError, match=r"`gradient_accumulation_steps` \(2\)"):
+            next(batches)
+
+
 def test_prepare_leaves_the_loader_as_it_is():
     accelerator = Accelerator(cpu=True)
     with configure_accelerator(accelerator, loader_of()) as loader:

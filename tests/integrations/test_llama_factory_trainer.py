@@ -72,7 +72,7 @@ def make_trainer(folder, neat_packing):
         save_steps=1,
         eval_strategy="epoch",
         per_device_eval_batch_size=2,
-        remove_unused_columns=False,  # as its parser sets it
+        remove_unused_columns=False,  # so that the collator gets the media
     )
     batches = DynamicBatches.of(data_args, training_args, finetuning_args)
     trainer = CustomSeq2SeqTrainer(

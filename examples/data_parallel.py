@@ -18,7 +18,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ from processes import FEWEST_STEPS, await_end, plan_kill, run_in_process
 from rank_report import check_ranks, log_name, table
 from ranks import PEERS_WITHIN_S, choose_device, die_together, from_environment, meet
 from run_log import RunLog, Step, read_log
-from tiny_lm import MAX_TOKENS, Corpus, build_model, load_corpus
+from tiny_lm import MAX_TOKENS, build_model, load_corpus
+from trainer_runs import Job
 
 PEAK_LR = 3e-3
 SEED = 0
@@ -43,20 +43,6 @@ PHASE_LIMIT_S = 1800.0
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore, which a kill would leak
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all phases and ranks have in common: the data, and the options of the command line."""
-
-    corpus: Corpus
-    steps: int | None
-    accumulate: int
-    token_budget: int
-    window: int
-    device: str
-    workers: int
-    output: Path
 
 
 class Trainer(ABC):

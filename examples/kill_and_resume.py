@@ -44,7 +44,8 @@ def kill_and_resume(train: Callable[..., None], job: Job, name: str, **options: 
 
     Args:
         train: `train(job, name, *, save_every, kill_at, resume, **options)`, at the top level of a
-            script; logs `worker_pids` before it kills itself.
+            script; `resume` is the step that was saved. It logs `worker_pids` before it kills
+            itself, if it knows them.
         job: of the run.
         name: of the run.
         options: what else it was called with.
@@ -57,8 +58,8 @@ def kill_and_resume(train: Callable[..., None], job: Job, name: str, **options: 
     killing = {"save_every": plan.save_every, "kill_at": plan.kill_at, **options}
     run_in_process("killed", -signal.SIGKILL, train, job, "killed", **killing)
     killed, killed_facts = read_log(job.output, "killed")
-    gone_s = await_end(killed_facts["worker_pids"])
-    run_in_process("resumed", 0, train, job, "resumed", resume=True, **options)
+    gone_s = await_end(killed_facts.get("worker_pids", []))
+    run_in_process("resumed", 0, train, job, "resumed", resume=plan.saved, **options)
     resumed, resumed_facts = read_log(job.output, "resumed")
     expected = whole[: plan.kill_at] + whole[plan.saved :]
     verdict = compare(expected, killed + resumed, exact=job.device == "cpu")

@@ -11,38 +11,20 @@ metrics of the batches, `odb/*`, are in `runs/train_hf_trainer/checkpoints/runs`
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import signal
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
-from options import at_least
-from processes import FEWEST_STEPS, plan_kill, run_in_process
-from run_log import RunLog, Step, compare, read_log
-from tiny_lm import MAX_TOKENS, Corpus, build_model, load_corpus
+from run_log import RunLog, Step
+from tiny_lm import build_model
+from trainer_runs import Job, main
 
 SEED = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all phases have in common: the data, and the options of the command line."""
-
-    corpus: Corpus
-    steps: int | None
-    accumulate: int
-    token_budget: int
-    window: int
-    workers: int
-    output: Path
 
 
 class LoggedTrainer(ODBTrainer):
@@ -90,12 +72,18 @@ class Logger(TrainerCallback):
 
 
 def train(
-    job: Job, phase: str, save_every: int = 0, kill_at: int | None = None, resume: bool = False
+    job: Job,
+    phase: str,
+    *,
+    save_every: int = 0,
+    kill_at: int | None = None,
+    resume: int | None = None,
 ) -> None:
-    """Train; save checkpoints, die at a step, or go on from the last checkpoint."""
+    """Train; save checkpoints, die after a step, or go on from the checkpoint of one."""
     torch.set_num_threads(1)
+    output = job.output / "checkpoints"
     args = TrainingArguments(
-        output_dir=str(job.output / "checkpoints"),
+        output_dir=str(output),
         max_steps=job.steps or -1,
         num_train_epochs=1,
         learning_rate=3e-3,
@@ -119,35 +107,8 @@ def train(
         ),
     )
     trainer.add_callback(Logger(trainer, RunLog(job.output, phase), kill_at))
-    trainer.train(resume_from_checkpoint=resume)
-
-
-def main() -> None:
-    """Run all phases and compare them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--steps", type=at_least(FEWEST_STEPS), help="optimizer steps (default: one epoch)")
-    add("--accumulate", type=at_least(1), default=1, help="batches per step (%(default)s)")
-    add("--token-budget", type=at_least(MAX_TOKENS), default=2048, help="(%(default)s)")
-    add("--window", type=at_least(1), default=256, help="samples in the pool (%(default)s)")
-    add("--workers", type=at_least(0), default=1, help="tokenizing processes (%(default)s)")
-    add("--output", type=Path, default=Path("runs/train_hf_trainer"), help="(%(default)s)")
-    options = parser.parse_args()
-    shutil.rmtree(options.output, ignore_errors=True)
-    options.output.mkdir(parents=True)
-    job = Job(corpus=load_corpus(), **vars(options))
-    run_in_process("uninterrupted", 0, train, job, "uninterrupted")
-    whole, _ = read_log(job.output, "uninterrupted")
-    plan = plan_kill(len(whole))
-    killed = {"save_every": plan.save_every, "kill_at": plan.kill_at}
-    run_in_process("killed", -signal.SIGKILL, train, job, "killed", **killed)
-    run_in_process("resumed", 0, train, job, "resumed", resume=True)
-    rest, _ = read_log(job.output, "resumed")
-    verdict = compare(whole[plan.saved :], rest, exact=True)
-    print(f"\nkilled at step {plan.kill_at}, {plan.lost} steps lost; {verdict}")
+    trainer.train(resume_from_checkpoint=f"{output}/checkpoint-{resume}" if resume else None)
 
 
 if __name__ == "__main__":
-    main()
+    main(train, "train_hf_trainer", __doc__)

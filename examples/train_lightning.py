@@ -10,12 +10,9 @@ uninterrupted run, to the last bit. The metrics, `odb/*`, are in `runs/train_lig
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
-from options import at_least
-from processes import FEWEST_STEPS, plan_kill, run_in_process
-from run_log import RunLog, Step, compare, read_log
-from tiny_lm import Corpus, build_model, load_corpus
-
-OUTPUT = Path("runs", "train_lightning")
+from run_log import RunLog, Step
+from tiny_lm import build_model
+from trainer_runs import Job, main
 
 
 class LanguageModel(LightningModule):
@@ -52,66 +46,71 @@ class LanguageModel(LightningModule):
 
 
 class Notes(Callback):
-    """Writes the log of a run; kills the process at a step."""
+    """Writes the log of a run; kills the process after a step."""
 
-    def __init__(self, log: RunLog, kill_at: int | None) -> None:
-        self._log, self._kill_at = log, kill_at
+    def __init__(self, odb: ODBCallback, log: RunLog, kill_at: int | None) -> None:
+        self._odb, self._log, self._kill_at = odb, log, kill_at
         self._start_s = time.perf_counter()
+        self._step = Step(ids=[], batches=[], loss=0.0, seconds=0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, _: Any, outputs: Any, batch: Any, *__: Any
     ) -> None:
-        """Log the step, then perhaps die."""
-        batches = [(*batch["input_ids"].shape, int(batch["attention_mask"].sum()))]
-        ids, loss = batch["id"].tolist(), outputs["loss"].item()
-        seconds = time.perf_counter() - self._start_s
-        self._log.add_step(Step(ids=ids, batches=batches, loss=loss, seconds=seconds))
+        """Log the optimizer step that has ended, then perhaps die."""
+        info, before = self._odb.step_info, self._step
+        shape = (*batch["input_ids"].shape, int(batch["attention_mask"].sum()))
+        share = info.local_targets / info.optimizer_targets
+        loss = (
+            outputs["loss"].item() * trainer.accumulate_grad_batches
+        )  # which Lightning divides by
+        self._step = Step(
+            ids=[*before.ids, *batch["id"].tolist()],
+            batches=[*before.batches, shape],
+            loss=before.loss + loss * share,
+            seconds=time.perf_counter() - self._start_s,
+        )
+        if not info.ends_optimizer_step:
+            return
+        self._log.add_step(self._step)
+        self._step = Step(ids=[], batches=[], loss=0.0, seconds=0.0)
         if trainer.global_step == self._kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(options: argparse.Namespace, corpus: Corpus, phase: str, **run: Any) -> None:
-    """Train; save every `save_every` steps, die at `kill_at`, or go on from the last checkpoint."""
+def train(
+    job: Job,
+    phase: str,
+    *,
+    save_every: int = 0,
+    kill_at: int | None = None,
+    resume: int | None = None,
+) -> None:
+    """Train; save checkpoints, die after a step, or go on from the last checkpoint."""
     torch.set_num_threads(1)  # fixed: the order of additions decides the last bits of a loss
+    odb = ODBCallback()
     saver = ModelCheckpoint(
-        OUTPUT / phase, every_n_train_steps=run.get("save_every"), save_last=True
+        job.output / phase, every_n_train_steps=save_every or None, save_last=True
     )
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
-        max_steps=options.steps or -1,
+        max_steps=job.steps or -1,
+        accumulate_grad_batches=job.accumulate,
         log_every_n_steps=5,
-        logger=TensorBoardLogger(OUTPUT, name="logs", version=phase),
-        callbacks=[ODBCallback(), Notes(RunLog(OUTPUT, phase), run.get("kill_at")), saver],
+        logger=TensorBoardLogger(job.output, name="logs", version=phase),
+        callbacks=[odb, Notes(odb, RunLog(job.output, phase), kill_at), saver],
         enable_model_summary=False,
     )
-    given: dict[str, Any] = {"process_fn": corpus.encode, "window": 256, "num_workers": 1}
-    data = ODBDataModule(corpus.train, token_budget=options.token_budget, **given)
-    checkpoint = OUTPUT / "killed" / "last.ckpt" if run.get("resume") else None
+    data = ODBDataModule(
+        job.corpus.train,
+        token_budget=job.token_budget,
+        process_fn=job.corpus.encode,
+        window=job.window,
+        num_workers=job.workers,
+    )
+    checkpoint = job.output / "killed" / "last.ckpt" if resume else None
     trainer.fit(LanguageModel(), datamodule=data, ckpt_path=checkpoint)
 
 
-def main() -> None:
-    """Train, be killed, resume, and compare."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--steps", type=at_least(FEWEST_STEPS), help="most optimizer steps (default: one epoch)")
-    add("--token-budget", type=at_least(1024), default=2048, help="tokens of a batch (%(default)s)")
-    options, corpus = parser.parse_args(), load_corpus()
-    shutil.rmtree(OUTPUT, ignore_errors=True)
-    OUTPUT.mkdir(parents=True)
-
-    def run(phase: str, exit_code: int = 0, **given: Any) -> list[Step]:
-        run_in_process(phase, exit_code, train, options, corpus, phase, limit_s=1800.0, **given)
-        return read_log(OUTPUT, phase)[0]
-
-    whole = run("uninterrupted")
-    plan = plan_kill(len(whole))
-    killed = run("killed", -signal.SIGKILL, save_every=plan.save_every, kill_at=plan.kill_at)
-    resumed = run("resumed", resume=True)
-    verdict = compare(whole[: plan.kill_at] + whole[plan.saved :], killed + resumed, exact=True)
-    print(f"\nKilled after step {plan.kill_at}, resumed at step {plan.saved}: {verdict}.")
-
-
 if __name__ == "__main__":
-    main()
+    main(train, "train_lightning", __doc__)

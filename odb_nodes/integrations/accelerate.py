@@ -1,13 +1,15 @@
 """Dynamic batches in a training loop of Accelerate.
 
-loader = configure_accelerator(accelerator, ODBDataLoader(dataset, token_budget=16384))
-model, optimizer = accelerator.prepare(model, optimizer)
-for batch in loader:
-info = pop_step_info(batch)
-with accelerator.accumulate(model):
-accelerator.backward(model(**batch).loss * info.loss_scale)
-optimizer.step()
-optimizer.zero_grad()
+    loader = configure_accelerator(accelerator, ODBDataLoader(dataset, token_budget=16384))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in loader:
+        info = pop_step_info(batch)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss * info.loss_scale)
+            optimizer.step()
+            optimizer.zero_grad()
+
+The last optimizer step of an epoch, which may be shorter, is taken too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from odb_nodes.checkpoint import load_rank_state, save_rank_state
 from odb_nodes.dataloader import ODBDataLoader
@@ -35,7 +37,7 @@ from accelerate.utils import DistributedType, send_to_device  # noqa: E402
 __all__ = ["AcceleratedLoader", "configure_accelerator"]
 
 
-_configured: WeakKeyDictionary[Accelerator, AcceleratedLoader] = WeakKeyDictionary()
+_configured: WeakSet[Accelerator] = WeakSet()  # those that have a loader
 
 
 class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
@@ -94,6 +96,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         self._meter.add(batch, info, wait_s)
         self._last = info
         steps = accelerator.gradient_accumulation_steps
+        _check_accumulation(steps, self.loader)  # which can be set at any time
         # The accelerator counts to `steps`; this is how it learns that fewer are left.
         self.end_of_dataloader = info.ends_optimizer_step and info.micro_steps < steps
         if accelerator.device_placement:
@@ -114,7 +117,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent."""
         for handle in self._handles:
             handle.remove()
-        _configured.pop(self._accelerator, None)
+        _configured.discard(self._accelerator)
         self.loader.close()
 
     def __enter__(self) -> AcceleratedLoader:
@@ -157,12 +160,7 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
             f"`loader` must be an `ODBDataLoader`, but is `{type(loader).__name__}` instead. "
             "See `ODBDataLoader.from_dataloader`."
         )
-    steps = accelerator.gradient_accumulation_steps
-    if loader.accumulate != steps:
-        raise ValueError(
-            f"`accumulate` of the loader must be the `gradient_accumulation_steps` ({steps}) of "
-            f"the accelerator, but is {loader.accumulate} instead."
-        )
+    _check_accumulation(accelerator.gradient_accumulation_steps, loader)
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise ValueError("Megatron-LM makes its own batches, and does not call `backward`.")
     if not accelerator.gradient_state.sync_with_dataloader:
@@ -175,5 +173,13 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
             "`accelerator` must have one configured loader, but has one already, whose states "
             "would be lost in its checkpoints. Close that one first."
         )
-    _configured[accelerator] = AcceleratedLoader(accelerator, loader)
-    return _configured[accelerator]
+    _configured.add(accelerator)
+    return AcceleratedLoader(accelerator, loader)
+
+
+def _check_accumulation(steps: int, loader: ODBDataLoader) -> None:
+    if loader.accumulate != steps:
+        raise ValueError(
+            f"`accumulate` of the loader must be the `gradient_accumulation_steps` ({steps}) of "
+            f"the accelerator, but is {loader.accumulate} instead."
+        )

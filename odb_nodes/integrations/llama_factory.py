@@ -22,6 +22,7 @@ from odb_nodes.planning import TokenBudget
 __all__ = ["DynamicBatches"]
 
 _ABSENT = object()
+_MEDIA = ("images", "videos", "audios")
 _STAGES = ("pt", "sft")
 
 
@@ -61,7 +62,6 @@ class DynamicBatches:
         """
         given = _Arguments(arguments)
         cutoff = check_count("cutoff_len", given.required("cutoff_len"))
-        batch_size = given.get("per_device_train_batch_size", _ABSENT)
         if token_budget is not None:
             tokens = check_count("token_budget", token_budget)
             if tokens < cutoff:
@@ -70,9 +70,8 @@ class DynamicBatches:
                     "the longest samples would exceed it on their own."
                 )
         else:
-            if batch_size is _ABSENT:
-                batch_size = given.required("per_device_train_batch_size")
-            tokens = cutoff * check_count("per_device_train_batch_size", batch_size)
+            name = "per_device_train_batch_size"
+            tokens = cutoff * check_count(name, given.required(name))
         _check_kind(given)
         is_packed = _is_packed(given)
         return cls(
@@ -107,7 +106,7 @@ class DynamicBatches:
             trainer.args.train_sampling_strategy = "sequential"
         budget = self._padded_as(trainer.data_collator)
         if budget.layout == "packed":
-            trainer.data_collator = PackedCollate.of(budget)
+            options.setdefault("collate_fn", _PackedText(PackedCollate.of(budget)))
         return integration.configure_trainer(trainer, token_budget=budget, **options)
 
     def _padded_as(self, collator: Any) -> TokenBudget:
@@ -117,6 +116,32 @@ class DynamicBatches:
             return self.budget
         tokens = -(-self.budget.tokens // multiple) * multiple
         return replace(self.budget, tokens=tokens, pad_to_multiple_of=multiple)
+
+
+class _PackedText:
+    """Packs the rows of its datasets, which have columns for media: empty ones, in text.
+
+    Args:
+        collate: of samples without them.
+    """
+
+    def __init__(self, collate: PackedCollate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`.
+
+        Raises:
+            ValueError: a sample has media.
+        """
+        for name in _MEDIA:
+            if any(sample.get(name) for sample in samples):
+                raise ValueError(
+                    f"`neat_packing` must be False where samples have `{name}`: what is packed "
+                    "here is text. Without it, short samples share a batch anyway."
+                )
+        rows = ({key: row[key] for key in row if key not in _MEDIA} for row in samples)
+        return self._collate(list(rows))
 
 
 class _Arguments:

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
+from torchdata.nodes import BaseNode
 
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import Observe, Skipped, observe_sample
 from odb_nodes.seeds import preserved_rngs
 from odb_nodes.tools.simulate import simulate_steps
 
-__all__ = ["estimate_steps"]
+__all__ = ["check_can_estimate", "estimate_steps"]
 
 _MOST_SIMULATED = 20_000
+
+
+def check_can_estimate(dataset: Any, remedy: str) -> None:
+    """Refuse a dataset whose steps cannot be estimated; on all ranks, since one of them estimates.
+
+    Args:
+        dataset: to train on.
+        remedy: what to do, a sentence.
+
+    Raises:
+        TypeError: it is not map-style with a length, but iterable, a node, or a dict of datasets.
+    """
+    is_map_style = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    if not is_map_style or isinstance(dataset, (Mapping, BaseNode, IterableDataset)):
+        raise TypeError(
+            "the steps of an epoch can be estimated only where the dataset is map-style and has a "
+            f"length, but it is `{type(dataset).__name__}`. {remedy}"
+        )
 
 
 def estimate_steps(

@@ -120,7 +120,7 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
             )
         info = info or StepInfo.of_one_rank(group, self._step)
         try:
-            batch = collate_group(self._collate, [sample.data for sample in group], info)
+            batch = collate_group(self._collate, [_owned(sample.data) for sample in group], info)
         except SampleError as error:
             if not (where := _name_of(group, error.index)):
                 raise
@@ -145,3 +145,11 @@ def _name_of(group: list[Sample], index: int | None) -> str:
     if isinstance(sample.data, Mapping) and "id" in sample.data:
         known.append(f"`id` {sample.data['id']!r:.100}")
     return f"a sample of {', '.join(known)}" if known else ""
+
+
+def _owned(data: Any) -> Any:
+    """Return the sample's dict as one that `collate_fn` may change.
+
+    Some take keys out. The sample may come again: in a filler step, or where collation raised.
+    """
+    return data.copy() if isinstance(data, dict) else data

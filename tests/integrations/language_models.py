@@ -32,6 +32,8 @@ class Texts:
         return self.size
 
     def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [sample_of(one) for one in range(self.size)[index]]
         return sample_of(index)
 
 

@@ -1,8 +1,10 @@
 """Training loops of Accelerate with dynamic batches, on one rank and on two real ones."""
 
+import gc
 import json
 import signal
 import sys
+import weakref
 from pathlib import Path
 from textwrap import dedent
 
@@ -89,6 +91,16 @@ def test_an_epoch_that_was_left_within_an_optimizer_step_disturbs_no_other():
                     break
 
 
+def test_another_accumulation_in_mid_run_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    with configure_accelerator(accelerator, loader_of(3)) as loader:
+        batches = iter(loader)
+        next(batches)
+        accelerator.gradient_accumulation_steps = 2
+        with pytest.raises(ValueError, match=r"`gradient_accumulation_steps` \(2\)"):
+            next(batches)
+
+
 def test_prepare_leaves_the_loader_as_it_is():
     accelerator = Accelerator(cpu=True)
     with configure_accelerator(accelerator, loader_of()) as loader:
@@ -113,6 +125,15 @@ def test_what_does_not_go_together_is_refused():
             Accelerator(cpu=True, gradient_accumulation_plugin=plugin), loader_of(2)
         )
     Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
+
+
+def test_an_accelerator_is_not_kept_by_its_loader():
+    accelerator = Accelerator(cpu=True)
+    configure_accelerator(accelerator, loader_of())
+    reference = weakref.ref(accelerator)
+    del accelerator
+    gc.collect()
+    assert reference() is None
 
 
 def test_metrics_go_to_tensorboard(tmp_path):

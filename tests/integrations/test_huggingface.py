@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transformers import (  # noqa: E402
     Trainer,
     TrainerCallback,
 )
+from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 
 from odb_nodes import PaddingCollate, StateError, TokenBudget  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
@@ -35,6 +37,8 @@ from odb_nodes.integrations.huggingface import (  # noqa: E402
     ODBTrainerMixin,
     configure_trainer,
 )
+from odb_nodes.integrations.huggingface.building import check_trainer, model_columns  # noqa: E402
+from odb_nodes.integrations.huggingface.loss import shifts_labels  # noqa: E402
 
 SIZE = 40
 IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport trainer_jobs as t\n"
@@ -70,6 +74,17 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, model, funct
     assert error < 1e-12
     assert steps > 6
     assert all(torch.isfinite(torch.tensor(entry["gradient"])).all() for entry in entries)
+
+
+@pytest.mark.skipif(not hasattr(Trainer, "loss_is_scaled_for_ga"), reason="is of later versions")
+@pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
+def test_the_gradient_is_right_whatever_the_trainer_divides_by(tmp_path, model):
+    class Divided(ODBTrainer):
+        loss_is_scaled_for_ga = False
+
+    trainer = t.make_trainer(tmp_path, model=model, kind=Divided, gradient_accumulation_steps=3)
+    trainer.train()
+    assert lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 3)[0] < 1e-12
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -144,6 +159,27 @@ def test_max_steps_ends_within_an_epoch(tmp_path, exhaustive):
     entries = t.resume_everywhere(tmp_path, places_of(exhaustive), **options)
     assert [entry["step"] for entry in entries] == list(range(1, 10))
     assert 1 < entries[-1]["epoch"] < 2
+
+
+def test_a_run_of_so_many_steps_goes_on_by_epochs(tmp_path):
+    t.make_trainer(tmp_path, "whole", num_train_epochs=1).train()
+    t.make_trainer(tmp_path, "first", max_steps=4, save_strategy="steps", save_steps=4).train()
+    rest = t.make_trainer(tmp_path, "rest", num_train_epochs=1)
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    ids = [[entry["ids"] for entry in t.entries_of(tmp_path, name)] for name in ("whole", "rest")]
+    assert ids[1] == ids[0][4:]
+    assert rest.state.epoch == 1
+
+
+def test_a_second_run_of_a_trainer_begins_anew(tmp_path):
+    trainer = t.make_trainer(tmp_path, num_train_epochs=1, gradient_accumulation_steps=3)
+    trainer.train()
+    first = t.entries_of(tmp_path, "train")
+    trainer.train()
+    second = t.entries_of(tmp_path, "train")[len(first) :]
+    for key in ("step", "epoch", "ids"):
+        assert [entry[key] for entry in second] == [entry[key] for entry in first]
+    assert lm.check_steps([second], SIZE, 3)[0] < 1e-12
 
 
 def test_a_checkpoint_at_the_end_of_each_epoch_resumes_exactly(tmp_path):
@@ -242,6 +278,18 @@ def collate_pairs(samples):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+@pytest.mark.parametrize("wrapper", [torch.compile, torch.nn.DataParallel])
+def test_what_a_model_is_within_its_wrappers(wrapper):
+    for model, shifts in ((decoder(), True), (encoder_decoder(), False)):
+        stub = SimpleNamespace(
+            args=SimpleNamespace(remove_unused_columns=True), label_names=["labels"], model=model
+        )
+        columns = model_columns(stub)
+        stub.model = wrapper(model)
+        assert model_columns(stub) == columns > {"input_ids", "attention_mask", "labels"}
+        assert shifts_labels(stub.model) is shifts
+
+
 def decoder():
     config = LlamaConfig(
         vocab_size=lm.VOCABULARY,
@@ -261,10 +309,11 @@ def encoder_decoder():
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("kind", ["decoder", "packed decoder", "encoder-decoder"])
 def test_the_gradient_of_a_model_of_transformers(tmp_path, kind, accumulate):
     torch.manual_seed(0)
-    shifts = kind == "decoder"
+    shifts = kind != "encoder-decoder"
+    layout = "packed" if kind == "packed decoder" else "padded"
     model = (decoder() if shifts else encoder_decoder()).double()
     reference = copy.deepcopy(model)
     data = [lm.sample_of(index) for index in range(SIZE)]
@@ -290,7 +339,9 @@ def test_the_gradient_of_a_model_of_transformers(tmp_path, kind, accumulate):
 
     def keep(module, args, kwargs):
         if module.training:
-            batches.append({key: kwargs[key] for key in ("input_ids", "labels", "attention_mask")})
+            keys = {"input_ids", "labels", "attention_mask", "position_ids"} & {*kwargs}
+            assert ("position_ids" in keys) is (layout == "packed")
+            batches.append({key: kwargs[key] for key in keys})
 
     model.register_forward_pre_hook(keep, with_kwargs=True)
     trainer = (ODBTrainer if shifts else ODBSeq2SeqTrainer)(
@@ -300,7 +351,7 @@ def test_the_gradient_of_a_model_of_transformers(tmp_path, kind, accumulate):
         ),
         train_dataset=data,
         data_collator=None if shifts else collate_pairs,
-        odb=t.config(),
+        odb=t.config(token_budget=TokenBudget(64, layout=layout)),
     )
     trainer.add_callback(Check())
     trainer.train()
@@ -309,7 +360,11 @@ def test_the_gradient_of_a_model_of_transformers(tmp_path, kind, accumulate):
 
 
 def rows_of(batch):
-    """Each sample of a batch alone, as wide as it was."""
+    """Each sample of a batch alone: of a padded one as wide as it was; padding of a packed one."""
+    if "position_ids" in batch:
+        starts = batch["position_ids"][0].eq(0).nonzero().flatten().tolist()
+        parts = itertools.pairwise([*starts, batch["position_ids"].shape[1]])
+        return [{key: batch[key][:, a:b] for key in batch} for a, b in parts]
     count = len(batch["input_ids"])
     return [{key: value[row : row + 1] for key, value in batch.items()} for row in range(count)]
 
@@ -331,6 +386,48 @@ def test_evaluation_is_untouched(tmp_path):
     assert stock.evaluate()["eval_loss"] == losses[-1]
 
 
+def test_other_callbacks_see_the_epoch_and_whole_checkpoints(tmp_path):
+    seen = []
+
+    class Other(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.epoch)
+
+        def on_save(self, args, state, control, **kwargs):
+            folder = tmp_path / f"checkpoint-{state.global_step}"
+            seen.append(len(list(folder.glob("odb_nodes-rank*"))))
+
+    ODBTrainer(
+        lm.Normalizing(),
+        t.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2),
+        train_dataset=t.Texts(SIZE),
+        odb=t.config(),
+        callbacks=[Other()],
+    ).train()
+    first, second, files = seen
+    assert 1 / SIZE <= first < second <= 1
+    assert files == 1
+
+
+def test_the_length_of_a_dict_of_datasets_is_not_that_of_their_samples(tmp_path):
+    def run(**odb):
+        model = lm.Normalizing()
+        halves = {"even": lm.Texts(SIZE)[::2], "odd": lm.Texts(SIZE)[1::2]}
+        args = t.arguments(tmp_path, num_train_epochs=1)
+        trainer = ODBTrainer(model, args, train_dataset=halves, odb=t.config(**odb))
+        trainer.train()
+        return trainer, sorted(index for ids in model.seen for index in ids)
+
+    for steps in (3, 100):
+        trainer, ids = run(steps_per_epoch=steps)
+        assert ids == list(range(SIZE))
+        assert trainer.state.epoch == 1
+    with pytest.raises(TypeError, match=r"it is `dict`. Give `steps_per_epoch`"):
+        run()
+    with pytest.raises(ValueError, match="as `dict` does not"):
+        run(steps_per_epoch=3, schedule="samples")
+
+
 def test_a_trainer_of_any_class_is_configured(tmp_path):
     class Mine(Trainer):
         pass
@@ -349,10 +446,15 @@ def test_a_trainer_of_any_class_is_configured(tmp_path):
 def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
     odb = {"token_budget": TokenBudget(20, oversize="drop"), "window": 12}
     options = {"num_train_epochs": 1, "save_strategy": "steps", "odb": odb}
+    options |= {"eval_strategy": "steps", "eval_steps": 1000, "eval_dataset": t.Texts(4)}
+    options |= {"per_device_eval_batch_size": 1, "data_collator": PaddingCollate()}
     with pytest.warns(UserWarning, match="it is dropped"):
         trainer = t.make_trainer(tmp_path, **options)
         trainer.train()
     assert trainer.state.epoch == 1
+    assert trainer.state.max_steps == trainer.state.global_step
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated == [trainer.state.global_step]
     place = tmp_path / f"checkpoint-{trainer.state.global_step}"
     assert place.is_dir()
     resumed = t.make_trainer(tmp_path, "resumed", **options)
@@ -401,6 +503,39 @@ def test_workers_change_nothing(tmp_path):
         tmp_path, lambda steps: [steps // 2], dataloader_num_workers=1, **options
     )
     assert entries == t.entries_of(tmp_path, "alone")
+
+
+def test_nothing_is_kept_for_a_log_that_nobody_wants(tmp_path):
+    kept = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            kept.append(len(trainer.odb_run.meter))
+
+    trainer = t.make_trainer(tmp_path, odb={"log_metrics": False}, max_steps=3)
+    trainer.add_callback(Look())
+    trainer.train()
+    assert kept == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("num_train_epochs", 5), ("gradient_accumulation_steps", 2)]
+)
+def test_a_search_over_what_the_batches_are_made_of_is_refused(tmp_path, name, value):
+    trainer = t.make_trainer(tmp_path)
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: {"learning_rate": 0.1, name: value}
+    with pytest.raises(ValueError, match=f"`{name}` must stay as it was"):
+        trainer.train(trial=SimpleNamespace(params={}))
+
+
+def test_a_schedule_of_deepspeed_that_would_be_told_a_bound_is_refused(tmp_path, monkeypatch):
+    by_epochs, by_steps = t.make_trainer(tmp_path), t.make_trainer(tmp_path, max_steps=1)
+    plugin = SimpleNamespace(deepspeed_config={"scheduler": {"type": "WarmupDecayLR"}})
+    monkeypatch.setattr(type(by_steps.accelerator.state), "deepspeed_plugin", plugin)
+    check_trainer(by_steps, by_steps.odb)
+    with pytest.raises(ValueError, match="DeepSpeed config has a `scheduler`"):
+        by_epochs.train()
 
 
 @pytest.mark.parametrize(
@@ -461,6 +596,31 @@ def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, accumulate,
     assert all(error < 1e-12 for error, _, _ in first)
     _, (_, _, fillers) = first
     assert fillers
+
+
+def test_two_ranks_probe_the_same_micro_step(tmp_path):
+    body = """
+        from odb_nodes.integrations.huggingface import run
+        found, steps, find, probe = [], [], run.Run._find_normalizer, run.find_normalizer
+
+        def find_noting(self, batches, of_ranks):
+            steps.append(batches)
+            find(self, batches, of_ranks)
+
+        def probe_noting(loss_of, batch, **options):
+            found.append([one is batch for one in steps[-1]].index(True))
+            return probe(loss_of, batch, **options)
+
+        run.Run._find_normalizer, run.find_normalizer = find_noting, probe_noting
+        options = dict(gradient_accumulation_steps=4, max_steps=1, size=24)
+        for seed in range(5):  # Batches of one sample: some have no targets.
+            odb = dict(token_budget=4)
+            t.make_trainer(f"{sys.argv[1]}/{seed}", seed=seed, odb=odb, **options).train()
+        r.finish(found)
+    """
+    first, second = run_ranks(tmp_path, program(body), 2, str(tmp_path))
+    assert len(first) == 5
+    assert first == second
 
 
 def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):

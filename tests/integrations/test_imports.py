@@ -27,7 +27,11 @@ print([name for name in {FRAMEWORKS} if name in sys.modules])
 
 @pytest.mark.parametrize(
     "module, missing, extra",
-    [("huggingface", "transformers", "hf"), ("accelerate", "accelerate", "accelerate")],
+    [
+        ("huggingface", "transformers", "hf"),
+        ("huggingface", "accelerate", "hf"),
+        ("accelerate", "accelerate", "accelerate"),
+    ],
 )
 def test_a_missing_framework_is_an_error_that_names_the_command(module, missing, extra):
     code = f"import sys; sys.modules[{missing!r}] = None; import odb_nodes.integrations.{module}"
@@ -35,6 +39,22 @@ def test_a_missing_framework_is_an_error_that_names_the_command(module, missing,
     assert result.returncode == 1
     assert f"`{missing}` cannot be imported" in result.stderr
     assert f"pip install 'odb-nodes[{extra}]'" in result.stderr
+
+
+def test_arguments_need_no_transformers_but_a_trainer_does():
+    code = """
+import sys; sys.modules["transformers"] = None
+from types import SimpleNamespace as Names
+from odb_nodes.integrations.llama_factory import DynamicBatches
+batches = DynamicBatches.of({"cutoff_len": 8, "per_device_train_batch_size": 2})
+print(batches.budget.tokens, flush=True)
+args = Names(gradient_accumulation_steps=1)
+batches.configure(Names(args=args, train_dataset=[], data_collator=None))
+"""
+    result = run(code)
+    assert result.stdout.strip() == "16"
+    assert result.returncode == 1
+    assert "pip install 'odb-nodes[hf]'" in result.stderr
 
 
 def test_the_integration_of_accelerate_does_not_import_transformers():

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from odb_nodes import ODBDataLoader, StateError, pop_step_info
+from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 
 TOLERANCE = 1e-12
@@ -287,6 +288,33 @@ def test_the_estimate_of_steps_is_about_right():
     assert abs(module.estimated - trainer.global_step) <= 2
 
 
+def test_steps_that_cannot_be_estimated_are_an_error():
+    data = ODBDataModule({"a": samples_of(0, 3), "b": samples_of(3, 3)}, token_budget=60)
+    data.trainer = r.trainer_of(max_epochs=1)
+    with pytest.raises(TypeError, match="it is `dict`. Make the schedule for a number"):
+        data.estimated_steps()
+
+
+def test_the_learning_rate_follows_the_samples_of_a_step():
+    class Scaled(r.Module):
+        def on_fit_start(self):
+            (self.odb,) = (one for one in self.trainer.callbacks if isinstance(one, ODBCallback))
+            self.rates, self.samples = [], []
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            self.samples.append(self.odb.step_info.optimizer_samples)
+            with LrScaling(reference_samples=4, rule="linear").applied(optimizer, self.samples[-1]):
+                super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            assert optimizer.param_groups[0]["lr"] == self.lr
+
+        def on_before_optimizer_step(self, optimizer):
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+    module, _ = r.fit(module=Scaled(), max_epochs=1, accumulate_grad_batches=3)
+    assert sum(module.samples) == r.SIZE
+    assert module.rates == pytest.approx([module.lr * samples / 4 for samples in module.samples])
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -312,6 +340,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     "options",
     [
         {"limit_train_batches": 5},
+        {"limit_train_batches": 1},
         {"limit_train_batches": 0.5},
         {"overfit_batches": 2},
         {"reload_dataloaders_every_n_epochs": 1},

@@ -146,8 +146,20 @@ def test_packed_batches_are_made_by_our_collator(configured):
     given = arguments(neat_packing=True)
     trainer = trainer_of(given[1])
     DynamicBatches.of(*given).configure(trainer)
-    assert isinstance(trainer.data_collator, PackedCollate)
-    assert configured == [{"token_budget": TokenBudget(2048 * 4, layout="packed")}]
+    ((asked),) = configured
+    collate = asked.pop("collate_fn")
+    assert asked == {"token_budget": TokenBudget(2048 * 4, layout="packed")}
+    assert trainer.data_collator is not collate  # which evaluation uses
+    text = {"input_ids": [1, 2], "labels": [1, 2], "images": None, "videos": [], "audios": None}
+    assert not {"images", "videos", "audios"} & {*collate([text, text])}
+    with pytest.raises(ValueError, match="must be False where samples have `images`"):
+        collate([text, {**text, "images": ["a.png"]}])
+
+
+def test_another_collate_function_for_packed_batches_is_taken(configured):
+    given, collate = arguments(neat_packing=True), PackedCollate()
+    DynamicBatches.of(*given).configure(trainer_of(given[1]), collate_fn=collate)
+    assert configured[0]["collate_fn"] is collate
 
 
 def test_data_that_is_not_to_be_shuffled_is_not(configured):

@@ -25,7 +25,18 @@ class Texts:
     def __getitem__(self, index):
         tokens = [1 + (index + place) % 60 for place in range(2 + 7 * index % (CUTOFF - 1))]
         labels = [-100, *tokens[1:]]
-        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": labels}
+        sample = {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": labels}
+        return {**sample, "images": None, "videos": None, "audios": None}
+
+
+class Collator(PaddingCollate):
+    """Takes the media out of the rows, as its own does."""
+
+    def __call__(self, samples):
+        for row in samples:
+            for key in ("images", "videos", "audios"):
+                row.pop(key)
+        return super().__call__(samples)
 
 
 class CustomSeq2SeqTrainer(Seq2SeqTrainer):
@@ -43,23 +54,25 @@ class CustomSeq2SeqTrainer(Seq2SeqTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-@pytest.mark.parametrize("neat_packing", [False, True])
-def test_a_trainer_made_in_its_manner_trains_on_dynamic_batches(neat_packing, tmp_path):
+def make_trainer(folder, neat_packing):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
     data_args = SimpleNamespace(cutoff_len=CUTOFF, packing=None, neat_packing=neat_packing)
     finetuning_args = SimpleNamespace(stage="sft", disable_shuffling=False)
     training_args = Seq2SeqTrainingArguments(
-        str(tmp_path),
+        str(folder),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=3,
         num_train_epochs=1,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        save_strategy="no",
-        remove_unused_columns=False,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="epoch",
+        per_device_eval_batch_size=2,
+        remove_unused_columns=False,  # so that the collator gets the media
     )
     batches = DynamicBatches.of(data_args, training_args, finetuning_args)
     trainer = CustomSeq2SeqTrainer(
@@ -67,12 +80,32 @@ def test_a_trainer_made_in_its_manner_trains_on_dynamic_batches(neat_packing, tm
         model=model,
         args=training_args,
         train_dataset=Texts(),
-        data_collator=PaddingCollate(pad_to_multiple_of=8),
+        eval_dataset=Texts(),
+        data_collator=Collator(pad_to_multiple_of=8),
     )
     assert batches.configure(trainer, window=16) is trainer
+    return trainer
+
+
+@pytest.mark.parametrize("neat_packing", [False, True])
+def test_a_trainer_made_in_its_manner_trains_on_dynamic_batches(neat_packing, tmp_path):
+    trainer = make_trainer(tmp_path, neat_packing)
     trainer.train()
     assert all(rows * width <= 4 * CUTOFF for rows, width in trainer.seen.values())
     assert all(rows == 1 for rows, _ in trainer.seen.values()) == neat_packing
     targets = sum(label != -100 for labels in trainer.seen for label in labels)
     assert targets == sum(len(Texts()[index]["input_ids"]) - 1 for index in range(SIZE))
-    assert trainer.state.global_step == -(-len(trainer.seen) // 3)
+    steps = trainer.state.global_step
+    assert steps == -(-len(trainer.seen) // 3)
+
+    resumed = make_trainer(tmp_path, neat_packing)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert 0 < len(resumed.seen) < len(trainer.seen)
+    for found, expected in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+    # Evaluation is the stock trainer's.
+    (loss,) = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    given = {"eval_dataset": Texts(), "data_collator": Collator(pad_to_multiple_of=8)}
+    stock = Seq2SeqTrainer(model=trainer.model, args=trainer.args, **given)
+    assert stock.evaluate()["eval_loss"] == loss

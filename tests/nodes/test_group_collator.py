@@ -290,3 +290,9 @@ def test_a_collate_function_may_look_at_the_step():
     assert all(batch["seen"] is pop_step_info(batch) for batch in loader)
     alone = GroupCollator(WindowBucketer(LengthObserver(IterableWrapper(data)), 16, 4), Stepwise())
     assert all(batch["seen"].modalities == () for batch in Loader(alone))
+
+
+def test_a_collate_function_may_change_the_dicts_it_gets():
+    row = {"input_ids": [1], "images": ["a"]}
+    node = GroupCollator(groups([row], [row]), lambda rows: {"images": rows[0].pop("images")})
+    assert [batch["images"] for batch in Loader(node)] == [["a"], ["a"]]

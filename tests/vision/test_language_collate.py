@@ -56,7 +56,9 @@ def test_patches_must_fit_their_grid():
 def test_patches_of_other_processors_do_not_go_together():
     first, second = samples([1, 4])
     other = {**second, "pixel_values": second["pixel_values"][:, :100]}
-    with pytest.raises(SampleError, match=r"\(id 4\): .* patches of \(1176,\) values, .* \(100,\)"):
+    with pytest.raises(
+        SampleError, match=r"sample 1 of the group: .* patches of \(1176,\) values, .* \(100,\)"
+    ):
         collate([first, other])
 
 

@@ -93,7 +93,7 @@ def test_images_that_do_not_fit_together_are_an_error():
     grey = sample(1, pixel_values=[np.zeros((1, 4, 4), np.uint8)])
     with pytest.raises(SampleError, match="must have the same channels and dtype, but have"):
         MultiImageCollate()([sample(0, (4, 4)), grey])
-    named = "sample 1 of the group .id 's1'.: .* must be .C, H, W., but has shape .4, 4. instead"
+    named = "sample 1 of the group: .* must be .C, H, W., but has shape .4, 4. instead"
     with pytest.raises(SampleError, match=named):
         MultiImageCollate()([sample(0), sample(1, pixel_values=[np.zeros((4, 4))])])
     with pytest.raises(TypeError, match="`MultiImageCollate` takes mappings with `input_ids`"):

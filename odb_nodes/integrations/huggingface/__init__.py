@@ -1,7 +1,9 @@
 """Dynamic batches for the `Trainer` of transformers.
 
-trainer = ODBTrainer(model, args, train_dataset=dataset, odb=ODBConfig(token_budget=16384))
-trainer.train(resume_from_checkpoint=True)
+    trainer = ODBTrainer(model, args, train_dataset=dataset, odb=ODBConfig(token_budget=16384))
+    trainer.train(resume_from_checkpoint=True)
+
+`configure_trainer` gives them to a trainer that exists already.
 """
 
 from odb_nodes.extras import import_extra

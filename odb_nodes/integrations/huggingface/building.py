@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from torchdata.nodes import BaseNode
 from transformers import DefaultDataCollator, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from odb_nodes.checkpoint import load_rank_state
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.huggingface.config import ODBConfig
-from odb_nodes.integrations.huggingface.loss import shifts_labels
+from odb_nodes.integrations.huggingface.loss import base_model, shifts_labels
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
-from odb_nodes.integrations.step_estimate import estimate_steps
+from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
 from odb_nodes.planning import TokenBudget
 
 
@@ -52,6 +53,13 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
                 f"`{name}()` must be 1, but is {size}: ranks that work on the same samples need a "
                 "loop of your own, with `ODBDataLoader(process_group=...)`."
             )
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if plugin is not None and "scheduler" in plugin.deepspeed_config and args.max_steps <= 0:
+        raise ValueError(
+            "`max_steps` must be given where the DeepSpeed config has a `scheduler`, which would "
+            "be told a bound in place of the number of steps. Or leave the `scheduler` out: the "
+            "`Trainer` makes one."
+        )
     if config.schedule == "samples" and args.max_steps > 0:
         raise ValueError(
             '`schedule` must be "steps" where `max_steps` is given, since the samples of the run '
@@ -84,7 +92,9 @@ def make_batches(trainer: Any) -> TrainBatches:
         timeout_s=config.timeout_s,
         **(workers if config.workers is None else {"workers": config.workers}),
     )
-    samples = len(dataset) if isinstance(dataset, Sized) else None
+    # The length of a dict is that of its datasets' names; that of a node is of one rank.
+    is_counted = isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode))
+    samples = len(dataset) if is_counted else None
     return TrainBatches(loader, samples, args.num_train_epochs if args.max_steps <= 0 else None)
 
 
@@ -93,17 +103,23 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
 
     Raises:
         FileNotFoundError, StateError: the checkpoint has no state of this rank.
+        TypeError, ValueError: the dataset cannot tell what the configuration needs of it.
     """
     batches, args = make_batches(trainer), trainer.args
     saved = None if checkpoint is None else load_rank_state(checkpoint)
+    # That of the checkpoint, since the schedule of the learning rate must be the same again.
+    steps_per_epoch = None if saved is None else saved[Run.STEPS_KEY]
     if args.max_steps > 0:
         steps_per_epoch = None
-    elif saved is not None:  # The schedule of the learning rate must be the same again.
-        steps_per_epoch = saved[Run.STEPS_KEY]
-    else:
+    elif steps_per_epoch is None:
         steps_per_epoch = _steps_per_epoch(trainer)
     if saved is not None:
         batches.load_state_dict(saved[Run.BATCHES_KEY])
+    if trainer.odb.schedule == "samples" and batches.samples_per_epoch is None:
+        raise ValueError(
+            '`schedule` must be "steps" where `train_dataset` does not tell its number of samples, '
+            f"as `{type(trainer.train_dataset).__name__}` does not."
+        )
     shift = trainer.odb.shift_labels
     return Run(
         trainer,
@@ -115,7 +131,9 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
 
 
 def collator_of(trainer: Any) -> Any:
-    """Return the trainer's collate function, or None where it has only one that cannot pad."""
+    """Return the collate function for training, or None where the trainer's own cannot pad."""
+    if trainer.odb.collate_fn is not None:
+        return trainer.odb.collate_fn
     collate = trainer.data_collator
     if collate is default_data_collator or isinstance(collate, DefaultDataCollator):
         return None
@@ -127,9 +145,7 @@ def model_columns(trainer: Any) -> set[str] | None:
     """Return the keys that the model takes, or `None` where all are to be kept."""
     if not trainer.args.remove_unused_columns:
         return None
-    get_base_model = getattr(trainer.model, "get_base_model", None)  # of adapters
-    model = trainer.model if get_base_model is None else get_base_model()
-    names = inspect.signature(model.forward).parameters
+    names = inspect.signature(base_model(trainer.model).forward).parameters
     return {*names, "label", "label_ids", *trainer.label_names}
 
 
@@ -138,6 +154,7 @@ def _steps_per_epoch(trainer: Any) -> int:
     config, args = trainer.odb, trainer.args
     if config.steps_per_epoch is not None:
         return int(config.steps_per_epoch)
+    check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
     if args.process_index == 0:
         steps = estimate_steps(
             trainer.train_dataset,

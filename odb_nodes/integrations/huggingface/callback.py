@@ -23,11 +23,11 @@ class RunCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._scaled = ExitStack()
-        self._unsaved = False  # steps since the last checkpoint
+        self._has_stepped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show the epochs that were asked for, not those that bound the loop."""
-        self._unsaved = False
+        self._has_stepped = False
         self._run.meter.take()  # The metrics of the first steps are not to hold all set-up.
         if self._run.ends_by_epochs:
             state.num_train_epochs = math.ceil(args.num_train_epochs)
@@ -46,20 +46,26 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the epoch, with the share of it that is done."""
         state.epoch = self._run.batches.progress
-        self._unsaved = True
+        self._has_stepped = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave an epoch that another callback has stopped; save at the end of the run."""
+        """Leave an epoch that another callback has stopped; evaluate and save at a late end."""
         if control.should_epoch_stop:
             self._run.batches.abandon_epoch()
         state.epoch = self._run.batches.progress
-        # Samples were left out, so the last step was not known to be the last.
-        if self._unsaved and self._run.batches.is_done and args.save_strategy == "steps":
+        step = state.global_step
+        if not (self._has_stepped and self._run.batches.is_done and step < state.max_steps):
+            return
+        # Samples were left out, so the last step was not known to be the last, and the `Trainer`
+        # has not done there what it does at the end.
+        state.max_steps = step
+        if args.eval_strategy == "steps" and args.eval_delay <= step and step % state.eval_steps:
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and (not state.save_steps or step % state.save_steps):
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Put the state of this rank into the checkpoint."""
-        self._unsaved = False
         if args.save_only_model or state.is_hyper_param_search:
             return
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

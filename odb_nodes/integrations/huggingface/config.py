@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from odb_nodes.checks import check_bool, check_count
 from odb_nodes.integrations.learning_rate import LrScaling
+from odb_nodes.nodes.budget_defaults import Collate
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
@@ -21,6 +22,7 @@ class ODBConfig:
         token_budget: padded tokens of a batch on one rank, or a `TokenBudget`. Takes the place of
             `per_device_train_batch_size`, which is not used.
         window: samples waiting in the pool to be grouped.
+        collate_fn: for training, in place of the trainer's `data_collator`, which evaluation uses.
         process_fn, observe, state, workers, prefetch, round_size, timeout_s: see `ODBDataLoader`.
         uneven: `"fill"` or `"stop"`; see `RankAligner`. A `Trainer` has no `Join`.
         shift_labels: the model predicts `labels[..., 1:]`, so the first one is no target. Default:
@@ -40,6 +42,7 @@ class ODBConfig:
 
     token_budget: int | TokenBudget
     window: int = 1024
+    collate_fn: Collate | None = None
     process_fn: Callable[[Any], Any] | None = None
     observe: Observe | None = None
     uneven: Literal["fill", "stop"] = "fill"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -49,10 +50,16 @@ class MicroStep:
         return result * self.factor
 
 
+def base_model(model: Any) -> Any:
+    """Return what is within the wrappers of sharding, of compilation and of adapters."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    get_base_model = getattr(model, "get_base_model", None)  # of adapters
+    return model if get_base_model is None else get_base_model()
+
+
 def shifts_labels(model: Any) -> bool:
     """Whether position i of a model predicts label i + 1, so that the first label is no target."""
-    get_base_model = getattr(model, "get_base_model", None)  # of adapters
-    base = model if get_base_model is None else get_base_model()
+    base = base_model(model)
     if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
         return False
     if not isinstance(base, PreTrainedModel):

@@ -27,6 +27,9 @@ from odb_nodes.step_info import StepInfo, pop_step_info
 
 Batch = dict[str, Any]
 
+NO_BOUND = 2**40  # steps
+MADE_OF = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
+
 
 class Run:
     """Takes the batches of an optimizer step out of the loader and settles what each weighs.
@@ -56,6 +59,7 @@ class Run:
         self._steps_per_epoch = steps_per_epoch
         self._columns = columns
         self._shift = shift
+        self._arguments = self._present_arguments()
         self.normalizer = Normalizer.UNKNOWN
         self.meter = StepMeter()
         self.waiting: deque[MicroStep] = deque()
@@ -80,15 +84,34 @@ class Run:
     @property
     def most_steps(self) -> int:
         """What no run exceeds: an optimizer step has at least one sample."""
-        samples = self.batches.samples_per_epoch
-        if self._steps_per_epoch is None or samples is None:
+        if self._steps_per_epoch is None:
             return self.total_steps
+        samples = self.batches.samples_per_epoch
+        if samples is None:
+            return NO_BOUND
         epochs: int = math.ceil(self._trainer.args.num_train_epochs)
         return max(self.total_steps, epochs * samples) + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands on this rank. Between optimizer steps only."""
         return {self.BATCHES_KEY: self.batches.state_dict(), self.STEPS_KEY: self._steps_per_epoch}
+
+    def check_arguments(self) -> None:
+        """Refuse a hyperparameter search over what the run was made of, before it set that.
+
+        Raises:
+            ValueError: names the argument.
+        """
+        for name, value in self._present_arguments().items():
+            if value != self._arguments[name]:
+                raise ValueError(
+                    f"`{name}` must stay as it was when `train` was called "
+                    f"({self._arguments[name]}), but is {value} now. A hyperparameter search "
+                    "cannot have it in its space: make a trainer for each value."
+                )
+
+    def _present_arguments(self) -> dict[str, Any]:
+        return {name: getattr(self._trainer.args, name) for name in MADE_OF}
 
     # --- an optimizer step --------------------------------------------------------------------
 
@@ -111,8 +134,9 @@ class Run:
         while len(kept) < count:
             kept.append(dict(kept[-1]))
             infos.append(_repeated(infos[-1]))
-        for batch, info in zip(kept, infos, strict=True):
-            self.meter.add(batch, info, wait_s)
+        if self._trainer.odb.log_metrics:
+            for batch, info in zip(kept, infos, strict=True):
+                self.meter.add(batch, info, wait_s)
         kept, items = self._weigh(kept, infos)
         self._tells_items = items is not None
         return kept, items
@@ -153,48 +177,55 @@ class Run:
         """Note the factor of each batch, and return what the `Trainer` is to divide by."""
         counts = [count_targets(batch, shift=self._shift) for batch in batches]
         if None in counts:  # The model has its own idea of targets: those of the samples, here.
-            self._note(infos, [self._ours(info.loss_scale) for info in infos])
+            self._note(infos, [info.loss_scale for info in infos], is_told=False)
             return batches, None
         known = [
             0 if info.is_filler else count or 0 for count, info in zip(counts, infos, strict=True)
         ]
         accelerator = self._trainer.accelerator
         ranks = accelerator.num_processes
-        total = torch.tensor(sum(known), device=self._trainer.args.device)
-        if ranks > 1:
-            total = accelerator.gather(total).sum()
+        of_ranks = accelerator.gather(torch.tensor([known], device=self._trainer.args.device))
+        total = of_ranks.sum()
         if self.normalizer is Normalizer.UNKNOWN:
-            self._find_normalizer(batches, known)
+            self._find_normalizer(batches, of_ranks)
         if self.normalizer is Normalizer.TRAINER:
-            self._note(infos, [float(not info.is_filler) for info in infos])
+            self._note(infos, [1.0] * len(infos), is_told=True)
             average = getattr(self._trainer.args, "average_tokens_across_devices", False)
             # Without it, the `Trainer` takes the mean over ranks of what each divides.
             return batches, total.clamp(min=1) / (1 if average else ranks)
         targets = max(1, int(total))
-        self._note(infos, [self._ours(ranks * count / targets) for count in known])
+        self._note(infos, [ranks * count / targets for count in known], is_told=False)
         for batch, count in zip(batches, counts, strict=True):
             if not count:
                 give_targets(batch)
         return batches, None
 
-    def _note(self, infos: list[StepInfo], factors: list[float]) -> None:
+    def _note(self, infos: list[StepInfo], factors: list[float], *, is_told: bool) -> None:
+        """Note the factor of each batch, times what the `Trainer` will divide its loss by.
+
+        Args:
+            infos: of the batches.
+            factors: of theirs.
+            is_told: the `Trainer` is told what to divide by.
+        """
+        trainer = self._trainer
+        is_divided = not is_told and trainer.compute_loss_func is None
+        if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
+            is_divided = not said
+        divisor = trainer.args.gradient_accumulation_steps if is_divided else 1
         self.waiting = deque(
-            MicroStep(info=info, factor=0.0 if info.is_filler else factor)
+            MicroStep(info=info, factor=0.0 if info.is_filler else factor * divisor)
             for info, factor in zip(infos, factors, strict=True)
         )
 
-    def _ours(self, scale: float) -> float:
-        """Return a loss scale, times what the `Trainer` divides a mean loss by."""
-        trainer = self._trainer
-        is_divided = trainer.compute_loss_func is None
-        if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
-            is_divided = not said
-        return scale * trainer.args.gradient_accumulation_steps if is_divided else scale
-
     # --- the normalisation of the loss --------------------------------------------------------
 
-    def _find_normalizer(self, batches: list[Batch], targets: list[int]) -> None:
+    def _find_normalizer(self, batches: list[Batch], of_ranks: torch.Tensor) -> None:
         """Settle, on all ranks alike, who normalises the loss.
+
+        Args:
+            batches: of an optimizer step.
+            of_ranks: (R, S) int64, supervised tokens of each rank and micro-step.
 
         Raises:
             ValueError: the loss is neither a mean nor divided by `num_items_in_batch`.
@@ -203,18 +234,20 @@ class Run:
         if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
             self.normalizer = Normalizer.OURS
             return
-        # The smallest that has targets. All ranks compute, as a sharded model needs.
-        _, _, index = min(
-            (not count, _size(batch), index)
-            for index, (batch, count) in enumerate(zip(batches, targets, strict=True))
-        )
+        # All ranks compute, and the same micro-step: sharded models wait for each other, and only
+        # the batches of one step agree on whether they have images.
+        with_targets = (of_ranks > 0).sum(dim=0).tolist()
+        if not any(with_targets):
+            return
+        index = with_targets.index(max(with_targets))
+        targets = int(of_ranks[trainer.accelerator.process_index, index])
         found = find_normalizer(
-            self._loss, batches[index], targets=max(1, targets[index]), shift=self._shift
+            self._loss, batches[index], targets=max(1, targets), shift=self._shift
         )
-        if not targets[index]:
+        if not targets:
             found = Normalizer.UNKNOWN
-        of_ranks = torch.tensor([int(found)], device=trainer.args.device)
-        self.normalizer = Normalizer(int(trainer.accelerator.gather(of_ranks).max()))
+        said = torch.tensor([int(found)], device=trainer.args.device)
+        self.normalizer = Normalizer(int(trainer.accelerator.gather(said).max()))
         if self.normalizer is Normalizer.NEITHER:
             name = "compute_loss_func" if trainer.compute_loss_func is not None else "model"
             raise ValueError(
@@ -251,8 +284,3 @@ def _repeated(info: StepInfo) -> StepInfo:
     return replace(
         info, is_filler=True, local_samples=0, local_targets=0, micro_step=info.micro_step + 1
     )
-
-
-def _size(batch: Mapping[str, Any]) -> int:
-    """Return how many numbers a batch has."""
-    return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))

@@ -55,11 +55,19 @@ class ODBTrainerMixin(_Mixed):
     def _configure(self, odb: ODBConfig) -> None:
         check_trainer(self, odb)
         self.odb = odb
-        self.add_callback(RunCallback(self))
+        # The first one, so that all others see the epoch, and checkpoints with our file in them.
+        self.callback_handler.callbacks.insert(0, RunCallback(self))
 
     def get_train_dataloader(self) -> Any:
-        """Return the batches of the run, or, outside of `train`, those of a run from its start."""
-        return make_batches(self) if self.odb_run is None else self.odb_run.batches
+        """Return the batches of the run, or, outside of `train`, those of a run from its start.
+
+        Raises:
+            ValueError: an argument has changed since the run was made.
+        """
+        if self.odb_run is None:
+            return make_batches(self)
+        self.odb_run.check_arguments()
+        return self.odb_run.batches
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -68,7 +76,8 @@ class ODBTrainerMixin(_Mixed):
 
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
-            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`.
+            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`; or a
+                hyperparameter search changes what the batches are made of.
         """
         check_trainer(self, self.odb)
         checkpoint = resume_from_checkpoint or None

@@ -1,8 +1,10 @@
 """Dynamic batches for the `Trainer` of Lightning.
 
-data = ODBDataModule(dataset, token_budget=16384)
-trainer = Trainer(callbacks=[ODBCallback()])
-trainer.fit(model, datamodule=data, ckpt_path="last")
+    data = ODBDataModule(dataset, token_budget=16384)
+    trainer = Trainer(callbacks=[ODBCallback()])
+    trainer.fit(model, datamodule=data, ckpt_path="last")
+
+With a data module of your own, `ODBCallback.batches` makes what `train_dataloader` returns.
 """
 
 from odb_nodes.extras import import_extra

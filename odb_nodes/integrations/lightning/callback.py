@@ -101,8 +101,8 @@ class ODBCallback(Callback):
             total_steps=trainer.fit_loop.total_batch_idx + 1,
             optimizer_steps=trainer.global_step,
         )
-        if self._run.current is not None:
-            fetched = self._run.current
+        fetched = self._run.current
+        if fetched is not None and self._log_metrics:
             self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
 
     def on_before_backward(

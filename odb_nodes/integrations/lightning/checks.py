@@ -21,11 +21,11 @@ def check_trainer(trainer: Any) -> None:
             f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Give a small dataset "
             "instead."
         )
-    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
+    if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:
         raise ValueError(
-            f"`limit_train_batches` must be 1.0, but is {trainer.limit_train_batches}: the samples "
-            "after it would never come. End a run by `max_steps`, and validate by "
-            "`val_check_interval`."
+            f"`limit_train_batches` must be 1.0, but is {limit}: the samples after it would never "
+            "come. End a run by `max_steps`, and validate by `val_check_interval`."
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise ValueError(

@@ -10,7 +10,7 @@ from odb_nodes.checks import check_count
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
-from odb_nodes.integrations.step_estimate import estimate_steps
+from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
 from odb_nodes.planning import TokenBudget
 
 __all__ = ["ODBDataModule"]
@@ -77,6 +77,7 @@ class ODBDataModule(LightningDataModule):
             looked_at: how many samples of the dataset to process for it.
 
         Raises:
+            TypeError: the dataset is not map-style with a length.
             ValueError: the run has no end.
         """
         trainer = self._trainer_of("estimated_steps")
@@ -85,6 +86,7 @@ class ODBDataModule(LightningDataModule):
             if max_steps < 0:
                 raise ValueError("`max_epochs` or `max_steps` must be given, to have an end.")
             return max_steps
+        check_can_estimate(self._dataset, "Make the schedule for a number that you know.")
         options = self._options
         steps = 0
         if trainer.is_global_zero:

@@ -1,6 +1,7 @@
 """Several datasets in one `ODBDataLoader`: by weight, each with processing of its own."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from mixed_sources import (
@@ -127,6 +128,19 @@ def test_a_source_node_is_a_dataset(tmp_path):
     assert sum(pop_step_info(batch).local_samples for batch in loader) == 9
     with pytest.raises(ValueError, match=r"must not be given for a node \(`JsonlSource`\)"):
         ODBDataLoader(JsonlSource(path), token_budget=400, shuffle=True)
+
+
+def test_a_file_may_be_in_many_loaders_and_under_many_names(tmp_path):
+    file = JsonlSource(write_chats(tmp_path / "chats.jsonl", 60))
+    loaders = [
+        ODBDataLoader({"a": file, "b": file}, token_budget=400, window=8, process_fn=chat)
+        for _ in range(2)
+    ]
+    found = [0, 0]
+    for batches in zip(*loaders, strict=True):
+        for index, batch in enumerate(batches):
+            found[index] += pop_step_info(batch).local_samples
+    assert found == [120, 120]
 
 
 def test_a_node_that_shares_its_items_is_refused_where_each_rank_has_data_of_its_own(tmp_path):
@@ -265,6 +279,12 @@ class Splits(dict):
         ({"sampler": [1]}, ValueError, "`sampler` must be None where `dataset` is a dict"),
         ({"dataset": {"a": [1], "b": []}}, ValueError, "source 'b': `dataset` must have at least"),
         ({"dataset": {"a": [1], "b": 3}}, TypeError, "source 'b': `dataset` must be an iterable"),
+        (
+            {"dataset": {"a": [1], "b": "b.jsonl"}},
+            TypeError,
+            r"but is 'b.jsonl'.*JsonlSource\(path\)",
+        ),
+        ({"dataset": Path("a.jsonl")}, TypeError, r"For the records .* `JsonlSource\(path\)`"),
         ({"dataset": Splits(a=[1], b=[1])}, TypeError, r"a `Splits` of \['a', 'b'\]\. Pass one"),
         ({"dataset": [1], "weights": {"a": 1}}, ValueError, "`weights` must be None, unless"),
         ({"dataset": [1], "process_fn": {"a": encode}}, TypeError, "`process_fn` must be a func"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -100,8 +100,10 @@ class Peers:
             StateError: they do not, or are not. The same error on all ranks.
             PeerError: a rank failed, or did not come.
         """
-        shared = {name: {**one, "rank": None} for name, one in _sharing_nodes(source).items()}
-        self._channel.agree({**config, **shared})
+        sharing = _sharing_nodes(source)
+        shared = {name: {**one, "rank": None} for name, one in sharing.items()}
+        alike = _nodes_alike(source) if sharing else {}  # else each rank has data of its own
+        self._channel.agree({**config, **shared, **alike})
 
     def offers(self, own: Offer, where: str) -> list[Offer]:
         """Return the offers of all ranks for a round, this one's included.
@@ -186,13 +188,33 @@ class Peers:
 
 def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
     """Return, by name, the configurations of the nodes that yield a share of something."""
-    found: dict[str, dict[str, Any]] = {}
+    return _by_name(
+        (type(node).__name__, config)
+        for node, config in _configured_nodes(source)
+        if config.keys() >= {"rank", "world_size"} and config["world_size"] > 1
+    )
+
+
+def _nodes_alike(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the configurations of the nodes that say that all ranks must have them."""
+    return _by_name(
+        (type(node).__name__, config)
+        for node, config in _configured_nodes(source)
+        if getattr(node, "same_on_all_ranks", False)
+    )
+
+
+def _configured_nodes(source: BaseNode[Any]) -> Iterator[tuple[BaseNode[Any], dict[str, Any]]]:
     for node in walk(source):
         fingerprint = getattr(node, "fingerprint", None)
         config = fingerprint() if callable(fingerprint) else None
-        if isinstance(config, dict) and config.keys() >= {"rank", "world_size"}:
-            name = type(node).__name__
-            same = sum(one.partition("[")[0] == name for one in found)
-            if config["world_size"] > 1:
-                found[f"{name}[{same}]" if same else name] = config
+        if isinstance(config, dict):
+            yield node, config
+
+
+def _by_name(configs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, config in configs:
+        same = sum(one.partition("[")[0] == name for one in found)
+        found[f"{name}[{same}]" if same else name] = config
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sized
 from typing import Any
 
@@ -50,6 +51,13 @@ def source_of(
     """
     if shuffle is not None:
         check_bool("shuffle", shuffle)
+    if isinstance(dataset, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For the records of a "
+            "JSON Lines file pass `JsonlSource(path)`."
+        )
+    if isinstance(dataset, JsonlSource):
+        dataset = dataset.copy()  # It stands for its files: each loader reads them by itself.
     if isinstance(dataset, BaseNode):
         if sampler is not None or shuffle:
             raise ValueError(

@@ -68,6 +68,10 @@ class JsonlSource(BaseNode[Any]):
         self._open: BinaryIO | None = None
         self._begin()
 
+    def copy(self) -> JsonlSource:
+        """Return a source over the same files, at their beginning."""
+        return type(self)(self._paths, self._rank, self._world_size)
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
@@ -161,10 +165,13 @@ class JsonlSource(BaseNode[Any]):
             return json.loads(line)
         except (ValueError, RecursionError) as error:
             self.close()  # It may be mended before the next call.
+            what = f"{error}"
+            if isinstance(error, json.JSONDecodeError):  # whose own line number is within the line
+                what = f"{error.msg} at character {error.pos + 1}"
             shown = line[:80].decode(errors="replace").strip()
             raise SampleError(
                 f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON in UTF-8: "
-                f"{error}. It begins with {shown!r}. Mend it, then iterate again; or resume, with "
+                f"{what}. It begins with {shown!r}. Mend it, then iterate again; or resume, with "
                 "`strict=False` if the size of the file has changed."
             ) from error
 

@@ -31,11 +31,17 @@ class Mixing:
         weights: name -> weight, any positive numbers. Default: equal.
         by: what the weights are shares of, `"samples"` or `"tokens"`.
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
+
+    Raises:
+        ValueError: `by` or `stop` is not what is said above.
     """
 
     weights: Mapping[str, float] | None = None
     by: Unit = "samples"
     stop: Stop = "all_exhausted"
+
+    def __post_init__(self) -> None:
+        _check_rules(self.by, self.stop)
 
     @classmethod
     def of(cls, weights: Mapping[str, float] | Mixing | None) -> Mixing:
@@ -73,6 +79,9 @@ class SourceMixer(BaseNode[Any]):
     TOKENS_KEY = "tokens"
     EXHAUSTED_KEY = "exhausted"
     ENDED_KEY = "ended"
+    same_on_all_ranks = True
+    """Ranks that share its sources out must have the same `fingerprint`."""
+
     STATE_KEYS = (SOURCES_KEY, SAMPLES_KEY, TOKENS_KEY, EXHAUSTED_KEY, ENDED_KEY)
 
     def __init__(
@@ -93,9 +102,7 @@ class SourceMixer(BaseNode[Any]):
                 f"`sources` must be different nodes, but of {sorted(sources)} two are the same, "
                 "which would share its items out. Make one for each."
             )
-        for option, value, known in (("by", by, get_args(Unit)), ("stop", stop, get_args(Stop))):
-            if value not in known:
-                raise ValueError(f"`{option}` must be one of {known}, but is {value!r} instead.")
+        _check_rules(by, stop)
         self.sources = dict(sources)
         self._weights = _checked(
             dict.fromkeys(sources, 1.0) if weights is None else weights, sources
@@ -139,8 +146,13 @@ class SourceMixer(BaseNode[Any]):
                 node.reset(None)
             return
         state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
+        if (saved := state[self.SOURCES_KEY]).keys() != self.sources.keys():
+            raise StateError(
+                f"the state of {type(self).__name__} has sources {sorted(saved)}, but there are "
+                f"{sorted(self.sources)} now. Resume with those; others can begin with an epoch."
+            )
         for name, node in self.sources.items():
-            node.reset(state[self.SOURCES_KEY][name])
+            node.reset(saved[name])
         self._samples, self._tokens = state[self.SAMPLES_KEY], state[self.TOKENS_KEY]
         self._exhausted = state[self.EXHAUSTED_KEY]
         self._ended = state[self.ENDED_KEY]
@@ -244,7 +256,12 @@ class SourceMixer(BaseNode[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
-        return {"weights": dict(self._weights), "by": self._by, "stop": self._stop}
+        return {
+            "sources": list(self.sources),  # of equals, the first is next
+            "weights": dict(self._weights),
+            "by": self._by,
+            "stop": self._stop,
+        }
 
 
 class PerSource:
@@ -269,6 +286,12 @@ class PerSource:
                 f"{sorted(self._functions)}."
             ) from None
         return SourceItem(routed.source, function(routed.item))
+
+
+def _check_rules(by: Unit, stop: Stop) -> None:
+    for option, value, known in (("by", by, get_args(Unit)), ("stop", stop, get_args(Stop))):
+        if value not in known:
+            raise ValueError(f"`{option}` must be one of {known}, but is {value!r} instead.")
 
 
 def _checked(

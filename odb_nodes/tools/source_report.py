@@ -36,7 +36,16 @@ class SourceReport:
         return dict(self._counts)
 
     def add(self, info: StepInfo) -> None:
-        """Count a step."""
+        """Count a step.
+
+        Raises:
+            TypeError: `info` is no `StepInfo`.
+        """
+        if not isinstance(info, StepInfo):
+            raise TypeError(
+                "`info` must be what `pop_step_info(batch)` returns, but is "
+                f"`{type(info).__name__}` instead."
+            )
         if info.local_sources:
             self._counts = add_counts([*self._counts.items(), *info.local_sources.items()])
 

@@ -389,6 +389,20 @@ def test_another_order_of_a_mixed_source_is_the_same_error_on_all_ranks():
         assert "`ShardedSampler.seed` is 0 on rank 0, 7 on rank 1" in str(error)
 
 
+def test_other_weights_of_a_mixed_source_are_the_same_error_on_all_ranks():
+    def run(exchange):
+        children = [ShardedSampler(40, seed=1, rank=exchange.rank, world_size=2) for _ in "ab"]
+        weights = {"a": 1, "b": 1 + exchange.rank}
+        mixed = SourceMixer(dict(zip("ab", children, strict=True)), weights)
+        source = LengthObserver(mixed, lambda index: 1 + index % 9)
+        bucketer = WindowBucketer(source, 30, 8)
+        list(Loader(RankAligner(bucketer, exchange, timeout_s=TIMEOUT_S)))
+
+    for error in errors_on_ranks(2, run):
+        assert type(error) is StateError
+        assert "`SourceMixer.weights` is" in str(error)
+
+
 def test_another_round_size_is_an_error_on_all_ranks():
     errors = errors_on_ranks(2, lambda e: epochs_of(e, shard(e.rank, 40), round_size=32 << e.rank))
     assert {type(error) for error in errors} == {StateError}

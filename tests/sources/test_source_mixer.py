@@ -14,9 +14,11 @@ from odb_nodes import (
     JsonlSource,
     LengthObserver,
     Loader,
+    Mixing,
     ParallelProcessor,
     PerSource,
     RankAligner,
+    Sample,
     SampleError,
     ShardedSampler,
     SourceItem,
@@ -351,6 +353,32 @@ def test_other_weights_are_refused():
     node.reset(None)
     with pytest.raises(StateError, match="`weights` was .* when saved"):
         mixer(weights={**WEIGHTS, "ocr": 0.1}).reset(node.state_dict())
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_another_order_of_the_names_is_refused(by):
+    children = {name: IterableWrapper([Sample(i, 5, 5) for i in range(9)]) for name in "ab"}
+    node = SourceMixer(children, by=by)
+    node.reset(None)
+    next(node)
+    turned = SourceMixer(dict(reversed(children.items())), by=by)
+    with pytest.raises(StateError, match=r"`sources` was \['a', 'b'\] when saved"):
+        turned.reset(node.state_dict())
+
+
+def test_other_sources_are_refused_also_where_a_change_is_meant():
+    loader = Loader(SourceMixer({"a": IterableWrapper(range(9)), "b": IterableWrapper(range(9))}))
+    next(iter(loader))
+    other = Loader(SourceMixer({"a": IterableWrapper(range(9)), "c": IterableWrapper(range(9))}))
+    other.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.raises(StateError, match=r"has sources \['a', 'b'\], but there are \['a', 'c'\]"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize("option", ["by", "stop"])
+def test_a_mixing_rule_that_is_not_valid_is_named_where_it_is_given(option):
+    with pytest.raises(ValueError, match=f"`{option}` must be one of .*, but is 'never' instead"):
+        Mixing(**{option: "never"})
 
 
 def test_an_empty_source_is_named():

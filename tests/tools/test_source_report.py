@@ -70,3 +70,8 @@ def test_steps_without_sources_count_nothing():
 def test_without_other_ranks_it_is_what_there_is():
     report = reported(infos())
     assert report.over_ranks().counts == report.counts
+
+
+def test_what_is_no_step_info_is_refused():
+    with pytest.raises(TypeError, match="`info` must be what `pop_step_info.batch.` returns, but"):
+        SourceReport().add({"input_ids": []})

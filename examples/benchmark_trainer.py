@@ -3,12 +3,15 @@
     python examples/benchmark_trainer.py            # one epoch each, a few minutes on 2 cores
     python examples/benchmark_trainer.py --quick    # 1/8 of the text
 
-All three train the same model on the same text, tokenized beforehand, since `batch_rebalance` needs
-all lengths before it begins. Fixed batches have room for `--token-budget` padded tokens should all
+All train the same model on the same text, tokenized beforehand, since `batch_rebalance` needs all
+lengths before it begins. Fixed batches have room for `--token-budget` padded tokens should all
 their samples be of the greatest length; so has, on average, a batch of `batch_rebalance`, which
 has no cap. A dynamic batch fills that room. `--accumulate` batches of the stock trainers make an
-optimizer step, so that all take about as many samples per step. Timings vary with the machine,
-those per CPU second less; ratios and shares are what counts.
+optimizer step, so that all take about as many samples per step.
+
+A dynamic batch holds samples of like length. The last row shares its room out over `--accumulate`
+of them, so that a step mixes lengths, as the fixed ones do. Timings vary with the machine, those
+per CPU second less; ratios and shares are what counts.
 """
 
 from __future__ import annotations
@@ -27,8 +30,7 @@ from odb_nodes.tools.report import markdown_table
 from options import at_least
 from tiny_lm import MAX_TOKENS, build_model, load_corpus
 
-SEED = 0
-STRATEGIES = ("fixed", "batch_rebalance", "dynamic")
+STRATEGIES = ("fixed", "batch_rebalance", "dynamic", "dynamic, accumulated")
 Samples = list[dict[str, Any]]
 
 
@@ -50,7 +52,10 @@ class Shapes(TrainerCallback):
 def run(strategy: str, train: Samples, held_out: Samples, options: Any) -> dict[str, str]:
     """Train for one epoch, and return a row of the table."""
     torch.set_num_threads(options.threads)
-    model = build_model(seed=SEED, device="cpu")
+    model = build_model(seed=options.seed, device="cpu")
+    budget = options.token_budget
+    if strategy == "dynamic, accumulated":
+        budget = max(MAX_TOKENS, budget // options.accumulate)
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         num_train_epochs=1,
@@ -67,7 +72,7 @@ def run(strategy: str, train: Samples, held_out: Samples, options: Any) -> dict[
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
-        seed=SEED,
+        seed=options.seed,
     )
     given: dict[str, Any] = {
         "train_dataset": train,
@@ -75,8 +80,8 @@ def run(strategy: str, train: Samples, held_out: Samples, options: Any) -> dict[
         "data_collator": PaddingCollate(),
     }
     trainer: Trainer
-    if strategy == "dynamic":
-        odb = ODBConfig(token_budget=options.token_budget, window=options.window)
+    if strategy.startswith("dynamic"):
+        odb = ODBConfig(token_budget=budget, window=options.window)
         trainer = ODBTrainer(model, args, odb=odb, **given)
     else:
         trainer = Trainer(model, args, **given)
@@ -106,6 +111,7 @@ def main() -> None:
     add("--token-budget", type=at_least(MAX_TOKENS), default=4096, help="(%(default)s)")
     add("--accumulate", type=at_least(1), default=3, help="of the stock trainers (%(default)s)")
     add("--window", type=at_least(1), default=256, help="samples in the pool (%(default)s)")
+    add("--seed", type=at_least(0), default=0, help="of model and order (%(default)s)")
     add("--threads", type=at_least(1), default=1, help="of torch (%(default)s)")
     add("--quick", action="store_true", help="1/8 of the text")
     options = parser.parse_args()

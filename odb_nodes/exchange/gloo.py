@@ -247,14 +247,14 @@ class GlooExchange:
         self._pending = work
 
 
-def _keep_all() -> None:
-    """In a forked process: never delete a group, which would join threads that are not there."""
-    for exchange in list(_live):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(exchange))
-
+# A forked process must never delete a group, which would join threads that are not there. It may
+# collect garbage as soon as it runs, so they are held from before the fork, and there for ever.
+_held: list[list[GlooExchange]] = []
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_all)
+    os.register_at_fork(
+        before=lambda: _held.append(list(_live)), after_in_parent=_held.pop
+    )
 
 
 @atexit.register

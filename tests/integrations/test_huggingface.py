@@ -448,7 +448,7 @@ def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
     options = {"num_train_epochs": 1, "save_strategy": "steps", "odb": odb}
     options |= {"eval_strategy": "steps", "eval_steps": 1000, "eval_dataset": t.Texts(4)}
     options |= {"per_device_eval_batch_size": 1, "data_collator": PaddingCollate()}
-    with pytest.warns(UserWarning, match="it is dropped"):
+    with pytest.warns(UserWarning, match="It is dropped"):
         trainer = t.make_trainer(tmp_path, **options)
         trainer.train()
     assert trainer.state.epoch == 1

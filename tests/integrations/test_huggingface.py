@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
     T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
+    default_data_collator,
 )
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 
@@ -384,6 +385,39 @@ def test_evaluation_is_untouched(tmp_path):
         trainer.model, trainer.args, eval_dataset=t.Texts(10), data_collator=PaddingCollate()
     )
     assert stock.evaluate()["eval_loss"] == losses[-1]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_evaluation_pads_where_training_does(tmp_path, layout):
+    def make(kind, **options):
+        args = t.arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2)
+        data = [lm.sample_of(index) for index in range(SIZE)]
+        return kind(model, args, train_dataset=data, eval_dataset=data[:10], **options)
+
+    model = decoder()
+    budget = TokenBudget(64, layout=layout, pad_to_multiple_of=8)
+    trainer = make(ODBTrainer, odb=t.config(token_budget=budget))
+    trainer.train()
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(found) == 2
+    stock = make(Trainer, data_collator=PaddingCollate(pad_to_multiple_of=8))
+    assert stock.evaluate()["eval_loss"] == found[-1]
+    expected = stock.predict(stock.eval_dataset).predictions
+    assert (trainer.predict(trainer.eval_dataset).predictions == expected).all()
+
+
+def test_evaluation_keeps_what_is_given_for_it(tmp_path):
+    """Also where training alone has a collator of its own."""
+    collate = PaddingCollate()
+    for options, expected in (
+        ({"data_collator": collate, "odb": {"collate_fn": collate_pairs}}, collate),
+        ({"odb": {"collate_fn": collate_pairs}}, default_data_collator),
+    ):
+        trainer = t.make_trainer(
+            tmp_path, remove_unused_columns=False, eval_dataset=t.Texts(10), **options
+        )
+        assert trainer.get_eval_dataloader().collate_fn is expected
+        assert trainer.get_test_dataloader(t.Texts(10)).collate_fn is expected
 
 
 def test_other_callbacks_see_the_epoch_and_whole_checkpoints(tmp_path):

@@ -135,10 +135,15 @@ def collator_of(trainer: Any) -> Any:
     if trainer.odb.collate_fn is not None:
         return trainer.odb.collate_fn
     collate = trainer.data_collator
-    if collate is default_data_collator or isinstance(collate, DefaultDataCollator):
+    if not can_pad(collate):
         return None
     columns = model_columns(trainer)
     return collate if columns is None else RemoveColumnsCollator(collate, columns)
+
+
+def can_pad(collate: Any) -> bool:
+    """Tell a collator from the one that a `Trainer` has where none was given."""
+    return collate is not default_data_collator and not isinstance(collate, DefaultDataCollator)
 
 
 def model_columns(trainer: Any) -> set[str] | None:

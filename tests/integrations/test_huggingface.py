@@ -5,6 +5,7 @@ import itertools
 import json
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -232,6 +233,25 @@ def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
     assert trainer.args.max_steps == -1
     assert ends == [1.0, 2.0]
     assert trainer.args.ignore_data_skip is False
+
+
+@pytest.mark.parametrize("steps_per_epoch, words", [(5, "goes on after"), (100, "ends after")])
+def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
+    tmp_path, steps_per_epoch, words
+):
+    def warnings_of(**options):
+        odb = {"steps_per_epoch": steps_per_epoch, **options.pop("odb", {})}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.make_trainer(tmp_path, odb=odb, **options).train()
+        return [str(one.message) for one in caught if "optimizer steps" in str(one.message)]
+
+    (message,) = warnings_of()
+    assert words in message
+    assert 'give `schedule="samples"` or another `steps_per_epoch`' in message
+    assert not warnings_of(odb={"schedule": "samples"})
+    assert not warnings_of(odb={"steps_per_epoch": None})
+    assert not warnings_of(max_steps=40)
 
 
 def test_arguments_that_are_shares_of_the_whole(tmp_path):
@@ -482,7 +502,7 @@ def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
     options = {"num_train_epochs": 1, "save_strategy": "steps", "odb": odb}
     options |= {"eval_strategy": "steps", "eval_steps": 1000, "eval_dataset": t.Texts(4)}
     options |= {"per_device_eval_batch_size": 1, "data_collator": PaddingCollate()}
-    with pytest.warns(UserWarning, match="it is dropped"):
+    with pytest.warns(UserWarning, match="[Ii]t is dropped"):
         trainer = t.make_trainer(tmp_path, **options)
         trainer.train()
     assert trainer.state.epoch == 1

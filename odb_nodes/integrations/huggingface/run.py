@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from odb_nodes.step_info import StepInfo, pop_step_info
 Batch = dict[str, Any]
 
 NO_BOUND = 2**40  # steps
+ESTIMATE_SLACK = 0.05  # of the steps, where estimates are as far off as usual
 MADE_OF = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
 
 
@@ -65,6 +67,7 @@ class Run:
         self.waiting: deque[MicroStep] = deque()
         self.active: MicroStep | None = None
         self.optimizer_samples = 0
+        self._is_warned = False
         self._tells_items = False
 
     @property
@@ -91,6 +94,27 @@ class Run:
             return NO_BOUND
         epochs: int = math.ceil(self._trainer.args.num_train_epochs)
         return max(self.total_steps, epochs * samples) + 1
+
+    def check_estimate(self, steps: int, *, ends: bool) -> None:
+        """Warn, once, where a learning rate that goes by steps does not end with the run.
+
+        Args:
+            steps: optimizer steps, with the one that begins.
+            ends: there are no more.
+        """
+        total, slack = self.total_steps, 1 + ESTIMATE_SLACK * self.total_steps
+        is_off = steps > total + slack or (ends and steps < total - slack)
+        if self._trainer.odb.schedule == "samples" or not is_off or self._is_warned:
+            return
+        self._is_warned = True
+        remedies = ["`schedule=\"samples\"`"] * (self.batches.samples_per_epoch is not None)
+        warnings.warn(
+            f"the run {'ends after' if ends else 'goes on after'} {steps} optimizer steps, but its "
+            f"learning-rate schedule was made for {total}, which is what `steps_per_epoch` says, or "
+            "the estimate where that is not given. For the next run, give "
+            f"{' or '.join([*remedies, 'another `steps_per_epoch`'])}.",
+            stacklevel=2,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands on this rank. Between optimizer steps only."""

@@ -165,6 +165,7 @@ class ODBTrainerMixin(_Mixed):
         if run.ends_by_epochs:
             # What the flow of the `Trainer` ends by, and saves and evaluates at the end by.
             next_step = state.global_step + 1
+            run.check_estimate(state.global_step + bool(taken[0]), ends=run.batches.is_done)
             state.max_steps = (
                 next_step if run.batches.is_done else max(run.total_steps, next_step + 1)
             )

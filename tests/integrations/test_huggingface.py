@@ -19,6 +19,7 @@ import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from torch.utils.data import IterableDataset  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -480,6 +481,42 @@ def test_the_length_of_a_dict_of_datasets_is_not_that_of_their_samples(tmp_path)
         run()
     with pytest.raises(ValueError, match="as `dict` does not"):
         run(steps_per_epoch=3, schedule="samples")
+
+
+class Stream(IterableDataset):
+    """Texts in their order, without a length; each rank reads all, and takes its own."""
+
+    def __iter__(self):
+        return iter(map(lm.sample_of, range(SIZE)))
+
+
+def test_epochs_of_a_stream_need_their_steps(tmp_path):
+    def make(name, **odb):
+        args = t.arguments(tmp_path, save_strategy="steps", save_steps=5)
+        options = {"train_dataset": Stream(), "odb": t.config(**odb)}
+        trainer = ODBTrainer(lm.Normalizing(), args, **options)
+        trainer.add_callback(t.Recorder(trainer, tmp_path / f"{name}-0.jsonl"))
+        return trainer
+
+    whole = make("whole", steps_per_epoch=10)
+    assert whole.args.max_steps == -1
+    with pytest.warns(UserWarning, match="goes on after"):
+        whole.train()
+    entries = t.entries_of(tmp_path, "whole")
+    assert whole.state.epoch == 2
+    ids = [index for entry in entries for group in entry["ids"] for index in group]
+    assert sorted(ids) == sorted([*range(SIZE)] * 2)
+    epochs = [entry["epoch"] for entry in entries]
+    assert epochs[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert epochs == sorted(epochs)
+    assert 1 not in epochs  # The end of an epoch is seen after its last step.
+    resumed = make("resumed", steps_per_epoch=10)
+    with pytest.warns(UserWarning, match="goes on after"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert t.entries_of(tmp_path, "resumed") == entries[15:]
+    assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+    with pytest.raises(ValueError, match=r"`max_steps`, or `steps_per_epoch` .* as `Stream`"):
+        make("refused")
 
 
 def test_a_trainer_of_any_class_is_configured(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torchdata.nodes import BaseNode
-from transformers import DefaultDataCollator, default_data_collator
-from transformers.trainer_utils import RemoveColumnsCollator
+from transformers import DefaultDataCollator, TrainingArguments, default_data_collator
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from odb_nodes.checkpoint import load_rank_state
 from odb_nodes.dataloader import ODBDataLoader
@@ -19,6 +20,35 @@ from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
 from odb_nodes.planning import TokenBudget
+
+
+@contextmanager
+def allow_streams(odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
+    """Let a trainer be made for epochs of a dataset without a length, if it is told their steps.
+
+    Args:
+        odb: of the trainer.
+        dataset: to train on, where it is known.
+        given: all that the trainer is made with.
+
+    Raises:
+        ValueError: neither `max_steps` nor `steps_per_epoch` was given.
+    """
+    args = next((one for one in given if isinstance(one, TrainingArguments)), None)
+    if dataset is None or has_length(dataset) or (args is not None and args.max_steps > 0):
+        yield
+        return
+    if args is None or getattr(odb, "steps_per_epoch", None) is None:
+        raise ValueError(
+            "`max_steps`, or `steps_per_epoch` of the `ODBConfig` beside `num_train_epochs`, must "
+            "be given where `train_dataset` has no length, as `"
+            f"{type(dataset).__name__}` has none."
+        )
+    before, args.max_steps = args.max_steps, 1  # The `Trainer` wants one, when it is made.
+    try:
+        yield
+    finally:
+        args.max_steps = before
 
 
 def check_trainer(trainer: Any, config: ODBConfig) -> None:

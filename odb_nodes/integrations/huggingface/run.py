@@ -29,6 +29,7 @@ from odb_nodes.step_info import StepInfo, pop_step_info
 Batch = dict[str, Any]
 
 NO_BOUND = 2**40  # steps
+MOST_OF_AN_EPOCH = 0.999  # what may be shown before its end is seen
 ESTIMATE_SLACK = 0.05  # of the steps, where estimates are as far off as usual
 MADE_OF = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
 
@@ -76,6 +77,16 @@ class Run:
         return self._steps_per_epoch is not None
 
     @property
+    def epoch(self) -> float:
+        """Epochs done, with the share of this one: of its samples, or about that of its steps."""
+        batches, steps = self.batches, self._steps_per_epoch
+        progress: float = batches.progress
+        if batches.samples_per_epoch is not None or steps is None:
+            return progress
+        share: float = batches.steps / (steps * self._trainer.args.gradient_accumulation_steps)
+        return progress + min(share, MOST_OF_AN_EPOCH)
+
+    @property
     def total_steps(self) -> int:
         """Optimizer steps of the run: exact with `max_steps`, else about."""
         args = self._trainer.args
@@ -107,7 +118,7 @@ class Run:
         if self._trainer.odb.schedule == "samples" or not is_off or self._is_warned:
             return
         self._is_warned = True
-        remedies = ["`schedule=\"samples\"`"] * (self.batches.samples_per_epoch is not None)
+        remedies = ['`schedule="samples"`'] * (self.batches.samples_per_epoch is not None)
         warnings.warn(
             f"the run {'ends after' if ends else 'goes on after'} {steps} optimizer steps, but its "
             f"learning-rate schedule was made for {total}, which is what `steps_per_epoch` says, or "

@@ -32,6 +32,7 @@ class TrainBatches:
         self.loader = loader
         self.epoch = 0
         self.samples = 0  # of all ranks, in this epoch
+        self.steps = 0  # micro-steps of this epoch, once one was taken
         self.samples_seen = 0  # the same, by this process
         self.samples_per_epoch = samples_per_epoch
         self._epochs = epochs
@@ -67,18 +68,22 @@ class TrainBatches:
                 self._it = iter(self.loader)
             for batch in self._it:
                 is_empty = False
-                samples = batch[STEP_INFO_KEY].all_samples_this_step
+                info = batch[STEP_INFO_KEY]
+                samples, self.steps = info.all_samples_this_step, info.step + 1
                 self.samples += samples
                 self.samples_seen += samples
                 yield batch
             # Empty: a checkpoint from after the last step. The `Trainer` would end there.
-            self.epoch, self.samples, self._it = self.epoch + 1, 0, None
+            self._begin_epoch(self.epoch + 1)
 
     def abandon_epoch(self) -> None:
         """Make the next `iter()` begin an epoch, where this one has not ended."""
         if self._it is not None:
-            self.epoch, self.samples, self._it = self.epoch + 1, 0, None
+            self._begin_epoch(self.epoch + 1)
             self.loader.set_epoch(self.epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch, self.samples, self.steps, self._it = epoch, 0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands."""

@@ -10,7 +10,13 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from odb_nodes.integrations.huggingface.building import can_pad, check_trainer, make_batches, make_run
+from odb_nodes.integrations.huggingface.building import (
+    allow_streams,
+    can_pad,
+    check_trainer,
+    make_batches,
+    make_run,
+)
 from odb_nodes.integrations.huggingface.callback import RunCallback
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.run import Run
@@ -51,7 +57,8 @@ class ODBTrainerMixin(_Mixed):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, odb: ODBConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with allow_streams(odb, kwargs.get("train_dataset"), (*args, *kwargs.values())):
+            super().__init__(*args, **kwargs)
         self._configure(odb)
 
     def _configure(self, odb: ODBConfig) -> None:

@@ -648,12 +648,20 @@ def test_a_checkpoint_without_a_state_is_refused(tmp_path):
     trainer = t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1)
     trainer.train()
     (tmp_path / "checkpoint-3" / "odb_nodes-rank00000-of-00001.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="holds no state"):
+    with pytest.raises(FileNotFoundError, match="has no states of batches: .* `save_only_model`"):
         t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    with pytest.raises(StateError, match="`accumulate` was 1 when saved"):
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    changed = "`accumulate` was 1 when saved.* is `gradient_accumulation_steps`.* `from_pretrained`"
+    with pytest.raises(StateError, match=changed):
         t.make_trainer(tmp_path, gradient_accumulation_steps=2).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-6")
         )
+
+
+def test_a_length_that_nobody_knows_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(TypeError, match="Measure progress in samples"):
+        len(t.make_trainer(tmp_path).get_train_dataloader())
 
 
 def test_the_config_is_keyword_only_and_frozen():

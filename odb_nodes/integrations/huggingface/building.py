@@ -12,14 +12,19 @@ from torchdata.nodes import BaseNode
 from transformers import DefaultDataCollator, TrainingArguments, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from odb_nodes.checkpoint import load_rank_state
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.loss import base_model, shifts_labels
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
+from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
 from odb_nodes.planning import TokenBudget
+
+NOT_SAVED = (
+    "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
+    "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
+)
 
 
 @contextmanager
@@ -136,7 +141,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
         TypeError, ValueError: the dataset cannot tell what the configuration needs of it.
     """
     batches, args = make_batches(trainer), trainer.args
-    saved = None if checkpoint is None else load_rank_state(checkpoint)
+    saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
     # That of the checkpoint, since the schedule of the learning rate must be the same again.
     steps_per_epoch = None if saved is None else saved[Run.STEPS_KEY]
     if args.max_steps > 0:

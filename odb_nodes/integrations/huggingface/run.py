@@ -121,8 +121,8 @@ class Run:
         remedies = ['`schedule="samples"`'] * (self.batches.samples_per_epoch is not None)
         warnings.warn(
             f"the run {'ends after' if ends else 'goes on after'} {steps} optimizer steps, but its "
-            f"learning-rate schedule was made for {total}, which is what `steps_per_epoch` says, or "
-            "the estimate where that is not given. For the next run, give "
+            f"learning-rate schedule was made for {total}, by `steps_per_epoch`, or by the "
+            "estimate where that is not given. For the next run, give "
             f"{' or '.join([*remedies, 'another `steps_per_epoch`'])}.",
             stacklevel=2,
         )

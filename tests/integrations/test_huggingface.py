@@ -659,6 +659,45 @@ def test_a_checkpoint_without_a_state_is_refused(tmp_path):
         )
 
 
+def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
+    class Stock(Trainer):
+        def get_train_dataloader(self):
+            return [lm.sample_of(0)]
+
+    class Above(ODBTrainer):
+        def get_train_dataloader(self):
+            return [lm.sample_of(0)]
+
+    class Below(ODBTrainerMixin, Stock):
+        pass
+
+    class Asking(ODBTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    stock = Stock(lm.Normalizing(), t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
+    with pytest.raises(ValueError, match="`Stock` must not override `get_train_dataloader`"):
+        configure_trainer(stock, token_budget=64)
+    assert type(stock) is Stock
+    with pytest.raises(ValueError, match="`Stock` must not override `get_train_dataloader`"):
+        t.make_trainer(tmp_path, kind=Below)
+    with pytest.raises(ValueError, match="`get_train_dataloader` of `Above` must return"):
+        t.make_trainer(tmp_path, kind=Above).train()
+    t.make_trainer(tmp_path, kind=Asking, max_steps=1).train()
+
+
+def test_an_encoder_decoder_needs_a_collator(tmp_path):
+    def make(**options):
+        odb = t.config(**options.pop("odb", {}))
+        args = t.arguments(tmp_path, seq2seq=True)
+        ODBSeq2SeqTrainer(encoder_decoder(), args, train_dataset=t.Texts(4), odb=odb, **options)
+
+    with pytest.raises(ValueError, match=r"`DataCollatorForSeq2Seq\(tokenizer, model=model\)`"):
+        make()
+    make(data_collator=collate_pairs)
+    make(odb={"collate_fn": collate_pairs})
+
+
 def test_a_length_that_nobody_knows_is_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(TypeError, match="Measure progress in samples"):
         len(t.make_trainer(tmp_path).get_train_dataloader())

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torchdata.nodes import BaseNode
-from transformers import DefaultDataCollator, TrainingArguments, default_data_collator
+from transformers import DefaultDataCollator, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from odb_nodes.dataloader import ODBDataLoader
@@ -21,6 +21,7 @@ from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
 from odb_nodes.planning import TokenBudget
 
+IS_SEQ2SEQ = "is_encoder_decoder"
 NOT_SAVED = (
     "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
     "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
@@ -95,11 +96,35 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "be told a bound in place of the number of steps. Or leave the `scheduler` out: the "
             "`Trainer` makes one."
         )
+    is_seq2seq = getattr(getattr(base_model(trainer.model), "config", None), IS_SEQ2SEQ, False)
+    if is_seq2seq and config.collate_fn is None and not can_pad(trainer.data_collator):
+        raise ValueError(
+            "`data_collator` must be given for an encoder-decoder model, whose labels have lengths "
+            "of their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`."
+        )
     if config.schedule == "samples" and args.max_steps > 0:
         raise ValueError(
             '`schedule` must be "steps" where `max_steps` is given, since the samples of the run '
             "are not known then. Give `num_train_epochs` instead."
         )
+
+
+def check_overrides(kinds: Iterable[type]) -> None:
+    """Refuse a class of trainers that makes its own batches, which nobody would ask it for.
+
+    Args:
+        kinds: the classes that `ODBTrainerMixin` stands before.
+
+    Raises:
+        ValueError: one of them overrides `get_train_dataloader`.
+    """
+    for kind in kinds:
+        if "get_train_dataloader" in vars(kind) and kind is not Trainer:
+            raise ValueError(
+                f"`{kind.__name__}` must not override `get_train_dataloader`, which would never be "
+                "called: dynamic batches are made of `train_dataset`, with `data_collator` and "
+                "`ODBConfig.process_fn`. Give it the dataset, or use a class without that method."
+            )
 
 
 def make_batches(trainer: Any) -> TrainBatches:

@@ -24,7 +24,7 @@ from odb_nodes.integrations.huggingface.loss import (
 )
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
 from odb_nodes.integrations.metrics import StepMeter, summarize
-from odb_nodes.step_info import StepInfo, pop_step_info
+from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 Batch = dict[str, Any]
 
@@ -163,6 +163,12 @@ class Run:
         if not taken:
             return [], None
         wait_s = (time.perf_counter() - start_s) / count
+        if not all(STEP_INFO_KEY in batch for batch in taken):
+            raise ValueError(
+                f"`get_train_dataloader` of `{type(self._trainer).__name__}` must return what that "
+                "of `ODBTrainerMixin` does, but returned other batches. Do not override it: give "
+                "`train_dataset`, `data_collator` and `ODBConfig.process_fn`."
+            )
         infos = [pop_step_info(batch) for batch in taken]
         self.optimizer_samples = infos[0].optimizer_samples
         kept = [self._without_columns(batch) for batch in taken]

@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from odb_nodes.integrations.huggingface.building import (
     allow_streams,
     can_pad,
+    check_overrides,
     check_trainer,
     make_batches,
     make_run,
@@ -57,6 +58,8 @@ class ODBTrainerMixin(_Mixed):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, odb: ODBConfig, **kwargs: Any) -> None:
+        kinds = type(self).__mro__
+        check_overrides(kinds[kinds.index(ODBTrainerMixin) + 1 :])
         with allow_streams(odb, kwargs.get("train_dataset"), (*args, *kwargs.values())):
             super().__init__(*args, **kwargs)
         self._configure(odb)
@@ -240,6 +243,7 @@ def configure_trainer(
         )
     config = ODBConfig(token_budget=token_budget, **options)
     check_trainer(trainer, config)
+    check_overrides(type(trainer).__mro__)
     kind = type(trainer)
     trainer.__class__ = type(f"ODB{kind.__name__}", (ODBTrainerMixin, kind), {})
     ODBTrainerMixin._configure(trainer, config)  # type: ignore[arg-type]

@@ -519,6 +519,21 @@ def test_epochs_of_a_stream_need_their_steps(tmp_path):
         make("refused")
 
 
+def test_a_trainer_with_arguments_of_its_own_keeps_the_epochs_of_a_stream(tmp_path):
+    class Copying(Trainer):
+        def __init__(self, model, args, **options):
+            super().__init__(model, copy.copy(args), **options)
+
+    class Mine(ODBTrainerMixin, Copying):
+        pass
+
+    args = t.arguments(tmp_path, num_train_epochs=1)
+    odb = t.config(steps_per_epoch=13)
+    trainer = Mine(lm.Normalizing(), args, train_dataset=Stream(), odb=odb)
+    assert trainer.args is not args
+    assert trainer.args.max_steps == args.max_steps == -1
+
+
 def test_a_trainer_of_any_class_is_configured(tmp_path):
     class Mine(Trainer):
         pass

@@ -29,10 +29,11 @@ NOT_SAVED = (
 
 
 @contextmanager
-def allow_streams(odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
+def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
     """Let a trainer be made for epochs of a dataset without a length, if it is told their steps.
 
     Args:
+        trainer: that is made within the `with` block.
         odb: of the trainer.
         dataset: to train on, where it is known.
         given: all that the trainer is made with.
@@ -54,7 +55,9 @@ def allow_streams(odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None
     try:
         yield
     finally:
-        args.max_steps = before
+        # Also where a class of trainers makes its own arguments of those that it is given.
+        for each in (args, getattr(trainer, "args", args)):
+            each.max_steps = before
 
 
 def check_trainer(trainer: Any, config: ODBConfig) -> None:

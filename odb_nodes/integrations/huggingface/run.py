@@ -118,6 +118,8 @@ class Run:
         if self._trainer.odb.schedule == "samples" or not is_off or self._is_warned:
             return
         self._is_warned = True
+        if self._trainer.args.process_index:
+            return
         remedies = ['`schedule="samples"`'] * (self.batches.samples_per_epoch is not None)
         warnings.warn(
             f"the run {'ends after' if ends else 'goes on after'} {steps} optimizer steps, but its "

@@ -60,7 +60,7 @@ class ODBTrainerMixin(_Mixed):
     def __init__(self, *args: Any, odb: ODBConfig, **kwargs: Any) -> None:
         kinds = type(self).__mro__
         check_overrides(kinds[kinds.index(ODBTrainerMixin) + 1 :])
-        with allow_streams(odb, kwargs.get("train_dataset"), (*args, *kwargs.values())):
+        with allow_streams(self, odb, kwargs.get("train_dataset"), (*args, *kwargs.values())):
             super().__init__(*args, **kwargs)
         self._configure(odb)
 

@@ -196,6 +196,7 @@ def main():
 {body}
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's `&`
     main()
 """
 

@@ -252,9 +252,7 @@ class GlooExchange:
 _held: list[list[GlooExchange]] = []
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _held.append(list(_live)), after_in_parent=_held.pop
-    )
+    os.register_at_fork(before=lambda: _held.append(list(_live)), after_in_parent=_held.pop)
 
 
 @atexit.register

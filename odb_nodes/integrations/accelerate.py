@@ -20,11 +20,12 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-from odb_nodes.checkpoint import load_rank_state, save_rank_state
+from odb_nodes.checkpoint import save_rank_state
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.errors import StateError
 from odb_nodes.extras import import_extra
 from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 import_extra("accelerate", "accelerate")
@@ -36,6 +37,15 @@ from accelerate.utils import DistributedType, send_to_device  # noqa: E402
 
 __all__ = ["AcceleratedLoader", "configure_accelerator"]
 
+NOT_SAVED = (
+    "it was saved before `configure_accelerator` was called, or without it. To begin a run with "
+    "its weights, call `load_state` before `configure_accelerator`."
+)
+CHANGED = (
+    "The arguments are those of the `ODBDataLoader`. If the change is meant, then after "
+    "`accelerator.load_state(folder)`: `loader.loader.load_state_dict(load_rank_state(folder), "
+    "strict=False)`."
+)
 
 _configured: WeakSet[Accelerator] = WeakSet()  # those that have a loader
 
@@ -68,13 +78,17 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         """What the samples come from."""
         return self.loader.dataset
 
+    def __len__(self) -> int:
+        """Raise, as that of the `ODBDataLoader` does."""
+        return len(self.loader)
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins; a loaded state within an epoch wins."""
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, or go on from a loaded state."""
-        it, self._last = iter(self.loader), None
+        it, self._last = begin_or_resume(self.loader, CHANGED), None
         accelerator = self._accelerator
         # Where the last epoch was left within an optimizer step.
         accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
@@ -137,7 +151,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         save_rank_state(self.loader.state_dict(), output_dir)
 
     def _load(self, _models: Any, input_dir: str) -> None:
-        self.loader.load_state_dict(load_rank_state(input_dir))
+        self.loader.load_state_dict(load_saved_state(input_dir, NOT_SAVED))
         self._last = None
 
 

@@ -21,7 +21,7 @@ from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
-from odb_nodes import ODBDataLoader, StateError  # noqa: E402
+from odb_nodes import ODBDataLoader, StateError, load_rank_state  # noqa: E402
 from odb_nodes.integrations.accelerate import configure_accelerator  # noqa: E402
 
 SIZE = 40
@@ -107,6 +107,44 @@ def test_prepare_leaves_the_loader_as_it_is():
         assert accelerator.prepare(loader) is loader
         assert sum(len(batch["id"]) for batch in loader) == SIZE
         assert loader.dataset is loader.loader.dataset
+
+
+def test_a_checkpoint_of_another_configuration_says_how_to_load_it(tmp_path):
+    def accelerated(window=12):
+        loader = ODBDataLoader(lm.Texts(SIZE), token_budget=64, window=window)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, configure_accelerator(accelerator, loader)
+
+    accelerator, loader = accelerated()
+    with loader:
+        next(iter(loader))
+        accelerator.save_state(tmp_path)
+    accelerator, loader = accelerated(window=8)
+    with loader:
+        accelerator.load_state(tmp_path)
+        with pytest.raises(StateError, match=r"`window` was 12 .* `loader.loader.load_state_dict"):
+            next(iter(loader))
+        loader.loader.load_state_dict(load_rank_state(tmp_path), strict=False)
+        with pytest.warns(UserWarning, match="`window` was 12"):
+            next(iter(loader))
+
+
+def test_a_checkpoint_from_before_the_loader_says_how_to_begin_with_it(tmp_path):
+    Accelerator(cpu=True).save_state(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    with configure_accelerator(accelerator, loader_of()):
+        with pytest.raises(FileNotFoundError, match="call `load_state` before"):
+            accelerator.load_state(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    accelerator.load_state(tmp_path)
+    with configure_accelerator(accelerator, loader_of()) as loader:
+        assert sum(len(batch["id"]) for batch in loader) == SIZE
+
+
+def test_a_length_that_nobody_knows_is_an_error_that_says_what_to_do():
+    with configure_accelerator(Accelerator(cpu=True), loader_of()) as loader:
+        with pytest.raises(TypeError, match="Measure progress in samples"):
+            len(loader)
 
 
 def test_what_does_not_go_together_is_refused():

@@ -5,6 +5,7 @@ import itertools
 import json
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from torch.utils.data import IterableDataset  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +27,7 @@ from transformers import (  # noqa: E402
     T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
+    default_data_collator,
 )
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 
@@ -233,6 +236,25 @@ def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
     assert trainer.args.ignore_data_skip is False
 
 
+@pytest.mark.parametrize("steps_per_epoch, words", [(5, "goes on after"), (100, "ends after")])
+def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
+    tmp_path, steps_per_epoch, words
+):
+    def warnings_of(**options):
+        odb = {"steps_per_epoch": steps_per_epoch, **options.pop("odb", {})}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.make_trainer(tmp_path, odb=odb, **options).train()
+        return [str(one.message) for one in caught if "optimizer steps" in str(one.message)]
+
+    (message,) = warnings_of()
+    assert words in message
+    assert 'give `schedule="samples"` or another `steps_per_epoch`' in message
+    assert not warnings_of(odb={"schedule": "samples"})
+    assert not warnings_of(odb={"steps_per_epoch": None})
+    assert not warnings_of(max_steps=40)
+
+
 def test_arguments_that_are_shares_of_the_whole(tmp_path):
     trainer = t.make_trainer(tmp_path, logging_steps=0.2, warmup_steps=0.5)
     trainer.train()
@@ -386,6 +408,39 @@ def test_evaluation_is_untouched(tmp_path):
     assert stock.evaluate()["eval_loss"] == losses[-1]
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_evaluation_pads_where_training_does(tmp_path, layout):
+    def make(kind, **options):
+        args = t.arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2)
+        data = [lm.sample_of(index) for index in range(SIZE)]
+        return kind(model, args, train_dataset=data, eval_dataset=data[:10], **options)
+
+    model = decoder()
+    budget = TokenBudget(64, layout=layout, pad_to_multiple_of=8)
+    trainer = make(ODBTrainer, odb=t.config(token_budget=budget))
+    trainer.train()
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(found) == 2
+    stock = make(Trainer, data_collator=PaddingCollate(pad_to_multiple_of=8))
+    assert stock.evaluate()["eval_loss"] == found[-1]
+    expected = stock.predict(stock.eval_dataset).predictions
+    assert (trainer.predict(trainer.eval_dataset).predictions == expected).all()
+
+
+def test_evaluation_keeps_what_is_given_for_it(tmp_path):
+    """Also where training alone has a collator of its own."""
+    collate = PaddingCollate()
+    for options, expected in (
+        ({"data_collator": collate, "odb": {"collate_fn": collate_pairs}}, collate),
+        ({"odb": {"collate_fn": collate_pairs}}, default_data_collator),
+    ):
+        trainer = t.make_trainer(
+            tmp_path, remove_unused_columns=False, eval_dataset=t.Texts(10), **options
+        )
+        assert trainer.get_eval_dataloader().collate_fn is expected
+        assert trainer.get_test_dataloader(t.Texts(10)).collate_fn is expected
+
+
 def test_other_callbacks_see_the_epoch_and_whole_checkpoints(tmp_path):
     seen = []
 
@@ -426,6 +481,57 @@ def test_the_length_of_a_dict_of_datasets_is_not_that_of_their_samples(tmp_path)
         run()
     with pytest.raises(ValueError, match="as `dict` does not"):
         run(steps_per_epoch=3, schedule="samples")
+
+
+class Stream(IterableDataset):
+    """Texts in their order, without a length; each rank reads all, and takes its own."""
+
+    def __iter__(self):
+        return iter(map(lm.sample_of, range(SIZE)))
+
+
+def test_epochs_of_a_stream_need_their_steps(tmp_path):
+    def make(name, **odb):
+        args = t.arguments(tmp_path, save_strategy="steps", save_steps=5)
+        options = {"train_dataset": Stream(), "odb": t.config(**odb)}
+        trainer = ODBTrainer(lm.Normalizing(), args, **options)
+        trainer.add_callback(t.Recorder(trainer, tmp_path / f"{name}-0.jsonl"))
+        return trainer
+
+    whole = make("whole", steps_per_epoch=10)
+    assert whole.args.max_steps == -1
+    with pytest.warns(UserWarning, match="goes on after"):
+        whole.train()
+    entries = t.entries_of(tmp_path, "whole")
+    assert whole.state.epoch == 2
+    ids = [index for entry in entries for group in entry["ids"] for index in group]
+    assert sorted(ids) == sorted([*range(SIZE)] * 2)
+    epochs = [entry["epoch"] for entry in entries]
+    assert epochs[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert epochs == sorted(epochs)
+    assert 1 not in epochs  # The end of an epoch is seen after its last step.
+    resumed = make("resumed", steps_per_epoch=10)
+    with pytest.warns(UserWarning, match="goes on after"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert t.entries_of(tmp_path, "resumed") == entries[15:]
+    assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+    with pytest.raises(ValueError, match=r"`max_steps`, or `steps_per_epoch` .* as `Stream`"):
+        make("refused")
+
+
+def test_a_trainer_with_arguments_of_its_own_keeps_the_epochs_of_a_stream(tmp_path):
+    class Copying(Trainer):
+        def __init__(self, model, args, **options):
+            super().__init__(model, copy.copy(args), **options)
+
+    class Mine(ODBTrainerMixin, Copying):
+        pass
+
+    args = t.arguments(tmp_path, num_train_epochs=1)
+    odb = t.config(steps_per_epoch=13)
+    trainer = Mine(lm.Normalizing(), args, train_dataset=Stream(), odb=odb)
+    assert trainer.args is not args
+    assert trainer.args.max_steps == args.max_steps == -1
 
 
 def test_a_trainer_of_any_class_is_configured(tmp_path):
@@ -557,12 +663,59 @@ def test_a_checkpoint_without_a_state_is_refused(tmp_path):
     trainer = t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1)
     trainer.train()
     (tmp_path / "checkpoint-3" / "odb_nodes-rank00000-of-00001.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="holds no state"):
+    with pytest.raises(FileNotFoundError, match="has no states of batches: .* `save_only_model`"):
         t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    with pytest.raises(StateError, match="`accumulate` was 1 when saved"):
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    changed = "`accumulate` was 1 when saved.* is `gradient_accumulation_steps`.* `from_pretrained`"
+    with pytest.raises(StateError, match=changed):
         t.make_trainer(tmp_path, gradient_accumulation_steps=2).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-6")
         )
+
+
+def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
+    class Stock(Trainer):
+        def get_train_dataloader(self):
+            return [lm.sample_of(0)]
+
+    class Above(ODBTrainer):
+        def get_train_dataloader(self):
+            return [lm.sample_of(0)]
+
+    class Below(ODBTrainerMixin, Stock):
+        pass
+
+    class Asking(ODBTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    stock = Stock(lm.Normalizing(), t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
+    with pytest.raises(ValueError, match="`Stock` must not override `get_train_dataloader`"):
+        configure_trainer(stock, token_budget=64)
+    assert type(stock) is Stock
+    with pytest.raises(ValueError, match="`Stock` must not override `get_train_dataloader`"):
+        t.make_trainer(tmp_path, kind=Below)
+    with pytest.raises(ValueError, match="`get_train_dataloader` of `Above` must return"):
+        t.make_trainer(tmp_path, kind=Above).train()
+    t.make_trainer(tmp_path, kind=Asking, max_steps=1).train()
+
+
+def test_an_encoder_decoder_needs_a_collator(tmp_path):
+    def make(**options):
+        odb = t.config(**options.pop("odb", {}))
+        args = t.arguments(tmp_path, seq2seq=True)
+        ODBSeq2SeqTrainer(encoder_decoder(), args, train_dataset=t.Texts(4), odb=odb, **options)
+
+    with pytest.raises(ValueError, match=r"`DataCollatorForSeq2Seq\(tokenizer, model=model\)`"):
+        make()
+    make(data_collator=collate_pairs)
+    make(odb={"collate_fn": collate_pairs})
+
+
+def test_a_length_that_nobody_knows_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(TypeError, match="Measure progress in samples"):
+        len(t.make_trainer(tmp_path).get_train_dataloader())
 
 
 def test_the_config_is_keyword_only_and_frozen():

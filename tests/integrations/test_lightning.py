@@ -14,6 +14,7 @@ from gradients import OneProcess, mean_loss, relative_error, samples_of
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from odb_nodes import ODBDataLoader, StateError, pop_step_info
@@ -332,7 +333,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
         torch.save(checkpoint, changed)
         with pytest.raises(StateError, match=message):
             r.fit(checkpoint=changed, max_steps=5)
-    with pytest.raises(StateError, match="seed"):
+    with pytest.raises(StateError, match=r"`seed` was 0 .* leave out `ckpt_path`"):
         r.fit(checkpoint=path, data_options={"seed": 5}, max_steps=5)
 
 
@@ -406,6 +407,57 @@ def test_metrics_reach_the_logger(accumulate, tmp_path):
     assert epochs == sorted(epochs) and 1.7 < epochs[-1] <= 2
     samples = sum(2 * float(row["odb/samples_per_step"]) for row in logged)
     assert round(samples) == round(r.SIZE * epochs[-1])
+
+
+def test_a_tuner_is_told_that_it_cannot_search():
+    trainer, module = r.trainer_of(max_epochs=1), r.Module()
+    with pytest.raises(RuntimeError, match=r"`lr_find` and `scale_batch_size` are not possible"):
+        Tuner(trainer).lr_find(module, datamodule=r.data())
+
+
+def test_loaders_that_are_no_single_one_of_this_run_are_refused():
+    callback = ODBCallback()
+
+    def batches():
+        return callback.batches(ODBDataLoader(samples_of(0, r.SIZE), token_budget=60, window=8))
+
+    for kind in (lambda: [batches(), batches()], lambda: {"a": batches()}):
+        module = r.Module()
+        module.train_dataloader = kind
+        with pytest.raises(ValueError, match="must return one `callback.batches"):
+            r.trainer_of(odb=[callback], max_epochs=1).fit(module)
+    with pytest.raises(RuntimeError, match="What was made before `fit`"):
+        r.trainer_of(odb=[callback], max_epochs=1).fit(r.Module(), batches())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_skipped_validation_draws_is_missing_but_with_a_generator_of_its_own(tmp_path, own):
+    """As the guide says; should it be equal without one, the guide is to be changed."""
+
+    class Validated(r.Module):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    class Data(ODBDataModule):
+        def val_dataloader(self):
+            return DataLoader([0, 1], generator=torch.Generator() if own else None)
+
+    def fit(*callbacks, checkpoint=None):
+        module = Validated(dropout=0.3)
+        options = {"max_epochs": 1, "val_check_interval": 4, "accumulate_grad_batches": 3}
+        trainer = r.trainer_of(*callbacks, **options, num_sanity_val_steps=0)
+        data = Data(samples_of(0, r.SIZE), token_budget=60, window=8)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        return module, trainer
+
+    save = r.SaveEverywhere(tmp_path)
+    whole, trainer = fit(save)
+    equal = []
+    for path in save.paths[::5]:
+        resumed, its_trainer = fit(checkpoint=path)
+        r.check_resumed(whole, trainer, resumed, its_trainer, tolerance=1.0)
+        equal.append(torch.equal(resumed.weights, whole.weights))
+    assert all(equal) is own
 
 
 def test_nothing_is_left_running_after_a_run_or_an_exception():

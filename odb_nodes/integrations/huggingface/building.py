@@ -3,22 +3,61 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torchdata.nodes import BaseNode
-from transformers import DefaultDataCollator, default_data_collator
-from transformers.trainer_utils import RemoveColumnsCollator
+from transformers import DefaultDataCollator, Trainer, TrainingArguments, default_data_collator
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from odb_nodes.checkpoint import load_rank_state
 from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.loss import base_model, shifts_labels
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
+from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
 from odb_nodes.planning import TokenBudget
+
+IS_SEQ2SEQ = "is_encoder_decoder"
+NOT_SAVED = (
+    "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
+    "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
+)
+
+
+@contextmanager
+def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
+    """Let a trainer be made for epochs of a dataset without a length, if it is told their steps.
+
+    Args:
+        trainer: that is made within the `with` block.
+        odb: of the trainer.
+        dataset: to train on, where it is known.
+        given: all that the trainer is made with.
+
+    Raises:
+        ValueError: neither `max_steps` nor `steps_per_epoch` was given.
+    """
+    args = next((one for one in given if isinstance(one, TrainingArguments)), None)
+    if dataset is None or has_length(dataset) or (args is not None and args.max_steps > 0):
+        yield
+        return
+    if args is None or getattr(odb, "steps_per_epoch", None) is None:
+        raise ValueError(
+            "`max_steps`, or `steps_per_epoch` of the `ODBConfig` beside `num_train_epochs`, must "
+            "be given where `train_dataset` has no length, as `"
+            f"{type(dataset).__name__}` has none."
+        )
+    before, args.max_steps = args.max_steps, 1  # The `Trainer` wants one, when it is made.
+    try:
+        yield
+    finally:
+        # Also where a class of trainers makes its own arguments of those that it is given.
+        for each in (args, getattr(trainer, "args", args)):
+            each.max_steps = before
 
 
 def check_trainer(trainer: Any, config: ODBConfig) -> None:
@@ -60,11 +99,35 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "be told a bound in place of the number of steps. Or leave the `scheduler` out: the "
             "`Trainer` makes one."
         )
+    is_seq2seq = getattr(getattr(base_model(trainer.model), "config", None), IS_SEQ2SEQ, False)
+    if is_seq2seq and config.collate_fn is None and not can_pad(trainer.data_collator):
+        raise ValueError(
+            "`data_collator` must be given for an encoder-decoder model, whose labels have lengths "
+            "of their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`."
+        )
     if config.schedule == "samples" and args.max_steps > 0:
         raise ValueError(
             '`schedule` must be "steps" where `max_steps` is given, since the samples of the run '
             "are not known then. Give `num_train_epochs` instead."
         )
+
+
+def check_overrides(kinds: Iterable[type]) -> None:
+    """Refuse a class of trainers that makes its own batches, which nobody would ask it for.
+
+    Args:
+        kinds: the classes that `ODBTrainerMixin` stands before.
+
+    Raises:
+        ValueError: one of them overrides `get_train_dataloader`.
+    """
+    for kind in kinds:
+        if "get_train_dataloader" in vars(kind) and kind is not Trainer:
+            raise ValueError(
+                f"`{kind.__name__}` must not override `get_train_dataloader`, which would never be "
+                "called: dynamic batches are made of `train_dataset`, with `data_collator` and "
+                "`ODBConfig.process_fn`. Give it the dataset, or use a class without that method."
+            )
 
 
 def make_batches(trainer: Any) -> TrainBatches:
@@ -106,7 +169,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
         TypeError, ValueError: the dataset cannot tell what the configuration needs of it.
     """
     batches, args = make_batches(trainer), trainer.args
-    saved = None if checkpoint is None else load_rank_state(checkpoint)
+    saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
     # That of the checkpoint, since the schedule of the learning rate must be the same again.
     steps_per_epoch = None if saved is None else saved[Run.STEPS_KEY]
     if args.max_steps > 0:
@@ -135,10 +198,15 @@ def collator_of(trainer: Any) -> Any:
     if trainer.odb.collate_fn is not None:
         return trainer.odb.collate_fn
     collate = trainer.data_collator
-    if collate is default_data_collator or isinstance(collate, DefaultDataCollator):
+    if not can_pad(collate):
         return None
     columns = model_columns(trainer)
     return collate if columns is None else RemoveColumnsCollator(collate, columns)
+
+
+def can_pad(collate: Any) -> bool:
+    """Tell a collator from the one that a `Trainer` has where none was given."""
+    return collate is not default_data_collator and not isinstance(collate, DefaultDataCollator)
 
 
 def model_columns(trainer: Any) -> set[str] | None:

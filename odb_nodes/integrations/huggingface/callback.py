@@ -45,14 +45,14 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the epoch, with the share of it that is done."""
-        state.epoch = self._run.batches.progress
+        state.epoch = self._run.epoch
         self._has_stepped = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave an epoch that another callback has stopped; evaluate and save at a late end."""
         if control.should_epoch_stop:
             self._run.batches.abandon_epoch()
-        state.epoch = self._run.batches.progress
+        state.epoch = self._run.epoch
         step = state.global_step
         if not (self._has_stepped and self._run.batches.is_done and step < state.max_steps):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +24,13 @@ from odb_nodes.integrations.huggingface.loss import (
 )
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
 from odb_nodes.integrations.metrics import StepMeter, summarize
-from odb_nodes.step_info import StepInfo, pop_step_info
+from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 Batch = dict[str, Any]
 
 NO_BOUND = 2**40  # steps
+MOST_OF_AN_EPOCH = 0.999  # what may be shown before its end is seen
+ESTIMATE_SLACK = 0.05  # of the steps, where estimates are as far off as usual
 MADE_OF = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
 
 
@@ -65,12 +68,23 @@ class Run:
         self.waiting: deque[MicroStep] = deque()
         self.active: MicroStep | None = None
         self.optimizer_samples = 0
+        self._is_warned = False
         self._tells_items = False
 
     @property
     def ends_by_epochs(self) -> bool:
         """Whether epochs end the run, and not `max_steps`."""
         return self._steps_per_epoch is not None
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, with the share of this one: of its samples, or about that of its steps."""
+        batches, steps = self.batches, self._steps_per_epoch
+        progress: float = batches.progress
+        if batches.samples_per_epoch is not None or steps is None:
+            return progress
+        share: float = batches.steps / (steps * self._trainer.args.gradient_accumulation_steps)
+        return progress + min(share, MOST_OF_AN_EPOCH)
 
     @property
     def total_steps(self) -> int:
@@ -91,6 +105,29 @@ class Run:
             return NO_BOUND
         epochs: int = math.ceil(self._trainer.args.num_train_epochs)
         return max(self.total_steps, epochs * samples) + 1
+
+    def check_estimate(self, steps: int, *, ends: bool) -> None:
+        """Warn, once, where a learning rate that goes by steps does not end with the run.
+
+        Args:
+            steps: optimizer steps, with the one that begins.
+            ends: there are no more.
+        """
+        total, slack = self.total_steps, 1 + ESTIMATE_SLACK * self.total_steps
+        is_off = steps > total + slack or (ends and steps < total - slack)
+        if self._trainer.odb.schedule == "samples" or not is_off or self._is_warned:
+            return
+        self._is_warned = True
+        if self._trainer.args.process_index:
+            return
+        remedies = ['`schedule="samples"`'] * (self.batches.samples_per_epoch is not None)
+        warnings.warn(
+            f"the run {'ends after' if ends else 'goes on after'} {steps} optimizer steps, but its "
+            f"learning-rate schedule was made for {total}, by `steps_per_epoch`, or by the "
+            "estimate where that is not given. For the next run, give "
+            f"{' or '.join([*remedies, 'another `steps_per_epoch`'])}.",
+            stacklevel=2,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands on this rank. Between optimizer steps only."""
@@ -128,6 +165,12 @@ class Run:
         if not taken:
             return [], None
         wait_s = (time.perf_counter() - start_s) / count
+        if not all(STEP_INFO_KEY in batch for batch in taken):
+            raise ValueError(
+                f"`get_train_dataloader` of `{type(self._trainer).__name__}` must return what that "
+                "of `ODBTrainerMixin` does, but returned other batches. Do not override it: give "
+                "`train_dataset`, `data_collator` and `ODBConfig.process_fn`."
+            )
         infos = [pop_step_info(batch) for batch in taken]
         self.optimizer_samples = infos[0].optimizer_samples
         kept = [self._without_columns(batch) for batch in taken]

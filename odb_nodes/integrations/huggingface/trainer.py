@@ -10,11 +10,19 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from odb_nodes.integrations.huggingface.building import check_trainer, make_batches, make_run
+from odb_nodes.integrations.huggingface.building import (
+    allow_streams,
+    can_pad,
+    check_overrides,
+    check_trainer,
+    make_batches,
+    make_run,
+)
 from odb_nodes.integrations.huggingface.callback import RunCallback
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.learning_rate import follow
+from odb_nodes.nodes import PaddingCollate
 from odb_nodes.planning import TokenBudget
 
 if TYPE_CHECKING:  # What the mixin is mixed into.
@@ -28,7 +36,8 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 class ODBTrainerMixin(_Mixed):
     """Gives dynamic batches to a class of trainers: `class MyTrainer(ODBTrainerMixin, Trainer)`.
 
-    Only training changes, not evaluation. A batch has as many samples as `odb.token_budget` allows;
+    Only training changes, not evaluation, but that samples are padded there too where the trainer
+    has no `data_collator` that could. A batch has as many samples as `odb.token_budget` allows;
     `gradient_accumulation_steps` of them make an optimizer step, on every rank. Its gradient is
     that of the mean over the supervised tokens of all of them, whether the model divides by
     `num_items_in_batch` or returns a mean: which one it is, is found out at the first step.
@@ -49,7 +58,10 @@ class ODBTrainerMixin(_Mixed):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, odb: ODBConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        kinds = type(self).__mro__
+        check_overrides(kinds[kinds.index(ODBTrainerMixin) + 1 :])
+        with allow_streams(self, odb, kwargs.get("train_dataset"), (*args, *kwargs.values())):
+            super().__init__(*args, **kwargs)
         self._configure(odb)
 
     def _configure(self, odb: ODBConfig) -> None:
@@ -68,6 +80,28 @@ class ODBTrainerMixin(_Mixed):
             return make_batches(self)
         self.odb_run.check_arguments()
         return self.odb_run.batches
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's own loader, which pads where training does."""
+        with self._padding():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's own loader, which pads where training does."""
+        with self._padding():
+            return super().get_test_dataloader(*args, **kwargs)
+
+    @contextmanager
+    def _padding(self) -> Iterator[None]:
+        """Let the trainer pad, where it would not and nobody has said how to collate."""
+        before = self.data_collator
+        if self.odb.collate_fn is None and not can_pad(before):
+            multiple = TokenBudget.of(self.odb.token_budget).pad_to_multiple_of
+            self.data_collator = PaddingCollate(pad_to_multiple_of=multiple)
+        try:
+            yield
+        finally:
+            self.data_collator = before
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -141,6 +175,7 @@ class ODBTrainerMixin(_Mixed):
         if run.ends_by_epochs:
             # What the flow of the `Trainer` ends by, and saves and evaluates at the end by.
             next_step = state.global_step + 1
+            run.check_estimate(state.global_step + bool(taken[0]), ends=run.batches.is_done)
             state.max_steps = (
                 next_step if run.batches.is_done else max(run.total_steps, next_step + 1)
             )
@@ -208,6 +243,7 @@ def configure_trainer(
         )
     config = ODBConfig(token_budget=token_budget, **options)
     check_trainer(trainer, config)
+    check_overrides(type(trainer).__mro__)
     kind = type(trainer)
     trainer.__class__ = type(f"ODB{kind.__name__}", (ODBTrainerMixin, kind), {})
     ODBTrainerMixin._configure(trainer, config)  # type: ignore[arg-type]

@@ -8,9 +8,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from odb_nodes.dataloader import ODBDataLoader
+from odb_nodes.integrations.resuming import begin_or_resume
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 __all__ = ["Fetched", "TrainBatches"]
+
+CHANGED = (
+    "Under a `Trainer` there is no `strict=False`: resume with the arguments and data that the run "
+    "was saved with (`accumulate` is `accumulate_grad_batches`, the others are of the "
+    "`ODBDataModule` or your `ODBDataLoader`), or begin a run with its weights: load them with "
+    "`load_from_checkpoint`, and leave out `ckpt_path`."
+)
 
 
 class Fetched(NamedTuple):
@@ -75,7 +83,7 @@ class TrainBatches:
             self.loader.load_state_dict(self.start_state)
         self._waiting.clear()
         self._has_taken = False
-        batches = iter(self.loader)
+        batches = begin_or_resume(self.loader, CHANGED)
         self.start_state = self.loader.state_dict()
         last = None
         while True:

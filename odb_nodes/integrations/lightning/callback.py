@@ -15,6 +15,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.checks import (
     check_epoch_end,
+    check_one_loader,
     check_optimizer_step,
     check_states,
     check_trainer,
@@ -88,6 +89,7 @@ class ODBCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
         self._required_batches()
+        check_one_loader(trainer.train_dataloader)
         self._meter = StepMeter()
 
     def on_train_batch_start(
@@ -198,8 +200,9 @@ class ODBCallback(Callback):
     def _required_batches(self) -> TrainBatches:
         if self._batches is None:
             raise RuntimeError(
-                "`ODBCallback` has no batches: `train_dataloader` must return "
-                "`callback.batches(loader)`, as that of `ODBDataModule` does."
+                "`ODBCallback` has no batches: `train_dataloader` of the module or data module "
+                "must call `callback.batches(loader)` and return that, as `ODBDataModule` does. "
+                "What was made before `fit`, and given to it, does not know where a run resumes."
             )
         return self._batches
 

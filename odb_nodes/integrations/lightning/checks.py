@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import Run
 
-__all__ = ["check_epoch_end", "check_optimizer_step", "check_states", "check_trainer"]
+__all__ = [
+    "check_epoch_end",
+    "check_one_loader",
+    "check_optimizer_step",
+    "check_states",
+    "check_trainer",
+]
 
 
 def check_trainer(trainer: Any) -> None:
@@ -37,6 +44,23 @@ def check_trainer(trainer: Any) -> None:
             f"`accumulate_grad_batches` must be 1 with `{type(trainer.strategy).__name__}`, but is "
             f"{trainer.accumulate_grad_batches}: it would not step at the end of an epoch. Raise "
             "the token budget instead."
+        )
+
+
+def check_one_loader(loaders: Any) -> None:
+    """Refuse several loaders, of which each would give a part of every batch.
+
+    Args:
+        loaders: what `train_dataloader` has returned.
+
+    Raises:
+        ValueError: it is a list or dict.
+    """
+    if isinstance(loaders, (list, tuple, Mapping)):
+        raise ValueError(
+            f"`train_dataloader` must return one `callback.batches(loader)`, but returned a "
+            f"`{type(loaders).__name__}` instead. To train on several datasets, give one "
+            "`ODBDataLoader` a dict of them."
         )
 
 

@@ -19,8 +19,8 @@ __all__ = ["ODBDataModule"]
 class ODBDataModule(LightningDataModule):
     """Makes the loader of a rank, once the ranks know of each other.
 
-    The trainer must have an `ODBCallback`. Validation batches come from the `val_dataloader` of the
-    module, or of a subclass.
+    The trainer must have an `ODBCallback`. Validation batches come from the `val_dataloader` of a
+    subclass: where there is a data module, Lightning does not ask the module.
 
     Args:
         dataset: to train on; see `ODBDataLoader`.
@@ -57,7 +57,8 @@ class ODBDataModule(LightningDataModule):
         if len(callbacks) != 1:
             raise RuntimeError(
                 f"the trainer must have one `ODBCallback`, but has {len(callbacks)}. Make it with "
-                "`Trainer(callbacks=[ODBCallback()])`."
+                "`Trainer(callbacks=[ODBCallback()])`. (A `Tuner` takes callbacks away while it "
+                "searches: `lr_find` and `scale_batch_size` are not possible with dynamic batches.)"
             )
         loader = ODBDataLoader(
             self._dataset,

@@ -1,5 +1,6 @@
 """Training loops of Accelerate: what their programs run, on each rank."""
 
+import gc
 import json
 import os
 import signal
@@ -111,4 +112,5 @@ def main():
     torch.set_num_threads(1)
     print(json.dumps(train(**json.loads(sys.argv[1])).tolist()), flush=True)
     if dist.is_initialized():
+        gc.collect()  # see `rank_jobs.finish`
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Training jobs under a `Trainer`: what their programs run, on each rank."""
 
+import gc
 import json
 import os
 import signal
@@ -125,4 +126,6 @@ def main():
         result = {"weights": weights_of(trainer.model).tolist(), "steps": output.global_step}
         print(json.dumps(result | {"epoch": trainer.state.epoch}), flush=True)
     if dist.is_initialized():
+        del trainer  # see `rank_jobs.finish`
+        gc.collect()
         dist.destroy_process_group()

@@ -10,8 +10,8 @@ has no cap. A dynamic batch fills that room. `--accumulate` batches of the stock
 optimizer step, so that all take about as many samples per step.
 
 A dynamic batch holds samples of like length. The last row shares its room out over `--accumulate`
-of them, so that a step mixes lengths, as the fixed ones do. Timings vary with the machine, those
-per CPU second less; ratios and shares are what counts.
+of them, so that a step mixes lengths, as the fixed ones do; it takes some more steps. Timings vary
+with the machine, those per CPU second less; ratios and shares are what counts.
 """
 
 from __future__ import annotations

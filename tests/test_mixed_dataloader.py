@@ -143,6 +143,23 @@ def test_a_file_may_be_in_many_loaders_and_under_many_names(tmp_path):
     assert found == [120, 120]
 
 
+class Chats(JsonlSource):
+    """A source with arguments of its own."""
+
+    def __init__(self, *, folder):
+        super().__init__(folder / "chats.jsonl")
+
+
+def test_a_source_with_arguments_of_its_own_may_be_in_many_loaders_too(tmp_path):
+    write_chats(tmp_path / "chats.jsonl", 20)
+    file = Chats(folder=tmp_path)
+    options = {"token_budget": 400, "window": 8, "process_fn": chat}
+    began, other = (ODBDataLoader(file, **options) for _ in range(2))
+    next(iter(began))
+    assert sum(pop_step_info(batch).local_samples for batch in other) == 20
+    began.close()
+
+
 def test_a_node_that_shares_its_items_is_refused_where_each_rank_has_data_of_its_own(tmp_path):
     path = write_chats(tmp_path / "chats.jsonl", 9)
     own = {"token_budget": 400, "process_fn": chat, "sharded": True}

@@ -102,7 +102,8 @@ class Peers:
         """
         sharing = _sharing_nodes(source)
         shared = {name: {**one, "rank": None} for name, one in sharing.items()}
-        alike = _nodes_alike(source) if sharing else {}  # else each rank has data of its own
+        # Where nothing is shared out, each rank has data of its own, mixed as it likes.
+        alike = _nodes_alike(source) if sharing else {}
         self._channel.agree({**config, **shared, **alike})
 
     def offers(self, own: Offer, where: str) -> list[Offer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -69,8 +70,12 @@ class JsonlSource(BaseNode[Any]):
         self._begin()
 
     def copy(self) -> JsonlSource:
-        """Return a source over the same files, at their beginning."""
-        return type(self)(self._paths, self._rank, self._world_size)
+        """Return a source over the same files, at their beginning, that shares no position."""
+        source = copy.copy(self)  # and not made anew: a subclass may take other arguments
+        BaseNode.__init__(source)
+        source._epochs, source._open = EpochCounter(), None
+        source._begin()
+        return source
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins."""

@@ -1,17 +1,13 @@
 """Online dynamic batching as stateful `torchdata.nodes`: token budgets, exact resume."""
 
-from odb_nodes.checkpoint import DistributedState, load_rank_state, save_rank_state
-from odb_nodes.dataloader import ODBDataLoader
+from odb_nodes.alignment import RankAligner
+from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.contract.state import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
-from odb_nodes.loader import Loader
-from odb_nodes.nodes import (
-    GroupCollator,
-    LengthObserver,
-    PackedCollate,
-    PaddingCollate,
-    RankAligner,
-    WindowBucketer,
-)
+from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.loader import Loader
+from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
@@ -23,7 +19,6 @@ from odb_nodes.sources import (
     ShardedSampler,
     SourceMixer,
 )
-from odb_nodes.state import load_state, save_state
 from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 
 __version__ = "0.1.0"

@@ -29,7 +29,7 @@ class SourceCount(NamedTuple):
 
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; nothing where no sample knows its source."""
-    if all(type(sample) is Sample for sample in samples):
+    if not any(sample.source for sample in samples):
         return {}
     tokens: dict[str, list[int]] = {}
     for sample in samples:

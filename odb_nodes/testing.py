@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_count
-from odb_nodes.loader import Loader
+from odb_nodes._core.checks import check_count
+from odb_nodes.loader.loader import Loader
 
 __all__ = ["ResumeReport", "assert_resumes_exactly"]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from odb_nodes import LengthObserver, Sample, SampleError, SourceCount, SourceItem, StepInfo
 from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import pack, unpack
-from odb_nodes.sample import observe_sample
 from odb_nodes.sources import IterableSource
 from odb_nodes.step_info import count_sources
 
@@ -37,11 +37,10 @@ COPIES = {
 }
 
 
-def test_it_has_four_fields_and_compares_by_them():
-    data, tokens, targets, patches = NAMED
-    assert (data, tokens, targets, patches) == PLAIN == NAMED
-    assert Sample._fields == NAMED._fields == ("data", "tokens", "targets", "patches")
-    assert isinstance(NAMED, Sample)
+def test_its_source_is_a_field_of_it():
+    assert Sample._fields == ("data", "tokens", "targets", "patches", "source")
+    assert tuple(NAMED) == (*PLAIN[:4], "ocr")
+    assert NAMED != PLAIN
 
 
 def test_it_has_no_source_unless_one_is_named():

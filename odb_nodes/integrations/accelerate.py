@@ -20,12 +20,12 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-from odb_nodes.checkpoint import save_rank_state
-from odb_nodes.dataloader import ODBDataLoader
+from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
-from odb_nodes.extras import import_extra
 from odb_nodes.integrations.metrics import StepMeter, summarize
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
+from odb_nodes.loader.checkpoint import save_rank_state
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 import_extra("accelerate", "accelerate")
@@ -66,7 +66,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
-        self._meter = StepMeter()
+        self._estimator = StepMeter()
         self._last: StepInfo | None = None  # of the batch that is out
         self._handles = (
             accelerator.register_save_state_pre_hook(self._save),
@@ -107,7 +107,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     def _prepared(self, batch: Any, wait_s: float) -> Any:
         accelerator = self._accelerator
         info = pop_step_info(batch)
-        self._meter.add(batch, info, wait_s)
+        self._estimator.add(batch, info, wait_s)
         self._last = info
         steps = accelerator.gradient_accumulation_steps
         _check_accumulation(steps, self.loader)  # which can be set at any time
@@ -123,7 +123,7 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
         All ranks call it at the same step; log the result with `accelerator.log`.
         """
-        rows, steps, seconds = self._meter.take()
+        rows, steps, seconds = self._estimator.take()
         gathered = self._accelerator.gather(rows.to(self._accelerator.device)[None])
         return summarize(gathered.cpu(), steps, seconds)
 

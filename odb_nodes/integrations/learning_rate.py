@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from odb_nodes.checks import check_count
+from odb_nodes._core.checks import check_count
 
 __all__ = ["LrScaling", "follow"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from odb_nodes.checks import check_bool, check_count
-from odb_nodes.nodes import PackedCollate
+from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes.collate import PackedCollate
 from odb_nodes.planning import TokenBudget
 
 __all__ = ["DynamicBatches"]

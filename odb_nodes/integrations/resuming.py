@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from odb_nodes.checkpoint import load_rank_state
-from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.errors import StateError
+from odb_nodes.loader.checkpoint import load_rank_state
+from odb_nodes.loader.dataloader import ODBDataLoader
 
 __all__ = ["begin_or_resume", "load_saved_state"]
 

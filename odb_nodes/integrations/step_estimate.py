@@ -10,10 +10,10 @@ import numpy as np
 from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
-from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import Observe, Skipped, observe_sample
-from odb_nodes.seeds import preserved_rngs
-from odb_nodes.tools.simulate import simulate_steps
+from odb_nodes._core.seeds import preserved_rngs
+from odb_nodes.planning import TokenBudget, simulate_steps
+from odb_nodes.processing.observation import observe_sample
+from odb_nodes.sample import Observe, Skipped
 
 __all__ = ["check_can_estimate", "estimate_steps"]
 

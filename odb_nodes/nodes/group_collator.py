@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_callable, check_node
+from odb_nodes._core.checks import check_callable, check_node
+from odb_nodes.collate.for_budget import collate_for
+from odb_nodes.collate.protocol import Collate, collate_group
+from odb_nodes.contract.graph import find_budget
+from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.nodes.budget_defaults import Collate, collate_for, find_budget
 from odb_nodes.sample import Sample
-from odb_nodes.state import seal, unseal
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
-
-__all__ = ["Collate", "GroupCollator"]
-
-
-@runtime_checkable
-class StepCollate(Protocol):
-    """A collate function that also looks at the step: a batch may need what other ranks have."""
-
-    def collate_step(self, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-        """Return the batch of `samples` for this step; takes the place of calling the function."""
-
-
-def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-    """Return the batch of a step, from a collate function that looks at it or does not."""
-    if isinstance(collate, StepCollate):
-        return collate.collate_step(samples, info)
-    return collate(samples)
 
 
 class GroupCollator(BaseNode[MutableMapping[str, Any]]):

@@ -6,12 +6,13 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_callable, check_node
+from odb_nodes._core.checks import check_callable, check_node
+from odb_nodes._core.fingerprints import stable_name
+from odb_nodes.contract.graph import length_of
+from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.graph import length_of
-from odb_nodes.names import name_of
-from odb_nodes.sample import Observe, Sample, Skipped, observe_sample
-from odb_nodes.state import seal, unseal
+from odb_nodes.processing.observation import observe_sample
+from odb_nodes.sample import Observe, Sample, Skipped
 
 
 class LengthObserver(BaseNode[Sample | Skipped]):
@@ -36,7 +37,7 @@ class LengthObserver(BaseNode[Sample | Skipped]):
         check_callable("observe", observe)
         self.source = source
         self._observe = observe
-        self._name = None if observe is None else name_of(observe)
+        self._name = None if observe is None else stable_name(observe)
         self._position = 0
         self._failure: SampleError | None = None
 

@@ -22,16 +22,14 @@ def encode_sample(sample: Sample) -> bytes:
             numbers and strings.
     """
     buffer = io.BytesIO()
-    source = (sample.source,) if sample.source else ()
-    torch.save((_encode(sample.data), *sample[1:], *source), buffer)
+    torch.save((_encode(sample.data), *sample[1:]), buffer)
     return buffer.getvalue()
 
 
 def decode_sample(encoded: bytes) -> Sample:
     """Return the sample that `encode_sample` was given."""
-    data, tokens, targets, patches, *source = torch.load(io.BytesIO(encoded), weights_only=True)
-    sample = Sample(_decode(data), tokens, targets, patches)
-    return sample.of_source(*source) if source else sample
+    data, *costs = torch.load(io.BytesIO(encoded), weights_only=True)
+    return Sample(_decode(data), *costs)
 
 
 def _encode(value: Any) -> Any:

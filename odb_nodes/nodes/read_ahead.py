@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Prefetcher
 
-from odb_nodes.checks import check_node
+from odb_nodes._core.checks import check_node
 
 T = TypeVar("T")
 

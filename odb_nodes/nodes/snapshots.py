@@ -7,7 +7,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.state import detach
+from odb_nodes.contract.state import copy_state
 
 
 class Snapshots:
@@ -36,7 +36,7 @@ class Snapshots:
         """
         if only:
             self._taken.clear()
-        self.put(ordinal, detach(self._source.state_dict()))
+        self.put(ordinal, copy_state(self._source.state_dict()))
 
     def take_if_due(self, ordinal: int) -> None:
         """Keep the present state if the last one kept is an interval old."""

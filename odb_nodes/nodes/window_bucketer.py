@@ -9,15 +9,15 @@ import numpy as np
 from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
-from odb_nodes.checks import check_count, check_node
+from odb_nodes._core.checks import check_count, check_node
+from odb_nodes.contract.graph import length_of
+from odb_nodes.contract.state import copy_state, seal, unseal
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.graph import length_of
-from odb_nodes.nodes.left_out import LeftOut
+from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.sample import Sample, Skipped
-from odb_nodes.state import detach, seal, unseal
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +95,17 @@ class WindowBucketer(BaseNode[list[Sample]]):
     @property
     def dropped_samples(self) -> int:
         """Samples of this epoch that `oversize="drop"` left out so far."""
-        return self._left_out.dropped
+        return self._exclusions.dropped
 
     @property
     def oversize_samples(self) -> int:
         """Samples of this epoch that exceeded the budget on their own so far."""
-        return self._left_out.oversize
+        return self._exclusions.oversize
 
     @property
     def skipped_samples(self) -> dict[str, int]:
         """Samples of this epoch that processing `Skipped` so far, by its reason."""
-        return dict(self._left_out.skipped)
+        return dict(self._exclusions.skipped)
 
     @property
     def remaining_samples(self) -> int:
@@ -146,7 +146,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             self._refill()
             if not len(self._pool):
                 self._end()
-                self._left_out.check_not_all(self._pool.pulled)
+                self._exclusions.check_not_all(self._pool.pulled)
         except Exception as error:
             self._failure = error
             raise
@@ -170,16 +170,16 @@ class WindowBucketer(BaseNode[list[Sample]]):
         return seal(
             type(self).__name__,
             self.fingerprint(),
-            source=detach(source_state),
+            source=copy_state(source_state),
             mode=self._mode,
             pulled=self._pool.pulled,
             pulled_since_source=self._pool.pulled - base,
             ended=self._ended,
             pool=self._recipe(base) if replay else None,
             payload=None if replay else self._encoded(),
-            dropped_samples=self._left_out.dropped,
-            oversize_samples=self._left_out.oversize,
-            skipped_samples=dict(self._left_out.skipped),
+            dropped_samples=self._exclusions.dropped,
+            oversize_samples=self._exclusions.oversize,
+            skipped_samples=dict(self._exclusions.skipped),
         )
 
     def _clear(self) -> None:
@@ -188,7 +188,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
         self._payload: dict[int, Any] = {}
         self._ended = False
         self._failure = None
-        self._left_out = LeftOut(self._budget)
+        self._exclusions = ExclusionCounter(self._budget)
 
     def _refill(self) -> None:
         """Pull until the pool is full, or as full as the age of its oldest sample allows."""
@@ -201,7 +201,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
             try:
                 for _ in range(room):
                     sample = self._pull()
-                    if self._left_out.admit(sample, self._pool.pulled):
+                    if self._exclusions.admit(sample, self._pool.pulled):
                         ordinals.append(self._pool.pulled)
                         samples.append(sample)
                     self._pool.pulled += 1
@@ -250,7 +250,7 @@ class WindowBucketer(BaseNode[list[Sample]]):
                 f'{type(self).__name__} with `state="replay"`, which could not replay it. Change '
                 "this between epochs."
             )
-        self.source.reset(detach(state[self.SOURCE_KEY]))
+        self.source.reset(copy_state(state[self.SOURCE_KEY]))
         since = self.replayed_samples = state[self.SINCE_KEY]
         base = state[self.PULLED_KEY] - since
         self._snapshots.put(base, state[self.SOURCE_KEY])
@@ -261,9 +261,9 @@ class WindowBucketer(BaseNode[list[Sample]]):
             kept = self._replay(since, base, state[self.POOL_KEY])
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state[self.PULLED_KEY]
-        self._left_out.dropped = state[self.DROPPED_KEY]
-        self._left_out.oversize = state[self.OVERSIZE_KEY]
-        self._left_out.skipped = state[self.SKIPPED_KEY]
+        self._exclusions.dropped = state[self.DROPPED_KEY]
+        self._exclusions.oversize = state[self.OVERSIZE_KEY]
+        self._exclusions.skipped = state[self.SKIPPED_KEY]
         if state[self.ENDED_KEY]:
             self._expect_end()
 

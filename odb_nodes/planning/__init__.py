@@ -1,26 +1,30 @@
 """Decide which samples form a group, and which groups a step. Knows integers and numpy alone."""
 
 from odb_nodes.planning.alignment import (
+    CostReport,
     GroupCost,
-    Offer,
     RoundPlan,
     Uneven,
-    make_offer,
+    make_report,
     plan_round,
 )
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.group_costs import CostFn
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 from odb_nodes.planning.rounds import round_steps
+from odb_nodes.planning.simulation import simulate_steps
 
 __all__ = [
     "MAX_AGE_WINDOWS",
+    "CostFn",
+    "CostReport",
     "GroupCost",
-    "Offer",
     "RollingPool",
     "RoundPlan",
     "TokenBudget",
     "Uneven",
-    "make_offer",
+    "make_report",
     "plan_round",
     "round_steps",
+    "simulate_steps",
 ]

@@ -1,6 +1,6 @@
 """Which group of which rank goes to which step, decided by every rank alike from a few integers.
 
-A rank offers its groups of a round, and a ladder of splits: what its groups would become if it had
+A rank reports its groups of a round, and a ladder of splits: what its groups would become if it had
 to make one more of them, and one more again. Every rank then knows how every other will split, so
 one exchange settles a round, the tail of the data included.
 """
@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from odb_nodes.hashing import mix
+from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.table import IntArray
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ Uneven = Literal["fill", "join", "stop"]
 
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
-"""Integers per group of an offer."""
+"""Integers per group of an report."""
 OFFER_HEADER = 4
 FLAG_BITS = 30
 _FLAG_MASK = (1 << FLAG_BITS) - 1
@@ -48,7 +48,7 @@ class GroupCost:
 
 
 @dataclass(frozen=True)
-class Offer:
+class CostReport:
     """What one rank tells the others about a round.
 
     Attributes:
@@ -66,13 +66,13 @@ class Offer:
     has_filler: bool = True
 
     def to_message(self) -> IntArray:
-        """Return the offer as integers, (4 + 5 rows,)."""
+        """Return the report as integers, (4 + 5 rows,)."""
         header = (len(self.table), self.groups, self.ended, self.has_filler)
         return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
 
     @classmethod
-    def from_message(cls, message: IntArray) -> Offer:
-        """Return the offer of a message, which may be longer."""
+    def from_message(cls, message: IntArray) -> CostReport:
+        """Return the report of a message, which may be longer."""
         rows, groups, ended, has_filler = message[:OFFER_HEADER].tolist()
         table = message[OFFER_HEADER : OFFER_HEADER + COLUMNS * rows].reshape(rows, COLUMNS)
         return cls(table, groups, bool(ended), bool(has_filler))
@@ -102,7 +102,7 @@ class RoundPlan:
     last: bool
 
 
-def make_offer(
+def make_report(
     groups: Sequence[Sequence[T]],
     *,
     most: int,
@@ -111,15 +111,15 @@ def make_offer(
     may_split: bool = True,
     measure: Callable[[Sequence[T]], GroupCost],
     tokens: Callable[[T], int],
-) -> tuple[Offer, SplitLadder[T]]:
-    """Return what a rank offers for a round, and its groups as they will be split.
+) -> tuple[CostReport, SplitLadder[T]]:
+    """Return what a rank reports for a round, and its groups as they will be split.
 
     Args:
         groups: of this rank, in the order they came.
         most: steps of a full round: the ladder does not go further.
         ended: there are no more groups after these.
         has_filler: the rank has had groups before, if it has none now.
-        may_split: offer splits, once `ended`.
+        may_split: report splits, once `ended`.
         measure: group -> its cost.
         tokens: sample -> its length, by which a group is split.
     """
@@ -131,7 +131,7 @@ def make_offer(
             flags = off.flags << FLAG_BITS | rest.flags
             rows.append((off.samples, off.targets, off.cost, rest.cost, flags))
     table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
-    return Offer(table, len(groups), ended, has_filler or bool(groups)), ladder
+    return CostReport(table, len(groups), ended, has_filler or bool(groups)), ladder
 
 
 class SplitLadder(Generic[T]):
@@ -187,7 +187,7 @@ class SplitLadder(Generic[T]):
         )
 
 
-def plan_round(offers: Sequence[Offer], *, uneven: Uneven, key: int) -> RoundPlan:
+def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> RoundPlan:
     """Return the plan of a round, the same on every rank.
 
     Steps are matched by cost: each rank's dearest group goes to the same step as every other's, its
@@ -195,32 +195,32 @@ def plan_round(offers: Sequence[Offer], *, uneven: Uneven, key: int) -> RoundPla
     as it can be. Then one permutation shuffles the steps.
 
     Args:
-        offers: by rank.
+        reports: by rank.
         uneven: what happens where ranks have different numbers of groups. `"fill"`: those with
             fewer split, then fill. `"stop"`: all end with the first. `"join"`: each ends with its
             own last group.
         key: of the permutation; any integer.
     """
-    ended = [offer.ended for offer in offers]
-    steps, last = max(offer.groups for offer in offers), all(ended)
+    ended = [report.ended for report in reports]
+    steps, last = max(report.groups for report in reports), all(ended)
     if uneven == "stop" and any(ended):
-        steps, last = min(offer.groups for offer in offers if offer.ended), True
+        steps, last = min(report.groups for report in reports if report.ended), True
     splits = [
-        min(max(0, steps - offer.groups), len(offer.table) - offer.groups)
+        min(max(0, steps - report.groups), len(report.table) - report.groups)
         if uneven == "fill"
         else 0
-        for offer in offers
+        for report in reports
     ]
-    pieces = np.zeros((len(offers), steps, COLUMNS), dtype=np.int64)
-    sizes = np.zeros((len(offers), 1), dtype=np.int64)
-    for rank, offer in enumerate(offers):
-        rows = _apply(offer, splits[rank])[:steps]
+    pieces = np.zeros((len(reports), steps, COLUMNS), dtype=np.int64)
+    sizes = np.zeros((len(reports), 1), dtype=np.int64)
+    for rank, report in enumerate(reports):
+        rows = _apply(report, splits[rank])[:steps]
         pieces[rank, : len(rows)] = rows
         sizes[rank] = len(rows)
-    if len(offers) == 1 or (uneven == "join" and any(ended)):
+    if len(reports) == 1 or (uneven == "join" and any(ended)):
         # In the order they came: there is nothing to match, or a rank leaves within the round,
         # and must have gone through all of its groups by then.
-        order = np.broadcast_to(np.arange(steps), (len(offers), steps))
+        order = np.broadcast_to(np.arange(steps), (len(reports), steps))
     else:
         order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
@@ -235,16 +235,16 @@ def plan_round(offers: Sequence[Offer], *, uneven: Uneven, key: int) -> RoundPla
 
 def shuffled(count: int, key: int) -> IntArray:
     """Return a permutation of `range(count)` that depends on nothing but integers."""
-    return np.array(sorted(range(count), key=lambda index: mix(key, index)), dtype=np.int64)
+    return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
 
 
-def _apply(offer: Offer, splits: int) -> IntArray:
-    """Return the rows of an offer's groups after that many splits."""
-    rows = offer.table[: offer.groups].copy()
-    for row in offer.table[offer.groups : offer.groups + splits]:
+def _apply(report: CostReport, splits: int) -> IntArray:
+    """Return the rows of an report's groups after that many splits."""
+    rows = report.table[: report.groups].copy()
+    for row in report.table[report.groups : report.groups + splits]:
         parent = _parent(rows[:, COST], rows[:, SAMPLES])
         if parent is None:
-            raise ValueError("an offer must not hold more splits than its groups allow.")
+            raise ValueError("an report must not hold more splits than its groups allow.")
         off, rest = row.copy(), rows[parent].copy()
         off[REST_COST], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
         rest[:REST_COST] -= off[:REST_COST]

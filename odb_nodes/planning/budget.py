@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from odb_nodes.checks import check_count
+from odb_nodes._core.checks import check_count
 
 Shape = tuple[int, int]
 """Rows and width, in tokens, of a batch."""

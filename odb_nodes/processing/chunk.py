@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.seeds import preserved_rngs, seed_rngs
 from odb_nodes.errors import SampleError, WorkerError
-from odb_nodes.hashing import mix
 from odb_nodes.processing.transport import pack
-from odb_nodes.seeds import preserved_rngs, seed_rngs
 
 _RNGS_WAIT_S = 600.0
 _global_rngs = threading.RLock()  # the global generators serve one sample at a time
@@ -33,7 +33,7 @@ class ChunkTask:
     """Items of one chunk, and where the first of them stands."""
 
     items: Sequence[Any]
-    epoch: int  # or what stands for it, see `EpochCounter.order`
+    epoch: int  # or what stands for it, see `EpochCounter.shuffle_key`
     position: int
 
 
@@ -101,7 +101,7 @@ class ChunkProcessor:
         for position, item in enumerate(task.items, task.position):
             try:
                 if self.seed is not None:
-                    seed_rngs(mix(self.seed, task.epoch, position))
+                    seed_rngs(hash_ints(self.seed, task.epoch, position))
                 results.append(self.process_fn(item))
             except caught as error:
                 return results, _describe(item, error)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from odb_nodes.checks import check_count
+from odb_nodes._core.checks import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_callable, check_integer, check_node
+from odb_nodes._core.checks import check_callable, check_integer, check_node
+from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.ranks import resolve_rank
+from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract.graph import length_of
+from odb_nodes.contract.item_location import ItemLocation, format_location, locator_of
+from odb_nodes.contract.state import copy_state, seal, unseal
 from odb_nodes.errors import SampleError, StateError, WorkerError
-from odb_nodes.graph import length_of
-from odb_nodes.hashing import mix
-from odb_nodes.names import name_of
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.signals import deferred_interrupt
 from odb_nodes.processing.transport import unpack
-from odb_nodes.sources.epochs import EpochCounter
-from odb_nodes.sources.origin import Origin, origin_of, show_origin
-from odb_nodes.sources.rank import resolve_rank
-from odb_nodes.state import detach, seal, unseal
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class _Chunk:
     source_state: Any
     size: int
     task: ChunkTask
-    origins: list[Origin | None]  # of its items
+    locations: list[ItemLocation | None]  # of its items
     future: Future[ChunkResult] | None  # None: processed when its turn comes
     source_error: Exception | None
 
@@ -88,12 +88,12 @@ class ParallelProcessor(BaseNode[T]):
         check_node("source", source)
         check_callable("process_fn", process_fn)
         self.source = source
-        self._origin = origin_of(source)
+        self._locate = locator_of(source)
         self._seed = None if seed is None else check_integer("seed", seed)
-        self._name = name_of(process_fn)
+        self._name = stable_name(process_fn)
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
-        own_seed = None if self._seed is None else mix(self._seed, self._rank)
+        own_seed = None if self._seed is None else hash_ints(self._seed, self._rank)
         self._processor = ChunkProcessor(process_fn, own_seed)
         self._epochs = EpochCounter()
         self._pool: WorkerPool | None = None
@@ -117,9 +117,9 @@ class ParallelProcessor(BaseNode[T]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
-    def repeat_epoch(self) -> None:
+    def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, with other random numbers."""
-        self._epochs.repeat()
+        self._epochs.request_cycle()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -135,7 +135,7 @@ class ParallelProcessor(BaseNode[T]):
         if initial_state is None:
             self._epochs.advance()
             self.source.reset(None)
-            self._source_state = detach(self.source.state_dict())
+            self._source_state = copy_state(self.source.state_dict())
         else:
             state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
             self._epochs.restore(
@@ -144,7 +144,7 @@ class ParallelProcessor(BaseNode[T]):
             self._source_state = state[self.SOURCE_KEY]
             self._taken = state[self.TAKEN_KEY]
             self._position = self._submitted = state[self.POSITION_KEY]
-            self.source.reset(detach(self._source_state))
+            self.source.reset(copy_state(self._source_state))
             self._skip(self._taken)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
@@ -175,7 +175,7 @@ class ParallelProcessor(BaseNode[T]):
         return seal(
             type(self).__name__,
             self.fingerprint(),
-            source=detach(self._source_state),
+            source=copy_state(self._source_state),
             taken=self._taken,
             epoch=self._epochs.epoch,
             position=self._position,
@@ -227,7 +227,7 @@ class ParallelProcessor(BaseNode[T]):
             self._read_chunk()
         if not self._in_flight:
             # Nothing is out since this state: it stands at the end of the epoch.
-            self._source_state, self._taken = detach(self.source.state_dict()), 0
+            self._source_state, self._taken = copy_state(self.source.state_dict()), 0
             raise StopIteration
         chunk = self._in_flight[0]
         results, failure = self._results_of(chunk)
@@ -238,7 +238,7 @@ class ParallelProcessor(BaseNode[T]):
             position = self._position + len(results)
             self._failure = SampleError(
                 f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}"
-                f"{show_origin(chunk.origins[len(results)])}, cannot be processed: "
+                f"{format_location(chunk.locations[len(results)])}, cannot be processed: "
                 f"{failure.error}\nNo batch with it was delivered. Mend it, then "
                 f"iterate again or resume. It was processed in {failure.worker}.\n{failure.details}"
             )
@@ -246,24 +246,24 @@ class ParallelProcessor(BaseNode[T]):
             self._failure = chunk.source_error
 
     def _read_chunk(self) -> None:
-        source_state = detach(self.source.state_dict())
+        source_state = copy_state(self.source.state_dict())
         items: list[Any] = []
-        origins: list[Origin | None] = []
+        locations: list[ItemLocation | None] = []
         error: Exception | None = None
         try:
             while len(items) < self._workers.chunk_size:
                 items.append(next(self.source))
-                origins.append(self._origin())
+                locations.append(self._locate())
         except StopIteration:
             self._source_ended = True
         except Exception as caught:
             # The items before it are delivered first: the error comes in its place.
             self._source_ended, error = True, caught
         if items or error is not None:
-            task = ChunkTask(items, self._epochs.order, self._submitted)
+            task = ChunkTask(items, self._epochs.shuffle_key, self._submitted)
             self._submitted += len(items)
             future = self._submit(task)
-            self._in_flight.append(_Chunk(source_state, len(items), task, origins, future, error))
+            self._in_flight.append(_Chunk(source_state, len(items), task, locations, future, error))
 
     def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
         if self._pool is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes.sample import Sample, SourcedSample, SourceItem
+from odb_nodes.sample import Sample, SourceItem
 
 _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
@@ -114,9 +114,6 @@ def _to_columns(items: Sequence[Any]) -> Any:
     if kinds == {SourceItem}:
         sources, inner = zip(*items, strict=True)
         return "source items", _to_columns(inner), sources
-    if kinds == {SourcedSample}:
-        plain = [Sample(*item) for item in items]
-        return "sourced samples", _to_columns(plain), [item.name for item in items]
     if kinds == {Sample}:
         data, *costs = zip(*items, strict=True)
         return "samples", _dicts_to_columns(data), costs
@@ -127,8 +124,6 @@ def _from_columns(packed: Any) -> list[Any]:
     kind, content, *beside = packed
     if kind == "source items":
         return list(map(SourceItem, beside[0], _from_columns(content)))
-    if kind == "sourced samples":
-        return list(map(Sample.of_source, _from_columns(content), beside[0]))
     data = _dicts_from_columns(content)
     return data if kind == "items" else list(map(Sample, data, *beside[0]))
 

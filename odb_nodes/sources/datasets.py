@@ -19,11 +19,11 @@ from torch.utils.data import (
 from torchdata.nodes import BaseNode
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
-from odb_nodes.checks import check_bool, check_iterable
-from odb_nodes.graph import walk
+from odb_nodes._core.checks import check_bool, check_iterable
+from odb_nodes._core.ranks import has_data_elsewhere
+from odb_nodes.contract.graph import walk
 from odb_nodes.sources.iterable_source import IterableSource
 from odb_nodes.sources.jsonl_source import JsonlSource
-from odb_nodes.sources.rank import has_data_elsewhere
 from odb_nodes.sources.sharded_sampler import ShardedSampler
 from odb_nodes.sources.streams import is_stream
 

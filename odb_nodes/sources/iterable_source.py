@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Stateful
 
-from odb_nodes.checks import check_iterable
+from odb_nodes._core.checks import check_iterable
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.ranks import resolve_rank
+from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract.state import copy_state, seal, unseal
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.hashing import mix
-from odb_nodes.sources.epochs import EpochCounter
-from odb_nodes.sources.rank import resolve_rank
 from odb_nodes.sources.streams import as_stream
-from odb_nodes.state import detach, seal, unseal
 
 T = TypeVar("T")
 
@@ -93,9 +93,9 @@ class IterableSource(BaseNode[T]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
-    def repeat_epoch(self) -> None:
+    def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.repeat()
+        self._epochs.request_cycle()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -122,7 +122,7 @@ class IterableSource(BaseNode[T]):
         self._ended = state[self.ENDED_KEY]
         self._tell_epoch()
         if isinstance(self._iterable, Stateful) and self._loaded is not None:
-            self._iterable.load_state_dict(detach(self._loaded))
+            self._iterable.load_state_dict(copy_state(self._loaded))
             self._digest = state[self.DIGEST_KEY]
             if not self._ended:
                 self._it = iter(self._iterable)
@@ -167,7 +167,7 @@ class IterableSource(BaseNode[T]):
             epoch=self._epochs.epoch,
             position=self._position,
             started=self._epochs.started,
-            iterable=detach(own),
+            iterable=copy_state(own),
             ended=self._ended,
             digest=self._digest,
             cycle=self._epochs.cycle,
@@ -175,12 +175,12 @@ class IterableSource(BaseNode[T]):
 
     def _tell_epoch(self) -> None:
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):
-            set_epoch(self._epochs.order)
+            set_epoch(self._epochs.shuffle_key)
 
     def _count(self, item: Any) -> None:
         self._position += 1
         if type(item) is int:
-            self._digest = mix(self._digest, item) >> 1  # torch's states hold 63 bits
+            self._digest = hash_ints(self._digest, item) >> 1  # torch's states hold 63 bits
 
     def _fast_forward(self, it: Iterator[T], digest: int) -> None:
         end = self._position

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
+from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.sources.epochs import EpochCounter
-from odb_nodes.sources.origin import Origin
-from odb_nodes.sources.rank import has_data_elsewhere, resolve_rank
-from odb_nodes.state import seal, unseal
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -81,9 +81,9 @@ class JsonlSource(BaseNode[Any]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
-    def repeat_epoch(self) -> None:
+    def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again."""
-        self._epochs.repeat()
+        self._epochs.request_cycle()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -146,7 +146,7 @@ class JsonlSource(BaseNode[Any]):
             cycle=self._epochs.cycle,
         )
 
-    def origin(self) -> Origin:
+    def item_location(self) -> ItemLocation:
         """Return where the last record comes from, for errors."""
         return "line %d of %s", self._line, self._paths[min(self._file, len(self._paths) - 1)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.hashing import mix
+from odb_nodes._core.hashing import hash_ints
 
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
@@ -30,7 +30,7 @@ class Permutation:
         bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
         self._half = np.uint64(bits)
         self._mask = np.uint64((1 << bits) - 1)
-        self._keys = [np.uint64(mix(seed, index)) for index in range(_ROUNDS)]
+        self._keys = [np.uint64(hash_ints(seed, index)) for index in range(_ROUNDS)]
         self._few = self._walk() if size <= _FEW else None
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

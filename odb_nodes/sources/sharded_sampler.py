@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_bool, check_integer
-from odb_nodes.hashing import mix
-from odb_nodes.sources.epochs import EpochCounter
+from odb_nodes._core.checks import check_bool, check_integer
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
+from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract.state import seal, unseal
 from odb_nodes.sources.permutation import Permutation
-from odb_nodes.sources.rank import has_data_elsewhere, resolve_rank
-from odb_nodes.state import seal, unseal
 
 _BLOCK = 1024  # indices computed at a time
 _MAX_SIZE = 2**62  # they are computed in 64 bits
@@ -76,9 +76,9 @@ class ShardedSampler(BaseNode[int]):
         """Make `epoch` the one that the next reset without a state begins."""
         self._epochs.request(epoch)
 
-    def repeat_epoch(self) -> None:
+    def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.repeat()
+        self._epochs.request_cycle()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -98,7 +98,7 @@ class ShardedSampler(BaseNode[int]):
             self._position = state[self.POSITION_KEY]
         self._block = []
         self._block_start = self._position
-        seed = mix(self._seed, self._epochs.order)
+        seed = hash_ints(self._seed, self._epochs.shuffle_key)
         self._permutation = Permutation(self._size, seed) if self._shuffle else None
 
     def next(self) -> int:

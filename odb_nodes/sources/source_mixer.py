@@ -10,14 +10,14 @@ from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.checks import check_node
+from odb_nodes._core.checks import check_node
+from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.ranks import resolve_rank
+from odb_nodes.contract.graph import begin_cycle, length_of
+from odb_nodes.contract.item_location import ItemLocation, locator_of
+from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
-from odb_nodes.graph import begin_again, length_of
-from odb_nodes.names import name_of
 from odb_nodes.sample import Sample, Skipped, SourceItem
-from odb_nodes.sources.origin import Origin, origin_of
-from odb_nodes.sources.rank import resolve_rank
-from odb_nodes.state import seal, unseal
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
@@ -110,7 +110,7 @@ class SourceMixer(BaseNode[Any]):
         self._by, self._stop = by, stop
         self._exhausted: list[str] = []  # at least once in this epoch
         self._last = ""
-        self._origins = {name: origin_of(node) for name, node in self.sources.items()}
+        self._locators = {name: locator_of(node) for name, node in self.sources.items()}
         self._clear()
 
     def __len__(self) -> int:
@@ -213,10 +213,10 @@ class SourceMixer(BaseNode[Any]):
             ended=self._ended,
         )
 
-    def origin(self) -> Origin:
+    def item_location(self) -> ItemLocation:
         """Return where the last item comes from, for errors."""
         name = self._last
-        return "sample %d of source %r%s", self._samples[name] - 1, name, self._origins[name]()
+        return "sample %d of source %r%s", self._samples[name] - 1, name, self._locators[name]()
 
     def _clear(self) -> None:
         self._samples = dict.fromkeys(self.sources, 0)
@@ -252,7 +252,7 @@ class SourceMixer(BaseNode[Any]):
         all_exhausted = len(self._exhausted) == len(self.sources)
         self._ended = all_exhausted or self._stop == "first_exhausted"
         if not self._ended and self._stop == "cycle":
-            begin_again(self.sources[name])
+            begin_cycle(self.sources[name])
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
@@ -273,7 +273,7 @@ class PerSource:
 
     def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
         self._functions = dict(functions)
-        names = [f"{name}={name_of(function)}" for name, function in self._functions.items()]
+        names = [f"{name}={stable_name(function)}" for name, function in self._functions.items()]
         self.__qualname__ = f"PerSource({', '.join(names)})"
 
     def __call__(self, routed: SourceItem) -> SourceItem:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes.collate.token_rows import row_of
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.token_rows import row_of
 from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
 

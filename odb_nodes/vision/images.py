@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
-from odb_nodes.checks import check_count
+from odb_nodes._core.checks import check_count
+from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import SampleError
-from odb_nodes.extras import import_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image

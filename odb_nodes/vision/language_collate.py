@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._core.rows import flatten_row
+from odb_nodes.collate.padding_collate import PaddingCollate
+from odb_nodes.collate.token_rows import TOKEN_KEYS, of_group, row_of
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.padding_collate import PaddingCollate
-from odb_nodes.nodes.token_rows import TOKEN_KEYS, of_group, row_of
-from odb_nodes.sample import flat
 from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.arguments import check_image_processor, check_type
 from odb_nodes.vision.dummy import (
@@ -166,7 +166,7 @@ class VisionLanguageCollate(PaddingCollate):
     def _with_dummy(
         self, samples: list[Mapping[str, Any]], dummy: DummyImage
     ) -> list[Mapping[str, Any]]:
-        lengths = [len(flat("input_ids", sample["input_ids"])) for sample in samples]
+        lengths = [len(flatten_row("input_ids", sample["input_ids"])) for sample in samples]
         shortest = lengths.index(min(lengths))
         grown = dummy.put_behind(samples[shortest], self.token_keys)
         return [*samples[:shortest], grown, *samples[shortest + 1 :]]
@@ -208,4 +208,4 @@ def _text_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 def _typed(text: Mapping[str, Any]) -> Mapping[str, Any]:
     if TYPE_KEY in text:
         return text
-    return {**text, TYPE_KEY: np.zeros(len(flat("input_ids", text["input_ids"])), np.int64)}
+    return {**text, TYPE_KEY: np.zeros(len(flatten_row("input_ids", text["input_ids"])), np.int64)}

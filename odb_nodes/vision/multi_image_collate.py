@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes.collate.padding_collate import PaddingCollate
+from odb_nodes.collate.token_rows import of_group
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.padding_collate import PaddingCollate
-from odb_nodes.nodes.token_rows import of_group
 from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.dummy import check_agreed
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes.checks import check_bool
+from odb_nodes._core.checks import check_bool
+from odb_nodes._core.fingerprints import tokenizer_name
 from odb_nodes.errors import SampleError
-from odb_nodes.names import name_of_tokenizer
 from odb_nodes.sample import IGNORE_INDEX, Skipped
 from odb_nodes.vision.arguments import (
     ORDER,
@@ -82,7 +82,7 @@ class VisionLanguageProcessor:
             for token in [getattr(template, name)]
         }
         parts = (
-            name_of_tokenizer(self.tokenizer),
+            tokenizer_name(self.tokenizer),
             special,
             read,
             template,
@@ -91,7 +91,7 @@ class VisionLanguageProcessor:
             f"keep={self.keep}",
             f"late_patches={self.late_patches}",
         )
-        # What the state of a graph is checked against, see `name_of`.
+        # What the state of a graph is checked against, see `stable_name`.
         name = f"{type(self).__qualname__}({', '.join(map(str, parts))})"
         for key, value in (("_read", read), ("_special", special), ("__qualname__", name)):
             object.__setattr__(self, key, value)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process_hub import InProcessHub
 
 from odb_nodes import (
     LengthObserver,
@@ -18,8 +19,7 @@ from odb_nodes import (
     TokenBudget,
     WindowBucketer,
 )
-from odb_nodes.exchange import InProcessHub
-from odb_nodes.nodes.group_costs import padded_tokens
+from odb_nodes.planning.group_costs import padded_tokens
 from odb_nodes.tools.simulate import lognormal_lengths, main, simulate, simulate_steps
 
 TIMEOUT_S = 20.0

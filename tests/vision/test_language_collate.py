@@ -7,7 +7,7 @@ from pictures import asked, content_of, make_loader, noise, processor, record, s
 from transformers import Qwen2VLImageProcessorPil
 
 from odb_nodes import PaddingCollate, SampleError, TokenBudget
-from odb_nodes.sample import observe_sample
+from odb_nodes.processing.observation import observe_sample
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import VisionLanguageCollate
 

@@ -6,7 +6,7 @@
 `configure_trainer` gives them to a trainer that exists already.
 """
 
-from odb_nodes.extras import import_extra
+from odb_nodes._core.extras import import_extra
 
 for module in ("transformers", "accelerate"):
     import_extra(module, "hf")

@@ -12,13 +12,13 @@ from torchdata.nodes import BaseNode
 from transformers import DefaultDataCollator, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.loss import base_model, shifts_labels
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
 from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.planning import TokenBudget
 
 IS_SEQ2SEQ = "is_encoder_decoder"

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from odb_nodes.checkpoint import save_rank_state
+from odb_nodes.loader.checkpoint import save_rank_state
 
 
 class RunCallback(TrainerCallback):

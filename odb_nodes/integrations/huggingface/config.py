@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from odb_nodes.checks import check_bool, check_count
+from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes.collate.protocol import Collate
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.nodes.budget_defaults import Collate
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.resuming import begin_or_resume
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import STEP_INFO_KEY
 
 CHANGED = (

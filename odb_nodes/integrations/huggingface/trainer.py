@@ -10,6 +10,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from odb_nodes.collate import PaddingCollate
 from odb_nodes.integrations.huggingface.building import (
     allow_streams,
     can_pad,
@@ -22,7 +23,6 @@ from odb_nodes.integrations.huggingface.callback import RunCallback
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.learning_rate import follow
-from odb_nodes.nodes import PaddingCollate
 from odb_nodes.planning import TokenBudget
 
 if TYPE_CHECKING:  # What the mixin is mixed into.

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.integrations.resuming import begin_or_resume
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 __all__ = ["Fetched", "TrainBatches"]

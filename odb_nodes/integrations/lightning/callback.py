@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from odb_nodes.dataloader import ODBDataLoader
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.checks import (
@@ -23,6 +22,7 @@ from odb_nodes.integrations.lightning.checks import (
 from odb_nodes.integrations.lightning.position import Position, epochs_processed, set_progress
 from odb_nodes.integrations.lightning.run import Run
 from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["ODBCallback"]
@@ -49,7 +49,7 @@ class ODBCallback(Callback):
         self._log_metrics = log_metrics
         self._batches: TrainBatches | None = None
         self._run = Run(Position())
-        self._meter = StepMeter()
+        self._estimator = StepMeter()
 
     def batches(self, loader: ODBDataLoader) -> TrainBatches:
         """Return what `train_dataloader` of a module or data module is to return.
@@ -90,7 +90,7 @@ class ODBCallback(Callback):
         """Begin to measure."""
         self._required_batches()
         check_one_loader(trainer.train_dataloader)
-        self._meter = StepMeter()
+        self._estimator = StepMeter()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -105,7 +105,7 @@ class ODBCallback(Callback):
         )
         fetched = self._run.current
         if fetched is not None and self._log_metrics:
-            self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
+            self._estimator.add(fetched.batch, fetched.info, fetched.wait_s)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -211,7 +211,7 @@ class ODBCallback(Callback):
             self._batches.loader.close()
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rows, steps, seconds = self._meter.take()
+        rows, steps, seconds = self._estimator.take()
         of_ranks: Any = pl_module.all_gather(rows.to(pl_module.device))
         metrics = summarize(of_ranks.reshape(-1, *rows.shape).cpu(), steps, seconds)
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)

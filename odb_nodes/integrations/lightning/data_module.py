@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from odb_nodes.checks import check_count
-from odb_nodes.dataloader import ODBDataLoader
+from odb_nodes._core.checks import check_count
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.planning import TokenBudget
 
 __all__ = ["ODBDataModule"]

@@ -1,0 +1,1 @@
+"""Private: what we rely on inside of other libraries, a file for each."""

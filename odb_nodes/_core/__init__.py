@@ -1,0 +1,1 @@
+"""Private: checks, hashing, random numbers, fingerprints. Knows nothing of nodes."""

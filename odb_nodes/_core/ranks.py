@@ -1,0 +1,52 @@
+"""Which rank this process is."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from odb_nodes._core.checks import check_count, check_integer
+
+
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: as given, else of torch.distributed, else of the environment.
+
+    Raises:
+        TypeError: one of them is not an integer.
+        ValueError: only one of the two is given, or `rank` is not in `range(world_size)`.
+    """
+    if (rank is None) != (world_size is None):
+        raise ValueError(
+            "`rank` and `world_size` must be given together, "
+            f"but are {rank!r} and {world_size!r} instead."
+        )
+    if rank is None or world_size is None:
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+    world_size = check_count("world_size", world_size)
+    rank = check_integer("rank", rank)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"`rank` must be in 0..{world_size - 1}, but is {rank} instead.")
+    return rank, world_size
+
+
+def has_data_elsewhere(world_size: int) -> bool:
+    """Tell whether other ranks of the job have data of their own, so that this one's may be empty.
+
+    Args:
+        world_size: ranks that share the data here.
+    """
+    return world_size == 1 and resolve_rank(None, None)[1] > 1
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable `{name}` must be an integer, but is {text!r} instead."
+        ) from None

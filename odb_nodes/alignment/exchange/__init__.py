@@ -1,0 +1,16 @@
+"""Integers between ranks. Knows torch.distributed; does not know what they mean."""
+
+from odb_nodes.alignment.exchange.base import Exchange, Interrupted, LocalExchange
+from odb_nodes.alignment.exchange.channel import Channel
+from odb_nodes.alignment.exchange.gloo import GlooExchange
+from odb_nodes.alignment.exchange.resolve import group_rank, resolve_exchange
+
+__all__ = [
+    "Channel",
+    "Exchange",
+    "GlooExchange",
+    "Interrupted",
+    "LocalExchange",
+    "group_rank",
+    "resolve_exchange",
+]

@@ -1,0 +1,219 @@
+"""Messages of ranks that can tell a beginning, a round and a failure from each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
+from odb_nodes.errors import PeerError, StateError
+
+_HELLO, _ROUND, _FAILED, _BAD_STATE = 1, 2, 3, 4
+_KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3
+_MIN_CAPACITY = 64  # integers, for the text of an error
+_PAUSE_S = 0.02  # between two greetings
+_SETTLED_S = 2.0  # of equal greetings from all ranks, until they are taken as they are
+_DOUBTFUL_S = 60.0  # the same, where that would be an error
+
+
+class Channel:
+    """Rounds of messages among ranks, all of one size.
+
+    What a rank has sent cannot be taken back, also if it begins anew before the others have come.
+    Because all messages are of one size, one that was given up can meet any other of the others',
+    and because each says its *generation*, which a rank counts up whenever it begins anew,
+    everybody sees what met: a rank whose hello meets something older says hello again.
+
+    Args:
+        exchange: among the ranks.
+        capacity: integers that a message can carry, at least.
+    """
+
+    def __init__(self, exchange: Exchange, capacity: int) -> None:
+        self._exchange = exchange
+        self._size = _HEADER + max(capacity, _MIN_CAPACITY)
+        self._generation = 0
+        self.agreed = False
+        """Whether all ranks go on from the same place, since the last `begin`."""
+        self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.wait_s = 0.0
+        """Seconds spent in exchanges so far."""
+
+    @property
+    def capacity(self) -> int:
+        """Integers that a message can carry."""
+        return self._size - _HEADER
+
+    def begin(self) -> None:
+        """Leave what the ranks agreed on: the next `agree` begins anew."""
+        self._generation += 1
+        self.agreed = False
+
+    def agree(self, config: Mapping[str, Any]) -> None:
+        """Make sure, after `begin`, that all ranks go on from the same place.
+
+        Args:
+            config: what all ranks must have in common, by name, as JSON has it; one level of
+                mappings within is compared field by field.
+
+        Raises:
+            StateError: they do not; the same error on all ranks, naming field, ranks and values.
+            PeerError: a rank failed, or did not come.
+        """
+        text = json.dumps(config, sort_keys=True, default=str).encode()
+        digest = int.from_bytes(hashlib.sha1(text).digest()[:7], "little")
+        rows = self._greet(_HELLO, np.array([digest]), "the first exchange after a reset")
+        self._raise_failures(rows)
+        if stay := self._ranks_that(rows[:, _KIND] == _ROUND):
+            raise PeerError(f"rank {stay} stays in an epoch that the other ranks have left.")
+        self.agreed = True
+        if len({*rows[:, _HEADER].tolist()}) > 1:
+            texts = self.gather_bytes(text, "comparing what the ranks have in common")
+            raise StateError(
+                "the ranks do not go on from the same place: "
+                f"{'; '.join(self._differences(list(map(json.loads, texts))))}. Build the same "
+                "graph on all ranks, and load states that were saved at the same step."
+            )
+
+    def gather(self, payload: IntArray, where: str) -> IntArray:
+        """Return the payloads of all ranks: (n,) int64 -> (world_size, capacity) int64.
+
+        Args:
+            payload: up to `capacity` integers; the rest is 0.
+            where: for errors.
+
+        Raises:
+            PeerError: a rank failed, left, or did not come.
+        """
+        rows = self._send(_ROUND, payload, where)
+        self._raise_failures(rows)
+        if left := self._ranks_that(rows[:, _KIND] == _HELLO):
+            raise PeerError(
+                f"{where}: rank {left} has left it and begun anew. All ranks must iterate, break "
+                "and load alike."
+            )
+        return rows[:, _HEADER:]
+
+    def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
+        """Return the bytes of all ranks, of any lengths. Takes as many rounds as the longest needs.
+
+        Raises:
+            PeerError: a rank failed, left, or did not come.
+        """
+        sizes = self.gather(np.array([len(data)]), where)[:, 0].tolist()
+        integers = _as_integers(data)
+        parts = [
+            self.gather(integers[start : start + self.capacity], where)
+            for start in range(0, -(-max(sizes) // 8), self.capacity)
+        ]
+        whole = np.concatenate([np.empty((self.world_size, 0), dtype=np.int64), *parts], axis=1)
+        return [_as_bytes(row)[:size] for row, size in zip(whole, sizes, strict=True)]
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell the other ranks why this one fails. Does not raise what they say."""
+        kind = _BAD_STATE if isinstance(error, StateError) else _FAILED
+        text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
+        try:
+            if self.agreed:
+                self._send(kind, _as_integers(text), where)
+            else:
+                self._greet(kind, _as_integers(text), where)
+        except (PeerError, StateError, Interrupted):
+            return
+
+    def _greet(self, kind: int, payload: IntArray, where: str) -> IntArray:
+        """Say the first message of a generation until all ranks do; return what they said.
+
+        All ranks decide by the same rows, so all end with the same call. Where generations stay
+        different, a rank has begun more often than another without a step: it was asked for a
+        state, say. What is said again and again is not left behind, but may be about to be left,
+        by a thread that reads ahead: only waiting can tell, and longer where it is an error else.
+        """
+        self._exchange.connect(self._size)
+        before, unchanged = np.empty(0, dtype=np.int64), 0
+        while True:
+            rows = self._send(kind, payload, where)
+            hellos = rows[rows[:, _KIND] == _HELLO]
+            met = bool((rows[:, _KIND] != _ROUND).all())
+            if met and len({*rows[:, _GENERATION].tolist()}) == 1:
+                break
+            unchanged = unchanged + 1 if np.array_equal(rows, before) else 0
+            before = rows
+            alike = met and len({*hellos[:, _HEADER].tolist()}) <= 1
+            doubtful_s = min(_DOUBTFUL_S, self._exchange.timeout_s / 2)
+            if unchanged * _PAUSE_S >= (_SETTLED_S if alike else max(doubtful_s, _SETTLED_S)):
+                break
+            time.sleep(_PAUSE_S)
+        self._generation = int(rows[:, _GENERATION].max())
+        return rows
+
+    def _send(self, kind: int, payload: IntArray, where: str) -> IntArray:
+        """Return the messages of all ranks."""
+        row = np.zeros(self._size, dtype=np.int64)
+        row[_KIND], row[_LENGTH], row[_GENERATION] = kind, len(payload), self._generation
+        row[_HEADER : _HEADER + len(payload)] = payload
+        start = time.perf_counter()
+        try:
+            return self._exchange.all_gather(row)
+        except PeerError as error:
+            raise PeerError(f"{where}: {error}") from None
+        finally:
+            self.wait_s += time.perf_counter() - start
+
+    def _raise_failures(self, rows: IntArray) -> None:
+        """Raise if a rank says that it has failed."""
+        failed = np.flatnonzero(rows[:, _KIND] >= _FAILED).tolist()
+        if not failed:
+            return
+        causes = "; ".join(
+            f"rank {self._exchange.ranks[index]} failed in {_text(rows[index])}" for index in failed
+        )
+        if (rows[failed, _KIND] == _BAD_STATE).all():
+            raise StateError(causes)
+        raise PeerError(causes)
+
+    def _differences(self, configs: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return, for each field that ranks have different values of, which have which."""
+        flat = list(map(_flat, configs))
+        found = []
+        for name in dict.fromkeys(name for one in flat for name in one):
+            values = [one.get(name, "absent") for one in flat]
+            by_value = [
+                f"{value} on rank {self._ranks_that(np.array([one == value for one in values]))}"
+                for value in dict.fromkeys(values)
+            ]
+            if len(by_value) > 1:
+                found.append(f"`{name}` is {', '.join(by_value)}")
+        return found
+
+    def _ranks_that(self, do: NDArray[np.bool_]) -> str:
+        """Return the ranks, as the job numbers them, whose place in a mask is true."""
+        return ", ".join(str(self._exchange.ranks[index]) for index in np.flatnonzero(do).tolist())
+
+
+def _text(row: IntArray) -> str:
+    data = _as_bytes(row[_HEADER : _HEADER + int(row[_LENGTH])])
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def _as_integers(data: bytes) -> IntArray:
+    return np.frombuffer(data + b"\0" * (-len(data) % 8), dtype="<i8").astype(np.int64)
+
+
+def _as_bytes(integers: IntArray) -> bytes:
+    return integers.astype("<i8").tobytes()
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values by `name`, or `name.field`, as text."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        fields = value.items() if isinstance(value, Mapping) else [("", value)]
+        found |= {f"{name}.{key}" if key else name: json.dumps(one) for key, one in fields}
+    return found

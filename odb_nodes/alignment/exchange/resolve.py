@@ -1,0 +1,82 @@
+"""Which ranks a graph shares its steps with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from odb_nodes._core.ranks import resolve_rank
+from odb_nodes.alignment.exchange.base import Exchange, LocalExchange
+from odb_nodes.alignment.exchange.gloo import GlooExchange
+
+
+def group_rank(process_group: Any) -> tuple[int, int]:
+    """Return rank and size within a process group, a 1-d `DeviceMesh` or an `Exchange`.
+
+    `None` stands for all ranks of the job.
+
+    Raises:
+        ValueError: this rank is not one of the group's.
+    """
+    if isinstance(process_group, Exchange):
+        return process_group.rank, process_group.world_size
+    if process_group is None:
+        return resolve_rank(None, None)
+    group = _as_group(process_group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            "`process_group` must contain this rank, but does not. Build the loader only on the "
+            "ranks of the group, or pass the group that this rank is in."
+        )
+    return rank, dist.get_world_size(group)
+
+
+def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
+    """Return the exchange among the ranks of `process_group`.
+
+    Args:
+        process_group: a process group of any backend, a 1-d `DeviceMesh`, or an `Exchange`. `None`
+            stands for all ranks of the job.
+        timeout_s: seconds until an exchange gives up.
+
+    Raises:
+        RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+        ValueError: this rank is not one of the group's.
+    """
+    if isinstance(process_group, Exchange):
+        return process_group
+    _, world_size = group_rank(process_group)
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        if world_size > 1:
+            raise RuntimeError(
+                f"`WORLD_SIZE` says that the job has {world_size} ranks, but torch.distributed is "
+                "not initialised, so nothing can align them. Call "
+                '`torch.distributed.init_process_group("gloo")` (or "nccl") before the first '
+                "iteration."
+            )
+        return LocalExchange()
+    if world_size == 1:
+        return LocalExchange()
+    return GlooExchange(_as_group(process_group), timeout_s)
+
+
+def _as_group(process_group: Any) -> Any:
+    if process_group is None:
+        return dist.group.WORLD
+    if callable(get_group := getattr(process_group, "get_group", None)):  # a DeviceMesh
+        if process_group.ndim != 1:
+            raise ValueError(
+                "`process_group` must be a `DeviceMesh` of one dimension, but has "
+                f"{process_group.ndim} ({process_group.mesh_dim_names}). Pass the data-parallel "
+                'one, as in `mesh["dp"]`.'
+            )
+        return get_group()
+    outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # of a `new_group`
+    if not outside and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "`process_group` must be a process group, a `DeviceMesh` or None, but is "
+            f"`{type(process_group).__name__}` instead."
+        )
+    return process_group

@@ -1,0 +1,50 @@
+"""Reads the groups of a round, and knows whether there are more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.contract.state import copy_state
+from odb_nodes.sample import Sample
+
+
+class GroupReader:
+    """Reads groups of a source, one further than asked for.
+
+    Without that, a rank would find out too late that its data has ended: it could then no longer
+    keep a sample to fill with.
+
+    Args:
+        source: node that yields groups, `list[Sample]`.
+    """
+
+    def __init__(self, source: BaseNode[list[Sample]]) -> None:
+        self._source = source
+        self.ahead: list[Sample] | None = None
+        """First group of the next round; `None` where there is none, and before the first read."""
+        self.next_state: Any = None
+        """The source's state before that group."""
+
+    def read(self, most: int) -> list[list[Sample]]:
+        """Return the next groups, `most` of them, or all that are left."""
+        groups = [] if self.ahead is None else [self.ahead]
+        while len(groups) < most and (group := self._read_one()) is not None:
+            groups.append(group)
+        self.next_state = copy_state(self._source.state_dict())
+        self.ahead = self._read_one() if len(groups) == most else None
+        return groups
+
+    def _read_one(self) -> list[Sample] | None:
+        try:
+            group = next(self._source)
+        except StopIteration:
+            return None
+        if group and isinstance(group, list) and all(isinstance(one, Sample) for one in group):
+            return group
+        kind = "an empty list" if group == [] else f"`{type(group).__name__}`"
+        raise TypeError(
+            "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
+            f"{kind} instead. Put a `WindowBucketer` before it."
+        )

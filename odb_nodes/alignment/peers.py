@@ -1,0 +1,225 @@
+"""The other ranks, as a `RankAligner` deals with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.alignment.exchange import (
+    Channel,
+    Exchange,
+    Interrupted,
+    LocalExchange,
+    resolve_exchange,
+)
+from odb_nodes.contract.graph import walk
+from odb_nodes.errors import PeerError, SampleError, StateError
+from odb_nodes.nodes.payload import encode_sample
+from odb_nodes.planning.alignment import CostReport
+from odb_nodes.sample import Sample
+
+_GRACE_S = 5.0  # for the others to hear of a failure at once
+
+
+class Peers:
+    """Exchanges reports with the other ranks of a group.
+
+    Args:
+        process_group: see `resolve_exchange`.
+        timeout_s: seconds until a rank that does not come is an error.
+        round_size: most steps of a round.
+    """
+
+    def __init__(self, process_group: Any, timeout_s: float, round_size: int) -> None:
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._capacity = CostReport.message_size(round_size)
+        self._use(LocalExchange())
+        self._thread: threading.Thread | None = None  # that speaks for this rank
+        self._answers = False
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group, as `begin` found."""
+        return self._channel.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group, as `begin` found."""
+        return self._channel.world_size
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent in exchanges so far."""
+        return self._channel.wait_s
+
+    @property
+    def agreed(self) -> bool:
+        """Whether `agree` has been called since `begin`."""
+        return self._channel.agreed
+
+    def begin(self) -> None:
+        """Find out who the other ranks are; they need not be there yet. Ends an interruption.
+
+        Raises:
+            RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+        """
+        self._end_thread()
+        if isinstance(self._exchange, LocalExchange):  # The job may have been set up since.
+            self._use(resolve_exchange(self._process_group, self._timeout_s))
+        self._exchange.resume()
+        self._channel.begin()
+
+    def check_source(self, source: BaseNode[Any]) -> None:
+        """Make sure that the nodes below share their data as the ranks share their steps.
+
+        Raises:
+            RuntimeError: one is another rank, or one of another number of ranks.
+        """
+        here = {"rank": self.rank, "world_size": self.world_size}
+        for name, config in _sharing_nodes(source).items():
+            there = {key: config[key] for key in here}
+            if there != here:
+                raise RuntimeError(
+                    f"`{name}` is rank {there['rank']} of {there['world_size']} ranks, but the "
+                    f"`RankAligner` over it is rank {self.rank} of {self.world_size}. Give both "
+                    "the same: `process_group=` here, `rank=` and `world_size=` there."
+                )
+
+    def agree(self, config: Mapping[str, Any], source: BaseNode[Any]) -> None:
+        """Make sure, after `begin`, that all ranks go on from the same place.
+
+        Args:
+            config: what the ranks must have in common.
+            source: whose nodes that share data must be configured alike, too.
+
+        Raises:
+            StateError: they do not, or are not. The same error on all ranks.
+            PeerError: a rank failed, or did not come.
+        """
+        sharing = _sharing_nodes(source)
+        shared = {name: {**one, "rank": None} for name, one in sharing.items()}
+        # Where nothing is shared out, each rank has data of its own, mixed as it likes.
+        alike = _nodes_alike(source) if sharing else {}
+        self._channel.agree({**config, **shared, **alike})
+
+    def reports(self, own: CostReport, where: str) -> list[CostReport]:
+        """Return the reports of all ranks for a round, this one's included.
+
+        Raises:
+            PeerError: a rank failed, left, or did not come.
+        """
+        return list(map(CostReport.from_message, self._channel.gather(own.to_message(), where)))
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell the others, in place of this rank's part of an exchange, why it fails.
+
+        After a while on a thread: they may need a long time until they listen.
+        """
+        self._run(self._channel.fail, error, where)
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
+
+    def share_filler(
+        self, reports: list[CostReport], own: Sample | None, where: str
+    ) -> bytes | None:
+        """Give ranks that never had a sample one of another rank's.
+
+        Args:
+            reports: of the round.
+            own: this rank's filler, if it has one.
+            where: for errors.
+
+        Returns:
+            An encoded sample, on the ranks that had none.
+
+        Raises:
+            SampleError: on the rank that should give one: it cannot be sent.
+        """
+        if all(report.has_filler for report in reports):
+            return None
+        donor = next(rank for rank, report in enumerate(reports) if report.groups)
+        data = b""
+        if self.rank == donor and own is not None:
+            try:
+                data = encode_sample(own)
+            except SampleError as error:
+                self.fail(error, f"{where}, sending a sample to a rank that has none")
+                raise
+        received = self._channel.gather_bytes(data, where)[donor]
+        return None if reports[self.rank].has_filler else received
+
+    def answer_until_all_end(self, nothing: CostReport) -> None:
+        """Go on answering ranks that still have data, from a thread, until they have ended."""
+        self._run(self._answer, nothing)
+        self._answers = True
+
+    def interrupt(self) -> None:
+        """Make a wait on another thread raise, until `begin`; but not `answer_until_all_end`."""
+        if not self._answers:
+            self._exchange.interrupt()
+
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._channel = Channel(exchange, self._capacity)
+
+    def _answer(self, nothing: CostReport) -> None:
+        try:
+            while not all(
+                report.ended for report in self.reports(nothing, "the rest of the epoch")
+            ):
+                pass
+        except (PeerError, StateError, Interrupted):
+            return  # The next exchange of this rank finds out for itself.
+
+    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(
+            target=call, args=arguments, name="odb_nodes-peers", daemon=True
+        )
+        self._thread.start()
+
+    def _end_thread(self) -> None:
+        """Wait until nobody else speaks for this rank."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            if not self._answers:
+                self._exchange.interrupt()
+            thread.join()  # Ends: each round of the others ends within `timeout_s`.
+        self._answers = False
+
+
+def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the configurations of the nodes that yield a share of something."""
+    return _by_name(
+        (type(node).__name__, config)
+        for node, config in _configured_nodes(source)
+        if config.keys() >= {"rank", "world_size"} and config["world_size"] > 1
+    )
+
+
+def _nodes_alike(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the configurations of the nodes that say that all ranks must have them."""
+    return _by_name(
+        (type(node).__name__, config)
+        for node, config in _configured_nodes(source)
+        if getattr(node, "same_on_all_ranks", False)
+    )
+
+
+def _configured_nodes(source: BaseNode[Any]) -> Iterator[tuple[BaseNode[Any], dict[str, Any]]]:
+    for node in walk(source):
+        fingerprint = getattr(node, "fingerprint", None)
+        config = fingerprint() if callable(fingerprint) else None
+        if isinstance(config, dict):
+            yield node, config
+
+
+def _by_name(configs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, config in configs:
+        same = sum(one.partition("[")[0] == name for one in found)
+        found[f"{name}[{same}]" if same else name] = config
+    return found

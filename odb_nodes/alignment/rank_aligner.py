@@ -1,0 +1,440 @@
+"""Node: gives all ranks the same number of steps, of about the same cost, and one loss."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes._core.checks import check_count, check_integer, check_node
+from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.alignment.group_reader import GroupReader
+from odb_nodes.alignment.peers import Peers
+from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract.graph import find_budget, walk
+from odb_nodes.contract.state import allow_mismatch, copy_state, seal, unseal
+from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes.payload import decode_sample
+from odb_nodes.planning.alignment import CostReport, SplitLadder, Uneven, make_report, plan_round
+from odb_nodes.planning.budget import round_up
+from odb_nodes.planning.group_costs import (
+    BudgetCost,
+    CostFn,
+    GroupCostEstimator,
+    best_filler,
+    padded_tokens,
+    tokens_of,
+)
+from odb_nodes.planning.rounds import round_steps
+from odb_nodes.sample import Sample
+from odb_nodes.step_info import AlignedGroup
+
+
+@dataclass(kw_only=True)
+class _Position:
+    """Where a `RankAligner` stands in an epoch, as its state has it.
+
+    Attributes:
+        round: number of the round in the epoch.
+        step: number of the next step in the epoch.
+        emitted: steps of the round that are out.
+        plan: of the round; `None` between rounds.
+        splits: of this rank's groups in the round.
+        last: there is no round after this one.
+        drained: the source had no groups left for this round.
+        filler: what this rank fills with, encoded, where it is another rank's sample.
+        unemitted_samples: that `uneven="stop"` left over.
+        peers_go_on: other ranks have rounds after this rank's last.
+    """
+
+    round: int = 0
+    step: int = 0
+    emitted: int = 0
+    plan: bytes | None = None
+    splits: int = 0
+    last: bool = False
+    drained: bool = False
+    filler: bytes | None = None
+    unemitted_samples: int = 0
+    peers_go_on: bool = False
+
+
+class RankAligner(BaseNode[AlignedGroup]):
+    """Yields the groups of its source so that all ranks take the same steps.
+
+    It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
+    they cost, in one message, and receives what theirs cost. From then on every rank knows the
+    round: groups of like cost go to the same step, and one permutation that all ranks share
+    shuffles the steps. An epoch's first rounds are shorter, 4, 8, 16 steps, to start soon.
+
+    At the end of the data, a rank that has fewer groups than others splits some of its own. One
+    that has fewer samples than there are steps fills with a real sample whose loss weighs nothing.
+
+    State: the source's at the beginning of the round, the plan of the round, and how many of its
+    steps are out: 32 bytes per step beside the source's own. Restoring pulls the groups of the
+    round again, and asks no other rank.
+
+    Args:
+        source: node that yields groups, `list[Sample]`: a `WindowBucketer`.
+        process_group: the ranks that share steps: a process group of any backend, or a
+            `DeviceMesh` of one dimension (the data-parallel one). Default: all ranks of the job;
+            one where torch.distributed is not initialised.
+        round_size: steps between two messages; rounded up to a multiple of `accumulate`. Larger
+            matches costs better, and holds that many groups.
+        uneven: what happens where ranks have different amounts of data. `"fill"`: as above.
+            `"join"`: each rank ends with its data; the training loop needs `Join` of
+            torch.distributed. `"stop"`: all end with the first; what is left over is counted in
+            `unemitted_samples`.
+        loss_scaling: what `StepInfo.loss_scale` makes of the mean of the ranks' gradients:
+            `"exact"`, the gradient of the mean over all supervised tokens; `"approx"`, each rank's
+            mean weighed by its samples; `"none"`, 1.0 (0.0 in filler steps).
+        accumulate: steps of an optimizer step, which share one denominator.
+        seed: of the permutations; the same on all ranks.
+        timeout_s: seconds until a rank that does not come is an error on the others.
+        cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
+            padding included, in the layout of the budget of the `WindowBucketer` below.
+        modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+    """
+
+    SOURCE_KEY = "source"
+    EPOCH_KEY = "epoch"
+    STARTED_KEY = "started"
+    POSITION_KEYS = tuple(field.name for field in fields(_Position))
+    STATE_KEYS = (SOURCE_KEY, EPOCH_KEY, STARTED_KEY, *POSITION_KEYS)
+
+    def __init__(
+        self,
+        source: BaseNode[list[Sample]],
+        process_group: Any = None,
+        round_size: int = 32,
+        uneven: Uneven = "fill",
+        loss_scaling: LossScaling = "exact",
+        accumulate: int = 1,
+        seed: int = 0,
+        timeout_s: float = 1800.0,
+        *,
+        cost_fn: CostFn | None = None,
+        modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
+    ) -> None:
+        super().__init__()
+        check_node("source", source)
+        for name, value, known in (
+            ("uneven", uneven, get_args(Uneven)),
+            ("loss_scaling", loss_scaling, get_args(LossScaling)),
+        ):
+            if value not in known:
+                raise ValueError(f"`{name}` must be one of {known}, but is {value!r} instead.")
+        if not timeout_s > 0:
+            raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s!r} instead.")
+        self._estimator = GroupCostEstimator(cost_fn or cost_below(source), modalities)
+        self.source = source
+        accumulate = check_count("accumulate", accumulate)
+        self._round_size = round_up(check_count("round_size", round_size), accumulate)
+        self._uneven = uneven
+        self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
+        self._seed = check_integer("seed", seed)
+        self._peers = Peers(process_group, timeout_s, self._round_size)
+        self._epochs = EpochCounter()
+        self._failure: Exception | None = None
+        self._clear()
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of an optimizer step."""
+        return self._rule.accumulate
+
+    @property
+    def unemitted_samples(self) -> int:
+        """Samples of this rank and epoch that `uneven="stop"` left over."""
+        return self._at.unemitted_samples
+
+    @property
+    def exchange_wait_s(self) -> float:
+        """Seconds spent waiting for other ranks so far."""
+        return self._peers.wait_s
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset without a state begins."""
+        self._epochs.request(epoch)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state was saved with another configuration, rank or world size, or the
+                source does not yield the groups again that it yielded then. The other ranks raise
+                it too, when they next meet this one; it waits for them for up to 5 s.
+            RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+        """
+        super().reset(initial_state)
+        self._peers.begin()
+        self._rule = replace(self._rule, world_size=self._peers.world_size)
+        self._clear()
+        try:
+            self._peers.check_source(self.source)
+            if initial_state is None:
+                self._epochs.advance()
+                self.source.reset(None)
+                self._hold_source()
+            else:
+                name = type(self).__name__
+                state = unseal(initial_state, name, self.fingerprint(), self.STATE_KEYS)
+                self._restore(state, initial_state["config"])
+        except Exception as error:
+            self._peers.fail(error, "reset")
+            raise
+
+    def next(self) -> AlignedGroup:
+        """Return the next group and its `StepInfo`.
+
+        Raises:
+            PeerError: another rank failed, left, or did not come within `timeout_s`.
+            StateError: the ranks do not go on from the same place.
+        """
+        self._epochs.started = True
+        if self._failure is not None:
+            raise self._failure
+        try:
+            while self._at.emitted == len(self._steps):
+                self._begin_round()
+            self._agree()
+            at = self._at
+            item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
+            at.emitted += 1
+            at.step += 1
+            if at.emitted == len(self._steps):
+                self._end_round()
+            return item
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
+        except BaseException as error:  # Ctrl-C: what was on its way is lost until a reset.
+            self._failure = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+            raise
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the source's state before this round, and the plan of the round."""
+        return seal(
+            type(self).__name__,
+            self.fingerprint(),
+            source=copy_state(self._source_state),
+            epoch=self._epochs.epoch,
+            started=self._epochs.started,
+            **vars(self._at),
+        )
+
+    def interrupt(self) -> None:
+        """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
+
+        The connections stay. A rank that has ended before others (`uneven="join"`) goes on
+        answering them until they have ended, too; its next reset waits for that.
+        """
+        self._peers.interrupt()
+
+    close = interrupt
+
+    # --- beginning ----------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self._source_state: Any = None  # before the round
+        self._at = _Position()
+        self._reader = GroupReader(self.source)
+        self._steps = AlignedRound()
+        self._filler: Sample | None = None
+        self._failure = None
+
+    def _agree(self) -> None:
+        if self._peers.agreed:
+            return
+        config = {
+            "epoch": self._epochs.epoch,
+            "step": self._at.step,
+            "totals of the round": self._steps.digest(),
+            type(self).__name__: {**self.fingerprint(), "rank": None},
+        }
+        self._peers.agree(config, self.source)
+
+    def _restore(self, state: dict[str, Any], saved_config: Mapping[str, Any]) -> None:
+        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
+        self._source_state = state[self.SOURCE_KEY]
+        self._at = at = _Position(**{name: state[name] for name in self.POSITION_KEYS})
+        self._steps = AlignedRound.from_bytes(at.plan, self._uneven == "join")
+        at_end = at.emitted == len(self._steps) and at.last
+        if not at_end:
+            _check_ranks(saved_config, self.fingerprint(), within_round=len(self._steps) > 0)
+        # The plan of a round names groups by number: within one, they must be the same again.
+        with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
+            self.source.reset(copy_state(self._source_state))
+        if at_end:
+            return
+        if at.filler is not None:
+            self._filler = decode_sample(at.filler)
+            self._steps.fill([], self._filler)
+            if self._reader.read(1):  # The source has to see its end: its next epoch follows that.
+                raise StateError(
+                    f"{type(self).__name__} cannot restore epoch {self._epochs.epoch}: its source "
+                    "had no sample when the state was saved, but has some now. Resume over the "
+                    "data that it was saved on."
+                )
+        elif at.drained or len(self._steps):
+            self._read_again()
+
+    def _read_again(self) -> None:
+        """Read the groups of the round that the state stands in, or those to fill from."""
+        at = self._at
+        most = self._round_size if at.drained else self._round_steps()
+        groups = self._reader.read(most)
+        needed = 1 if at.drained else self._steps.groups_needed - at.splits
+        if len(groups) < needed:
+            raise StateError(
+                f"{type(self).__name__} cannot restore round {at.round} of epoch "
+                f"{self._epochs.epoch}: its source yielded {needed} groups or more when the state "
+                f"was saved, but yields {len(groups)} now. Resume over the data that it was saved "
+                "on."
+            )
+        self._filler = best_filler(groups) if groups else None
+        ladder = self._report(groups, most)[1]
+        self._steps.fill(ladder.groups(at.splits), self._filler)
+
+    # --- a round ------------------------------------------------------------------------------
+
+    def _begin_round(self) -> None:
+        """Settle the next round with the other ranks.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        at = self._at
+        if at.last:
+            if at.peers_go_on:
+                self._agree()
+                at.peers_go_on = False
+                self._peers.answer_until_all_end(self._report([], 0)[0])
+            raise StopIteration
+        where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
+        try:
+            most = self._round_steps()
+            groups = [] if at.drained else self._reader.read(most)
+            report, ladder = self._report(groups, most)
+        except StopIteration as error:  # of `cost_fn`, say; it would end the epoch here
+            raised = RuntimeError(f"{where}: the source or `cost_fn` raised StopIteration.")
+            self._peers.fail(raised, where)
+            raise raised from error
+        except Exception as error:
+            self._peers.fail(error, where)
+            raise
+        self._agree()
+        reports = self._peers.reports(report, where)
+        if not (at.step or any(one.groups for one in reports)):
+            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}.")
+        key = hash_ints(self._seed, self._epochs.epoch, at.round)
+        plan = plan_round(reports, uneven=self._uneven, key=key)
+        if groups:
+            self._filler = best_filler(groups)
+        if self._uneven == "fill":
+            received = self._peers.share_filler(reports, self._filler, where)
+            if received is not None:
+                at.filler, self._filler = received, decode_sample(received)
+        self._steps = AlignedRound.of(plan, self._peers.rank, self._uneven == "join")
+        at.emitted, at.plan = 0, self._steps.to_bytes()
+        at.splits = plan.splits[self._peers.rank]
+        at.last = plan.last or (self._uneven == "join" and report.ended)
+        at.peers_go_on = not plan.last
+        self._steps.fill(ladder.groups(at.splits), self._filler)
+        if self._uneven == "stop" and plan.last:
+            self._count_unemitted([*groups[len(self._steps) :], self._reader.ahead or []])
+        if not len(self._steps):
+            self._end_round()
+
+    def _report(
+        self, groups: list[list[Sample]], most: int
+    ) -> tuple[CostReport, SplitLadder[Sample]]:
+        return make_report(
+            groups,
+            most=most,
+            ended=self._reader.ahead is None,
+            has_filler=self._filler is not None,
+            may_split=self._uneven == "fill",
+            measure=self._estimator,
+            tokens=tokens_of,
+        )
+
+    def _end_round(self) -> None:
+        """Stand at the beginning of the next round, or at the end of the epoch."""
+        at = self._at
+        if at.last:
+            self._steps.fill([], None)
+            self._hold_source()
+            return
+        self._steps = AlignedRound()
+        at.emitted, at.plan, at.splits = 0, None, 0
+        at.round += 1
+        at.drained = self._reader.ahead is None
+        if not at.drained:  # Else the source's state stays: the filler comes from there.
+            self._source_state = self._reader.next_state
+
+    def _hold_source(self) -> None:
+        self._source_state = copy_state(self.source.state_dict())
+
+    def _round_steps(self) -> int:
+        return round_steps(
+            self._at.round,
+            round_size=self._round_size,
+            accumulate=self._rule.accumulate,
+            world_size=self._rule.world_size,
+        )
+
+    # --- unequal ranks ------------------------------------------------------------------------
+
+    def _count_unemitted(self, left: list[list[Sample]]) -> None:
+        pending = [getattr(node, "remaining_samples", 0) for node in walk(self.source)]
+        self._at.unemitted_samples = unemitted = sum(map(len, left)) + sum(pending)
+        if unemitted:
+            warnings.warn(
+                f'`uneven="stop"`: another rank has ended, so {unemitted} samples of rank '
+                f"{self._peers.rank} are not emitted in epoch {self._epochs.epoch}.",
+                stacklevel=2,
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
+        return {
+            "rank": self._peers.rank,
+            "world_size": self._peers.world_size,
+            "round_size": self._round_size,
+            "uneven": self._uneven,
+            "loss_scaling": self._rule.scaling,
+            "accumulate": self._rule.accumulate,
+            "seed": self._seed,
+            "cost_fn": stable_name(self._estimator.cost_fn),
+            "modalities": list(self._estimator.modalities),
+        }
+
+
+def cost_below(source: BaseNode[Any]) -> CostFn:
+    """Return the cost of a group under the budget below; where there is none, its padded tokens."""
+    budget = find_budget(source)
+    return padded_tokens if budget is None else BudgetCost(budget)
+
+
+def _check_ranks(saved: Mapping[str, Any], present: Mapping[str, Any], within_round: bool) -> None:
+    """Refuse what `strict=False` would allow, but would let the ranks take different steps."""
+    of_the_plan = ("cost_fn", "modalities") if within_round else ()
+    for name in ("world_size", "round_size", "accumulate", "uneven", *of_the_plan):
+        if saved[name] != present[name]:
+            raise StateError(
+                f"`{name}` was {saved[name]!r} when saved, but is {present[name]!r} now: it can "
+                "change only between epochs. Load a state that was saved after the last step of an "
+                "epoch."
+            )

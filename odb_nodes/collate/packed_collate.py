@@ -1,0 +1,194 @@
+"""The collate function of packed groups: text samples one after the other in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes.collate.token_rows import TokenRows, is_number, of_group, row_of
+from odb_nodes.errors import SampleError
+from odb_nodes.planning.budget import TokenBudget, fit_shape
+from odb_nodes.planning.table import IntArray
+from odb_nodes.sample import IGNORE_INDEX
+
+_IMAGE_KEYS = ("pixel_values", "image_grid_thw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCollate(TokenRows):
+    """Packs text samples into one row; the default collate function of a packed budget.
+
+    The keys with a value per token become (1, T) tensors, int64 where they are integers. Among them
+    are always `labels`, by default the `input_ids`, with the first label of each sample -100: no
+    token is predicted from another sample. `position_ids`, (1, T) int64, begin at 0 in each sample;
+    models of transformers tell the samples apart by them, and keep attention within each. Padding
+    has position 0 throughout, so that each token of it is a sample of its own to them. Numbers
+    become (n,) tensors. Any other key becomes a list of n values.
+
+    Models of transformers take a batch as it is: `model(**batch)`. Others find the samples by
+    `cu_seq_lens_q`, or by `position_ids`.
+
+    Args:
+        pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
+        token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
+        pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
+        shapes: the only (1, T) that batches have: `TokenBudget.shape_ladder()`. Only an oversize
+            sample has another. `()`: any.
+        max_samples: most samples of a group, which bounds the shape of `cu_seq_lens` too.
+        model_arguments: adds what transformers' models take beside: `cu_seq_lens_q` and
+            `cu_seq_lens_k`, (n + 1,) int32, where each sample begins and the last one ends, the
+            padding after them as one sample more; `max_length_q` and `max_length_k`, the longest of
+            them in tokens; and `use_cache=False`, since with a cache the models do not tell samples
+            apart. With `shapes`, `cu_seq_lens` is filled up to `max_samples + 2` with samples of no
+            tokens; where there is no `max_samples`, it is left out, and so are the lengths.
+        mask_dtype: adds an `attention_mask`, (1, 1, T, T), that allows each token those of its own
+            sample up to itself, for models that do not go by `position_ids`. `torch.bool`: what
+            may be attended, for "sdpa". The model's dtype: what is added to the scores, for "eager"
+            and "sdpa". `None`: there is none.
+    """
+
+    max_samples: int | None = None
+    model_arguments: bool = True
+    mask_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool("model_arguments", self.model_arguments)
+        if self.max_samples is not None:
+            check_count("max_samples", self.max_samples)
+        dtype = self.mask_dtype
+        if dtype is not None and not (dtype is torch.bool or dtype.is_floating_point):
+            raise ValueError(
+                f"`mask_dtype` must be `torch.bool` or a floating dtype, but is {dtype} instead."
+            )
+
+    @classmethod
+    def of(cls, budget: TokenBudget, **options: Any) -> PackedCollate:
+        """Return the collate function for the groups of a packed budget.
+
+        Args:
+            budget: of the groups.
+            options: further arguments of `PackedCollate`.
+        """
+        return cls(
+            pad_to_multiple_of=budget.pad_to_multiple_of,
+            shapes=budget.shape_ladder(),
+            max_samples=budget.max_samples,
+            **options,
+        )
+
+    def prepare(self, sample: Any) -> Any:
+        """Return a sample with its values per token as (L,) arrays; see `TokenRows.prepare`.
+
+        Raises:
+            SampleError: those are not valid, or the sample cannot be packed.
+        """
+        prepared = super().prepare(sample)
+        if isinstance(prepared, Mapping):
+            self._check_packable(prepared)
+        return prepared
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`.
+
+        Raises:
+            TypeError: a sample is no mapping with `input_ids`.
+            SampleError: the samples differ in their keys; a key with a value per token has another
+                length than `input_ids`, values that are not numbers, or `input_ids` that are no
+                integers; an `attention_mask` hides tokens, or `position_ids` do not count from 0;
+                or there are images.
+        """
+        lengths = self.lengths_of(samples)
+        total = sum(lengths)
+        _, width = fit_shape(1, total, self.shapes, self.pad_to_multiple_of)
+        starts = np.cumsum([0, *lengths])
+        positions = np.zeros(width, dtype=np.int64)
+        positions[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
+        for index, sample in enumerate(samples):
+            try:
+                self._check_packable(sample)
+            except SampleError as error:
+                raise of_group(error, index) from error
+        batch = {
+            key: self._collate(key, [sample[key] for sample in samples], lengths, width)
+            for key in samples[0]
+            if key not in ("attention_mask", "position_ids")
+        }
+        if "labels" not in batch:
+            batch["labels"] = batch["input_ids"].clone()
+            batch["labels"][:, total:] = IGNORE_INDEX
+        if not is_number(samples[0].get("labels")):
+            batch["labels"][:, starts[:-1][np.diff(starts) > 0]] = IGNORE_INDEX
+        batch["position_ids"] = torch.from_numpy(positions[None])
+        if self.model_arguments:
+            batch.update(self._model_arguments(starts, width))
+        if self.mask_dtype is not None:
+            batch["attention_mask"] = _block_mask(starts, width, self.mask_dtype)
+        return batch
+
+    def _collate(self, key: str, values: list[Any], lengths: list[int], width: int) -> Any:
+        if all(map(is_number, values)):
+            return torch.as_tensor(np.asarray(values))
+        if key not in self.token_keys:
+            return values
+        rows = self.rows_of(key, values, lengths)
+        packed = self.blank(key, (1, width), rows)
+        np.concatenate(rows, out=packed[0, : sum(lengths)], casting="same_kind")
+        return torch.from_numpy(packed)
+
+    def _check_packable(self, sample: Mapping[str, Any]) -> None:
+        """Refuse what a packed row cannot honour: a mask or positions of a sample's own, images."""
+        for key in _IMAGE_KEYS:
+            if key in sample:
+                raise SampleError(
+                    f"images cannot be packed, but there is `{key}`. Use the padded layout, and "
+                    "`VisionLanguageCollate`."
+                )
+        for key, remedy in (
+            ("attention_mask", "be 1 throughout: a packed row hides no tokens of a sample"),
+            ("position_ids", "count from 0: they tell where a sample begins"),
+        ):
+            if key not in self.token_keys or (value := sample.get(key)) is None:
+                continue
+            row = row_of(key, value)
+            expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
+            if not np.array_equal(row, expected):
+                raise SampleError(
+                    f"`{key}` must {remedy}; but is {row.tolist()!r:.80} instead. Leave the tokens "
+                    f"or `{key}` out in processing, or use the padded layout."
+                )
+
+    def _model_arguments(self, starts: IntArray, width: int) -> dict[str, Any]:
+        bounds = starts.tolist()
+        if width > bounds[-1]:
+            bounds.append(width)
+        longest = int(np.diff(bounds).max())
+        if self.shapes:
+            if self.max_samples is None:
+                return {"use_cache": False}
+            bounds += [width] * (self.max_samples + 2 - len(bounds))  # samples without tokens
+            longest = width
+        cu_seq_lens = torch.tensor(bounds, dtype=torch.int32)
+        return {
+            "cu_seq_lens_q": cu_seq_lens,
+            "cu_seq_lens_k": cu_seq_lens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "use_cache": False,
+        }
+
+
+def _block_mask(starts: IntArray, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the (1, 1, T, T) mask of causal attention within each sample; padding sees itself."""
+    owner = torch.arange(len(starts), width + len(starts))  # of padding: itself
+    owner[: starts[-1]] = torch.from_numpy(np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
+    allowed = (owner[:, None] == owner[None]).tril()[None, None]
+    if dtype is torch.bool:
+        return allowed
+    hidden = torch.zeros(allowed.shape, dtype=dtype)
+    return hidden.masked_fill(~allowed, torch.finfo(dtype).min)

@@ -1,0 +1,168 @@
+"""Values per token of processed samples: what the collate functions check and convert alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odb_nodes._core.checks import check_count
+from odb_nodes._core.rows import flatten_row
+from odb_nodes.errors import SampleError
+from odb_nodes.planning.budget import Shape
+from odb_nodes.sample import IGNORE_INDEX
+
+TOKEN_KEYS = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "special_tokens_mask",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """What all collate functions for text know of samples.
+
+    Args:
+        pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
+        token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
+        pad_to_multiple_of: tokens; the width of a batch is a multiple of it.
+        shapes: the only rows and widths that batches have, from the narrowest up; `()`: any.
+    """
+
+    pad_token_id: int = 0
+    token_keys: tuple[str, ...] = TOKEN_KEYS
+    pad_to_multiple_of: int = 1
+    shapes: tuple[Shape, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        widths = [width for _, width in self.shapes]
+        if widths != sorted(widths):
+            raise ValueError(
+                f"`shapes` must go from the narrowest up, but have the widths {widths} instead. "
+                "Make them with `TokenBudget.shape_ladder()`."
+            )
+
+    def prepare(self, sample: Any) -> Any:
+        """Return a sample with its values per token as (L,) arrays, which collating only copies.
+
+        `ODBDataLoader` calls this in its workers: lists take long to convert. What is no mapping is
+        returned as it is, and so is a sample that has nothing to convert.
+
+        Raises:
+            SampleError: values per token are not numbers, `input_ids` no integers, or there are not
+                as many of them.
+        """
+        if not isinstance(sample, Mapping):
+            return sample
+        rows = {
+            key: row_of(key, value)
+            for key in self.token_keys
+            if (value := sample.get(key)) is not None and not is_number(value)
+        }
+        if (ids := rows.get("input_ids")) is not None:
+            for key, row in rows.items():
+                _check_length(key, row, len(ids))
+        converted = any(row is not sample[key] for key, row in rows.items())
+        return {**sample, **rows} if converted else sample
+
+    def lengths_of(self, samples: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the lengths of samples that go together.
+
+        Raises:
+            TypeError: a sample is no mapping with `input_ids`.
+            SampleError: the samples differ in their keys.
+        """
+        self.check_mappings(samples)
+        for index, sample in enumerate(samples):
+            if sample.keys() != samples[0].keys():
+                raise SampleError(
+                    f"the samples of a group must have the same keys, but sample {index} has "
+                    f"{sorted(map(str, sample))} and sample 0 {sorted(map(str, samples[0]))}. Give "
+                    "every sample `labels`, or none; and any other key likewise. Where only some "
+                    "have images, use a collate function of `odb_nodes.vision`.",
+                    index,
+                )
+        return [len(flatten_row("input_ids", sample["input_ids"])) for sample in samples]
+
+    def check_mappings(self, samples: Sequence[Any]) -> None:
+        """Raise a `TypeError` unless all samples are mappings with `input_ids`."""
+        for index, sample in enumerate(samples):
+            if not isinstance(sample, Mapping) or "input_ids" not in sample:
+                raise TypeError(
+                    f"`{type(self).__name__}` takes mappings with `input_ids`, but sample "
+                    f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
+                )
+
+    def rows_of(self, key: str, values: list[Any], lengths: list[int]) -> list[Any]:
+        """Return the values per token under `key` as arrays, one for each sample.
+
+        Raises:
+            SampleError: they are not numbers, `input_ids` no integers, or there are not as many of
+                them.
+        """
+        rows: list[Any] = []
+        try:
+            for value, length in zip(values, lengths, strict=True):
+                row = row_of(key, value)
+                _check_length(key, row, length)
+                rows.append(row)
+        except SampleError as error:
+            raise of_group(error, len(rows)) from error
+        return rows
+
+    def blank(self, key: str, shape: tuple[int, int], rows: list[Any]) -> npt.NDArray[Any]:
+        """Return an array of padding, of the dtype that holds all `rows`."""
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
+        dtype = np.result_type(*{row.dtype for row in rows})
+        if dtype.kind in "iu":
+            dtype = np.dtype(np.int64)  # what embeddings and losses take
+        return np.full(shape, fill, dtype=dtype)
+
+
+def of_group(error: SampleError, index: int) -> SampleError:
+    """Return the error of a sample as that of sample `index` of a group."""
+    return SampleError(f"sample {index} of the group: {error}", index)
+
+
+def _check_length(key: str, row: Any, tokens: int) -> None:
+    if len(row) != tokens:
+        raise SampleError(
+            f"`{key}` must have the length of `input_ids` ({tokens}), but has {len(row)} instead. "
+            "Leave it out of `token_keys` if it has no value per token."
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is one number, not one per token."""
+    return isinstance(value, Number) or getattr(value, "ndim", None) == 0
+
+
+def row_of(key: str, value: Any) -> Any:
+    """Return values per token as an (L,) array."""
+    if type(value) is np.ndarray and value.ndim == 1:
+        row = value
+    else:
+        row = flatten_row(key, value)
+        try:
+            row = row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
+        except (TypeError, ValueError):  # numpy lacks the dtype, or the list is ragged
+            row = np.empty(0, object)
+        if row.shape == (0,) and row.dtype == np.float64:
+            row = row.astype(np.int64)  # an empty list says nothing of its kind
+    if row.ndim != 1 or row.dtype.kind not in ("iu" if key == "input_ids" else "biuf"):
+        rule = "integers" if key == "input_ids" else "numbers"
+        raise SampleError(
+            f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
+            "in processing, or pass a `collate_fn` of your own."
+        )
+    return row

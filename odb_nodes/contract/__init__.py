@@ -1,0 +1,1 @@
+"""What every node is: its state, its epochs, and what a graph of them can be asked."""

@@ -1,0 +1,143 @@
+"""States of all ranks in one checkpoint: as files of a folder, or through torch.distributed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.contract.state import load_state, save_state
+from odb_nodes.errors import StateError
+
+__all__ = ["DistributedState", "load_rank_state", "save_rank_state"]
+
+_FILE = re.compile(r"odb_nodes-rank(\d+)-of-(\d+)\.pt")
+
+
+class _Loads(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def save_rank_state(
+    state: Mapping[str, Any], folder: str | os.PathLike[str], process_group: Any = None
+) -> Path:
+    """Write this rank's state into a checkpoint folder, atomically. Every rank calls it.
+
+    Args:
+        state: what `state_dict()` of a loader returned, alone or in a dict with other plain data.
+        folder: of the checkpoint, the same on all ranks; made where it does not exist.
+        process_group: the ranks that share the data. Default: all of the job.
+
+    Returns:
+        The file.
+
+    Raises:
+        StateError: `state` holds something else than plain data and tensors, or the folder holds
+            states of another number of ranks.
+    """
+    rank, world_size = group_rank(process_group)
+    path = Path(folder) / _name(rank, world_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = sorted({int(match[2]) for match in _states_in(path.parent)} - {world_size})
+    if others:
+        # Not replaced: until all ranks have written, they are the only whole checkpoint.
+        raise StateError(
+            f"`{path.parent}` holds states of {' and '.join(map(str, others))} ranks, but this job "
+            f"has {world_size}. Save into a folder of its own."
+        )
+    save_state(state, path)
+    return path
+
+
+def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -> Any:
+    """Read this rank's state from a checkpoint folder.
+
+    Args:
+        folder: that `save_rank_state` wrote into.
+        process_group: as it was given there.
+
+    Raises:
+        FileNotFoundError: the folder has no state of any rank.
+        StateError: it was written by another number of ranks, it is incomplete, or the file is
+            damaged.
+    """
+    rank, world_size = group_rank(process_group)
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
+    found = _states_in(folder)
+    if not found:
+        raise FileNotFoundError(f"`{folder}` holds no state that `save_rank_state` wrote.")
+    sizes = sorted({int(match[2]) for match in found})
+    if sizes != [world_size]:
+        raise StateError(
+            f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks, but this job has "
+            f"{world_size}: each rank has its own share of the data. Resume with as many ranks as "
+            "before, or begin an epoch anew."
+        )
+    missing = sorted({*range(world_size)} - {int(match[1]) for match in found})
+    if missing:
+        raise StateError(
+            f"`{folder}` lacks the states of ranks {missing}: a rank was stopped before it had "
+            "saved. Use an earlier checkpoint."
+        )
+    return load_state(folder / _name(rank, world_size))
+
+
+def _states_in(folder: Path) -> list[re.Match[str]]:
+    """Return rank and world size of each state in a folder."""
+    return [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
+
+
+def _name(rank: int, world_size: int) -> str:
+    return f"odb_nodes-rank{rank:05d}-of-{world_size:05d}.pt"
+
+
+class DistributedState:
+    """A loader as a `Stateful` of torch.distributed.checkpoint.
+
+    Each rank's state is one `BytesIO` under a key of its own: shared keys would give every
+    rank the state of rank 0, and a nested dict loses what a fresh loader does not have yet.
+
+        dcp.save({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
+        dcp.load({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
+
+    Args:
+        loader: a `Loader`, an `ODBDataLoader`, or another with `state_dict` and `load_state_dict`.
+        process_group: the ranks that share the data. Default: all of the job.
+    """
+
+    def __init__(self, loader: _Loads, process_group: Any = None) -> None:
+        self._loader = loader
+        rank, world_size = group_rank(process_group)
+        self._key = _name(rank, world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the bytes of this rank's state under its key. No other rank is asked."""
+        buffer = io.BytesIO()
+        torch.save(self._loader.state_dict(), buffer)
+        return {self._key: buffer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's state.
+
+        Raises:
+            StateError: there is none: the checkpoint was saved by another number of ranks.
+                (`dcp.load` finds the key missing first, and raises an error of its own.)
+        """
+        if self._key not in state_dict:
+            raise StateError(
+                f"the checkpoint has no `{self._key}`, but {sorted(state_dict)}: it was saved by "
+                "another number of ranks. Resume with as many as before."
+            )
+        buffer = state_dict[self._key]
+        buffer.seek(0)
+        self._loader.load_state_dict(torch.load(buffer, weights_only=True))

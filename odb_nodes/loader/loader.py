@@ -1,0 +1,272 @@
+"""A root node as an iterable over epochs that can be saved and resumed at any point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes._core.checks import check_count, check_node
+from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
+from odb_nodes.contract.state import allow_mismatch, copy_state, seal, unseal
+from odb_nodes.errors import StateError
+
+T = TypeVar("T")
+
+
+class Loader(Generic[T]):
+    """Iterates a graph, one epoch per `iter()`; torchdata's `Loader` with its faults repaired.
+
+    The sequence of items and ends of epochs after loading a state is the one that would have
+    followed in the run that saved it. So a state saved after an epoch's last item, but before its
+    end was seen, gives an empty rest of that epoch, and then the next one; a state saved after the
+    end gives the next one.
+
+    `iter()` goes on with a loaded state; it returns the present iterator if that has not yielded
+    yet; otherwise it leaves the present epoch and begins the next. An older iterator is then no
+    longer valid.
+
+    After `close`, and after an exception in the graph, the workers are gone and the position is
+    kept: the next `iter()` goes on from there. For that, the state is taken before each item.
+
+    Args:
+        root: last node of the graph.
+        restart_on_stop_iteration: what a state gives that was saved after the end of an epoch: the
+            next epoch, or nothing.
+        stop_timeout_s: seconds to wait for a thread of the graph to finish what it is doing.
+
+    Raises:
+        TypeError: `root` is no node.
+        ValueError: a node has `in_order=False`, which loses and repeats items on resume.
+    """
+
+    ROOT_KEY = "root"
+    NUM_YIELDED_KEY = "num_yielded"
+    ENDED_KEY = "ended"
+    NEXT_EPOCH_KEY = "next_epoch"
+    LEFT_KEY = "left"
+    STATE_KEYS = (ROOT_KEY, NUM_YIELDED_KEY, ENDED_KEY, NEXT_EPOCH_KEY, LEFT_KEY)
+
+    def __init__(
+        self,
+        root: BaseNode[T],
+        restart_on_stop_iteration: bool = True,
+        *,
+        stop_timeout_s: float = 60.0,
+    ) -> None:
+        check_node("root", root)
+        for node in walk(root):
+            if getattr(node, "in_order", True) is False:
+                raise ValueError(
+                    f"`in_order` of `{type(node).__name__}` must be True: without an order, no "
+                    "state can say which items came out, and a resumed run loses and repeats some."
+                )
+        self.root = root
+        self._restart = restart_on_stop_iteration
+        self._stop_timeout_s = stop_timeout_s
+        self._it: LoaderIterator[T] | None = None
+        self._pending: dict[str, Any] | None = None  # a state that the next iter() begins with
+        self._strict = True
+        self._next_epoch: int | None = None
+        self._lost: Exception | None = None  # why nobody knows where the graph stands
+
+    def __len__(self) -> int:
+        """Return how many items an epoch has.
+
+        Raises:
+            TypeError: it cannot be known before the epoch has ended, as with dynamic batches.
+        """
+        return length_of(self.root)
+
+    def __iter__(self) -> LoaderIterator[T]:
+        """Return the iterator of a loaded state's epoch, or of the next one.
+
+        Raises:
+            StateError: the loaded state does not fit the graph. It stays loaded.
+        """
+        if self._pending is not None or self._it is None or self._it.touched:
+            self._begin()
+        assert self._it is not None
+        return self._it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the most recent iterator stands. The caller owns the result."""
+        state = self._pending
+        if state is None:
+            state = (iter(self) if self._it is None else self._it).state()
+        return {**copy_state(state), self.NEXT_EPOCH_KEY: self._next_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Make the next `iter()` go on from a state, which is copied.
+
+        Args:
+            state_dict: what `state_dict` returned.
+            strict: refuse a state that was saved with another configuration; else warn.
+
+        Raises:
+            StateError: it is no state of a `Loader`. What does not fit the nodes is raised by
+                `iter()`.
+        """
+        name = type(self).__name__
+        self._pending = seal(name, {}, **unseal(state_dict, name, {}, self.STATE_KEYS))
+        self._strict = strict
+        self._next_epoch = self._pending[self.NEXT_EPOCH_KEY]
+        self._it, self._lost = None, None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next one that begins, in every node that counts epochs.
+
+        A loaded state that stands within an epoch wins: it says itself which epoch it is in.
+        """
+        epoch = check_count("epoch", epoch, 0)
+        pending = self._pending
+        if pending is not None and not (pending[self.ENDED_KEY] or pending[self.LEFT_KEY]):
+            return
+        self._next_epoch = epoch
+        if self._it is not None:
+            self._it.leave()
+
+    def close(self) -> None:
+        """Stop all threads and workers of the graph and keep the position. Idempotent.
+
+        Raises:
+            TimeoutError: a thread did not finish within `stop_timeout_s`.
+        """
+        it, self._it = self._it, None
+        try:
+            if it is not None:
+                self._pending, self._strict = self._position(it), True
+        finally:
+            close_nodes(self.root, self._stop_timeout_s)
+
+    def __enter__(self) -> Loader[T]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        """Make the iterator that `iter` asks for. If that raises, all stays as it was."""
+        if self._lost is not None:
+            raise StateError(
+                "the graph raised, and nobody knows where it stands: load the last saved state."
+            ) from self._lost
+        state = before = self._pending
+        if before is None and self._it is not None:
+            before = self._position(self._it)
+        self._it = None
+        try:
+            stop_threads(self.root, self._stop_timeout_s)
+            it = self._begin_epoch() if state is None else self._restore(state)
+        except BaseException:
+            self._pending = before
+            raise
+        self._it, self._pending = it, None
+
+    def _position(self, it: LoaderIterator[T]) -> dict[str, Any]:
+        try:
+            return it.state()
+        except Exception as error:
+            self._lost = error
+            raise
+
+    def _restore(self, state: dict[str, Any]) -> LoaderIterator[T]:
+        try:
+            with allow_mismatch(not self._strict):
+                self.root.reset(copy_state(state[self.ROOT_KEY]))
+        except KeyError as error:
+            raise StateError(
+                f"a node finds no {error} in its part of the state, or your own code raised this. "
+                "Build the graph with the same nodes in the same order as when it was saved."
+            ) from error
+        ended = state[self.ENDED_KEY]
+        if ended:
+            self._see_end()
+        if (ended and self._restart) or state[self.LEFT_KEY]:
+            stop_threads(self.root, self._stop_timeout_s)
+            return self._begin_epoch()
+        return LoaderIterator(self, state[self.NUM_YIELDED_KEY], ended)
+
+    def _begin_epoch(self) -> LoaderIterator[T]:
+        begin_epoch(self.root, self._next_epoch)
+        self._next_epoch = None
+        return LoaderIterator(self, 0)
+
+    def _see_end(self) -> None:
+        """Let the nodes see their end again: some of torchdata's do not keep it in their state."""
+        try:
+            next(self.root)
+        except StopIteration:
+            return
+        raise StateError(
+            "the state was saved at the end of an epoch, but the graph yields more items there. "
+            "Resume over the data that the state was saved on."
+        )
+
+
+class LoaderIterator(Iterator[T]):
+    """One epoch of a `Loader`, or the rest of one."""
+
+    def __init__(self, loader: Loader[T], num_yielded: int, ended: bool = False) -> None:
+        self._loader = loader
+        self._num_yielded = num_yielded
+        self._ended = ended
+        self._state: dict[str, Any] | None = None  # as long as it is the present one
+        self.touched = False  # so that the next `iter()` begins an epoch
+        self._left = False  # by `set_epoch`, and not taken up again
+
+    def leave(self) -> None:
+        """Make the next `iter()` begin an epoch, unless this one is taken up again."""
+        self.touched = self._left = True
+        self._state = None
+
+    def state(self) -> dict[str, Any]:
+        """Return where this iterator stands. Shared: not to be changed or given away."""
+        if self._state is None:
+            self._state = seal(
+                type(self._loader).__name__,
+                {},
+                root=copy_state(self._loader.root.state_dict()),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+                next_epoch=None,
+                left=self._left,
+            )
+        return self._state
+
+    def __next__(self) -> T:
+        loader = self._loader
+        self._check_valid()
+        if self._left:
+            self._left, self._state = False, None
+        self.touched = True
+        if self._ended:
+            raise StopIteration
+        try:
+            self.state()  # Should the graph raise, this is where it is taken up again.
+            item: T = next(loader.root)
+        except StopIteration:
+            self._check_valid()
+            self._ended, self._state = True, None
+            raise
+        except BaseException:
+            self._check_valid()
+            loader.close()
+            raise
+        self._num_yielded, self._state = self._num_yielded + 1, None
+        return item
+
+    def _check_valid(self) -> None:
+        """Raise if the loader has gone on without this iterator, perhaps on another thread."""
+        if self._loader._it is not self:
+            raise RuntimeError(
+                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
+                "again, or raised. Use the newest `iter(loader)`."
+            )

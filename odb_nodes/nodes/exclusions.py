@@ -1,0 +1,98 @@
+"""Samples that do not go into a pool: counted, and the first of each kind shown."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TypeGuard
+
+from odb_nodes.errors import SampleError
+from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import Sample, Skipped
+
+
+class ExclusionCounter:
+    """The samples of an epoch that processing skipped, or that exceed the budget on their own.
+
+    Args:
+        budget: of the groups.
+
+    Attributes:
+        oversize: samples that exceed the budget on their own.
+        dropped: those of them that `oversize="drop"` left out.
+        skipped: reason -> samples that processing `Skipped`.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+        self.oversize = 0
+        self.dropped = 0
+        self.skipped: dict[str, int] = {}
+
+    def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
+        """Tell whether a sample goes into the pool; count it, and warn of the first of its kind.
+
+        Args:
+            sample: the next one.
+            ordinal: its number in the epoch.
+
+        Raises:
+            SampleError: it is too large, under `oversize="error"`.
+        """
+        if isinstance(sample, Skipped):
+            self._skip(sample, ordinal)
+            return False
+        if not self._budget.is_oversize(sample.tokens, sample.patches):
+            return True
+        source = f" (source {sample.source!r})" if sample.source else ""
+        size = (
+            f"sample {ordinal} of the epoch{source}, with {sample.tokens} tokens and "
+            f"{sample.patches} patches, exceeds the budget on its own: "
+            f"{self._budget.limit_of(sample.tokens)}"
+        )
+        if self._budget.oversize == "error":
+            raise SampleError(
+                f'{size}. Raise the budget, shorten the sample, or set `oversize` to "alone" or '
+                '"drop".'
+            )
+        drops = self._budget.oversize == "drop"
+        if not self.oversize:
+            fate = "dropped" if drops else "given a group of its own"
+            warnings.warn(
+                f"{size}. It is {fate}. Further ones are only counted, see `oversize_samples`.",
+                stacklevel=2,
+            )
+        self.oversize += 1
+        self.dropped += drops
+        return not drops
+
+    def check_not_all(self, samples: int) -> None:
+        """Raise where an epoch had samples, but none came out: the data or the budget is wrong.
+
+        Args:
+            samples: of the epoch.
+
+        Raises:
+            SampleError: all of them were left out.
+        """
+        skipped = sum(self.skipped.values())
+        if not samples or self.dropped + skipped != samples:
+            return
+        if skipped:
+            raise SampleError(
+                f"all {samples} samples of the epoch were left out: {self.skipped} skipped in "
+                f"processing, {self.dropped} dropped. Check the paths of the data, or let "
+                "processing raise for such samples to see what is wrong."
+            )
+        raise SampleError(
+            f"all {samples} samples of the epoch exceed {self._budget} on their own: they were "
+            'dropped. Raise the budget, or set `oversize` to "alone".'
+        )
+
+    def _skip(self, sample: Skipped, ordinal: int) -> None:
+        if sample.reason not in self.skipped:
+            warnings.warn(
+                f"sample {ordinal} of the epoch is skipped {sample.why} Further ones are only "
+                "counted, see `skipped_samples`.",
+                stacklevel=3,
+            )
+        self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1

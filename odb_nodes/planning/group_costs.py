@@ -1,0 +1,85 @@
+"""What other ranks need to know of a group, and which sample is best to fill with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from odb_nodes._core.checks import check_callable, check_count
+from odb_nodes.planning.alignment import FLAG_BITS, GroupCost
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.sample import Sample
+
+CostFn = Callable[[Sequence[Sample]], int]
+
+
+def padded_tokens(group: Sequence[Sample]) -> int:
+    """Return the longest sample's tokens times the number of samples."""
+    return max(sample.tokens for sample in group) * len(group)
+
+
+def has_image(sample: Sample) -> bool:
+    """Tell whether a sample has image patches."""
+    return sample.patches > 0
+
+
+def tokens_of(sample: Sample) -> int:
+    """Return the length of a sample."""
+    return sample.tokens
+
+
+class BudgetCost:
+    """Group -> the tokens that its batch has under a budget, padding included.
+
+    Args:
+        budget: of the groups.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+        self.__qualname__ = f"{budget.layout}_tokens"  # for fingerprints
+
+    def __call__(self, group: Sequence[Sample]) -> int:
+        """Return the tokens of a group's batch."""
+        return self._budget.cost([sample.tokens for sample in group])
+
+
+class GroupCostEstimator:
+    """Measures groups.
+
+    Args:
+        cost_fn: group -> what a step with it takes.
+        modalities: name -> whether a sample has it. `None`: images.
+
+    Raises:
+        TypeError, ValueError: names the argument of `RankAligner` that is not valid.
+    """
+
+    def __init__(
+        self, cost_fn: CostFn, modalities: Mapping[str, Callable[[Sample], bool]] | None
+    ) -> None:
+        check_callable("cost_fn", cost_fn)
+        self.cost_fn = cost_fn
+        self.modalities = {"image": has_image} if modalities is None else dict(modalities)
+        if len(self.modalities) > FLAG_BITS:
+            raise ValueError(
+                f"`modalities` must be at most {FLAG_BITS}, but are {len(self.modalities)}."
+            )
+
+    def __call__(self, group: Sequence[Sample]) -> GroupCost:
+        """Return samples, targets, cost and modalities of a group."""
+        return GroupCost(
+            samples=len(group),
+            targets=sum(sample.targets for sample in group),
+            cost=check_count("cost_fn", self.cost_fn(group), 0),
+            flags=sum(
+                1 << bit
+                for bit, is_in in enumerate(self.modalities.values())
+                if any(map(is_in, group))
+            ),
+        )
+
+
+def best_filler(groups: Sequence[Sequence[Sample]]) -> Sample:
+    """Return the sample that is best to fill with: one that has a loss, and is short."""
+    samples = (sample for group in groups for sample in group)
+    return min(samples, key=lambda one: (one.targets == 0, one.patches, one.tokens))

@@ -1,0 +1,134 @@
+"""The planning of a whole job in one process: the steps that many ranks would take.
+
+The functions that plan here are those that plan in `RankAligner`, so the steps are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes._core.checks import check_count
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes.errors import SampleError
+from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
+from odb_nodes.planning.pool import RollingPool
+from odb_nodes.planning.rounds import round_steps
+from odb_nodes.planning.table import IntArray
+from odb_nodes.sample import Sample
+
+_FIRST_EPOCH = 0
+
+Step = list[list[Sample] | None]
+"""The group of each rank; `None` for a rank that has none left."""
+
+
+def simulate_steps(
+    lengths: npt.ArrayLike,
+    *,
+    world_size: int,
+    budget: int | TokenBudget,
+    window: int = 1024,
+    round_size: int = 32,
+    accumulate: int = 1,
+    seed: int = 0,
+    uneven: Uneven = "fill",
+    cost_fn: CostFn | None = None,
+) -> Iterator[Step]:
+    """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
+    if uneven not in get_args(Uneven):
+        raise ValueError(f"`uneven` must be one of {get_args(Uneven)}, but is {uneven!r} instead.")
+    check_count("world_size", world_size)
+    check_count("round_size", round_size)
+    check_count("accumulate", accumulate)
+    check_count("window", window)
+    tokens, budget = _check_lengths(lengths), TokenBudget.of(budget)
+    if budget.oversize == "error" and budget.is_oversize(longest := int(tokens.max())):
+        raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")
+    shards = [range(rank, len(tokens), world_size) for rank in range(world_size)]
+    cost_fn = cost_fn or BudgetCost(budget)
+    ranks = [_Rank(tokens, shard, budget, window, cost_fn) for shard in shards]
+    for number in count():
+        most = round_steps(
+            number, world_size=world_size, round_size=round_size, accumulate=accumulate
+        )
+        reports = [rank.report(most) for rank in ranks]
+        plan = plan_round(reports, uneven=uneven, key=hash_ints(seed, _FIRST_EPOCH, number))
+        groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
+        for step in plan.groups.T.tolist():
+            yield [
+                None if index == FILLER else of_rank[index]
+                for of_rank, index in zip(groups, step, strict=True)
+            ]
+        if plan.last:
+            return
+
+
+class _Rank:
+    """What `WindowBucketer` and `RankAligner` do on one rank."""
+
+    def __init__(
+        self,
+        tokens: IntArray,
+        shard: range,
+        budget: TokenBudget,
+        window: int,
+        cost_fn: CostFn,
+    ) -> None:
+        self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
+        self._budget, self._estimator = budget, GroupCostEstimator(cost_fn, {})
+        self._pool: RollingPool[int] = RollingPool(budget, window)  # places in the shard
+        self._ended = False  # known only once there was nothing to pull
+
+    def report(self, most: int) -> CostReport:
+        """Return the costs of the next round's groups."""
+        groups: list[list[Sample]] = []
+        while self._refill() and len(groups) < most:
+            groups.append(self._samples(self._pool.take(draining=self._ended)))
+        report, self._ladder = make_report(
+            groups, most=most, ended=not len(self._pool), measure=self._estimator, tokens=tokens_of
+        )
+        return report
+
+    def groups(self, splits: int) -> list[list[Sample]]:
+        """Return the groups of the round after that many splits."""
+        return self._ladder.groups(splits)
+
+    def _refill(self) -> bool:
+        """Fill the pool, and tell whether there is anything in it."""
+        pool, drop = self._pool, self._budget.oversize == "drop"
+        while not self._ended and (room := pool.room()) > 0:
+            lengths = self._tokens[pool.pulled : pool.pulled + room].tolist()
+            kept = [
+                (place, length)
+                for place, length in enumerate(lengths, pool.pulled)
+                if not (drop and self._budget.is_oversize(length))
+            ]
+            pool.pulled += len(lengths)
+            places = [place for place, _ in kept]
+            pool.add(places, [length for _, length in kept], [0] * len(kept), places)
+            self._ended = len(lengths) < room
+        return len(pool) > 0
+
+    def _samples(self, places: list[int]) -> list[Sample]:
+        lengths = self._tokens[places].tolist()
+        return [
+            Sample(self._shard[place], length, length - 1)
+            for place, length in zip(places, lengths, strict=True)
+        ]
+
+
+def _check_lengths(lengths: npt.ArrayLike) -> IntArray:
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu" or tokens.min() < 1:
+        raise ValueError(
+            "`lengths` must be one row of integers of at least 1, one for each sample, but is "
+            f"{lengths!r:.80} instead."
+        )
+    return tokens.astype(np.int64)

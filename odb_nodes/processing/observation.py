@@ -1,0 +1,93 @@
+"""From a processed sample to its cost: tokens, targets and patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes._core.checks import check_count
+from odb_nodes._core.rows import flatten_row
+from odb_nodes.errors import SampleError
+from odb_nodes.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped, SourceItem
+
+
+def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
+    """Return `data` with its length, supervised tokens and patches; `Skipped` as it is.
+
+    Args:
+        data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
+            are a list, an array or a tensor, (L,) or (1, L); `labels` likewise, where present.
+        observe: data -> tokens, or -> `Observation`. Default: tokens is L; targets is the number of
+            `labels[1:]` that are not -100, or tokens - 1 without labels; patches is the sum of the
+            products of `image_grid_thw`'s rows, or else the first dimension of `pixel_values`.
+
+    Raises:
+        SampleError: there is no length, or it is not an integer of at least 1.
+    """
+    if isinstance(data, SourceItem):
+        try:
+            sample = observe_sample(data.item, observe)
+        except SampleError as error:
+            raise SampleError(f"of source {data.source!r}: {error}") from error
+        return sample.of_source(data.source)
+    if isinstance(data, Skipped):
+        return data
+    seen = Observation(_length_of(data)) if observe is None else observe(data)
+    if not isinstance(seen, tuple):
+        seen = Observation(seen)
+    try:
+        tokens, targets, patches = Observation(*seen)
+        tokens = check_count("tokens", tokens)
+        if targets is None:
+            targets = _count_targets(data, tokens)
+        if patches is None:
+            patches = _count_patches(data)
+        return Sample(
+            data, tokens, check_count("targets", targets, 0), check_count("patches", patches, 0)
+        )
+    except (TypeError, ValueError) as error:
+        raise SampleError(
+            f"the observation of a sample is not valid: {error} "
+            f"The sample is {_describe(data)}. Leave it out of the data, return `Skipped` from its "
+            "processing, or pass an `observe` that returns its length in tokens."
+        ) from error
+
+
+def _length_of(data: Any) -> int:
+    ids = data["input_ids"] if isinstance(data, Mapping) and "input_ids" in data else None
+    if ids is None:
+        raise SampleError(
+            f"a sample has no length: it is {_describe(data)}. Return a mapping with `input_ids`, "
+            "or pass an `observe` that returns its length in tokens."
+        )
+    return len(flatten_row("input_ids", ids))
+
+
+def _count_targets(data: Any, tokens: int) -> int:
+    labels = data.get("labels") if isinstance(data, Mapping) else None
+    if labels is None or not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) == 0:
+        return tokens - 1
+    row = flatten_row("labels", labels)
+    if isinstance(row, torch.Tensor):
+        row = row.numpy(force=True)
+    if isinstance(row, np.ndarray):
+        return int(np.count_nonzero(row[1:] != IGNORE_INDEX))
+    return sum(label != IGNORE_INDEX for label in row[1:])
+
+
+def _count_patches(data: Any) -> int:
+    if not isinstance(data, Mapping):
+        return 0
+    if (grid := data.get("image_grid_thw")) is not None:
+        return int(np.asarray(grid).reshape(-1, 3).prod(axis=1).sum())
+    pixels = data.get("pixel_values")
+    return 0 if pixels is None else len(pixels)
+
+
+def _describe(data: Any) -> str:
+    if isinstance(data, Mapping):
+        return f"a `{type(data).__name__}` with keys {sorted(map(str, data))}"
+    return f"{str(data)[:60]!r} of type `{type(data).__name__}`"

@@ -1,0 +1,234 @@
+"""What a rank has left behind is never taken for what follows, and the other way round."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from in_process_hub import InProcessHub
+
+from odb_nodes import PeerError, StateError
+from odb_nodes.alignment.exchange import Channel, Interrupted
+from odb_nodes.alignment.exchange.channel import _ROUND as ROUND
+
+CONFIG = {"epoch": 0, "step": 0, "RankAligner": {"seed": 0}}
+
+
+class Rank:
+    """A channel, and what its program may do with it."""
+
+    def __init__(self, hub, rank, left_behind):
+        self.exchange, self.rank = hub.exchange(rank), rank
+        self.left_behind = left_behind  # an event of all ranks
+        self.channel = Channel(self.exchange, 64)
+
+    def agree(self, step=0, config=CONFIG):
+        self.channel.agree({**config, "step": step})
+
+    def begin(self, step=0):
+        self.channel.begin()
+        self.agree(step)
+
+    def gather(self, value):
+        return self.channel.gather(np.array([value]), "round 0")[:, 0].tolist()
+
+    def leave_behind(self, call):
+        """Send what `call` sends, and give up waiting for the others."""
+        calls = self.exchange._calls
+
+        def run():
+            with pytest.raises(Interrupted):
+                call()
+                raise Interrupted  # What does not raise, `fail`, returns.
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        while self.exchange._calls == calls:
+            time.sleep(0.001)
+        self.exchange.interrupt()
+        thread.join(10)
+        assert not thread.is_alive()
+        self.exchange.resume()
+        self.left_behind.set()
+
+
+def on_ranks(world_size, run, timeout_s=20.0):
+    """What `run(rank)` returns on each rank, or the error that it raised."""
+
+    def caught(rank):
+        try:
+            return run(rank)
+        except (PeerError, StateError) as error:
+            return error
+
+    hub, left_behind = InProcessHub(world_size, timeout_s), threading.Event()
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(caught, Rank(hub, rank, left_behind)) for rank in range(world_size)]
+        return [future.result(60) for future in futures]
+
+
+LEFT_BEHIND = {
+    "hello": lambda rank: rank.agree(step=3),
+    "round": lambda rank: rank.gather(7),
+    "failure": lambda rank: rank.channel.fail(OSError("gone"), "round 0"),
+    "bad state": lambda rank: rank.channel.fail(StateError("gone"), "reset"),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", LEFT_BEHIND)
+def test_what_one_rank_left_behind_harms_no_beginning(kind, world_size):
+    def run(rank):
+        rank.begin()
+        rank.gather(rank.rank)
+        if kind == "hello":
+            rank.channel.begin()
+        if rank.rank == 0:
+            rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
+        assert rank.left_behind.wait(10)
+        rank.begin(step=5)
+        return rank.gather(rank.rank)
+
+    assert on_ranks(world_size, run) == [[*range(world_size)]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["hello", "round", "failure"])
+def test_a_bad_state_reaches_ranks_that_left_something_behind(kind, world_size):
+    def run(rank):
+        rank.begin()
+        rank.gather(rank.rank)
+        if kind == "hello":
+            rank.channel.begin()
+        if rank.rank == 0:
+            rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
+        assert rank.left_behind.wait(10)
+        rank.channel.begin()
+        if rank.rank == 1:
+            rank.channel.fail(StateError("not this one"), "reset")
+            raise StateError("mine")
+        rank.agree()
+
+    start = time.monotonic()
+    first, own, *others = on_ranks(world_size, run)
+    assert time.monotonic() - start < 10
+    for other in (first, *others):
+        assert type(other) is StateError
+        assert "rank 1 failed in reset: StateError: not this one" in str(other)
+    assert str(own) == "mine"
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_bad_state_is_told_where_one_rank_began_once_more(busy):
+    def run(rank):
+        if rank.rank == busy:
+            rank.channel.begin()
+        rank.channel.begin()
+        if rank.rank == 1:
+            rank.channel.fail(StateError("not this one"), "reset")
+            raise StateError("mine")
+        rank.agree()
+
+    start = time.monotonic()
+    other, own = on_ranks(2, run)
+    assert time.monotonic() - start < 10
+    assert type(other) is StateError and "not this one" in str(other)
+    assert str(own) == "mine"
+
+
+def interrupted(rank):
+    with pytest.raises(Interrupted):
+        rank.agree()
+
+
+def test_a_hello_that_is_about_to_be_left_is_no_error():
+    def run(rank):
+        rank.begin()
+        rank.gather(0)
+        rank.channel.begin()
+        if rank.rank == 0:  # A thread says hello, again and again, before the state is loaded.
+            thread = threading.Thread(target=interrupted, args=(rank,))
+            thread.start()
+            time.sleep(3)
+            rank.exchange.interrupt()
+            thread.join()
+            rank.exchange.resume()
+        rank.begin(step=5)
+        return rank.gather(rank.rank)
+
+    assert on_ranks(2, run) == [[0, 1]] * 2
+
+
+def test_a_rank_that_began_once_more_without_a_step_is_met():
+    def run(rank):
+        if rank.rank == 1:
+            rank.channel.begin()  # It asked its loader for a state, say.
+        rank.begin()
+        first = rank.gather(rank.rank)
+        rank.begin()
+        return first, rank.gather(rank.rank)
+
+    assert on_ranks(2, run) == [([0, 1], [0, 1])] * 2
+
+
+def test_a_rank_that_leaves_alone_is_an_error_until_all_begin_again():
+    def run(rank):
+        rank.begin()
+        rank.gather(rank.rank)
+        if rank.rank == 0:
+            with pytest.raises(PeerError, match=r"rank 1 has left it and begun anew"):
+                rank.gather(0)
+            rank.begin(step=2)
+        else:
+            rank.begin(step=2)
+        return rank.gather(rank.rank)
+
+    assert on_ranks(2, run) == [[0, 1]] * 2
+
+
+def test_a_rank_that_never_leaves_is_an_error_in_time():
+    def run(rank):
+        rank.begin()
+        if rank.rank == 0:
+            rank.begin()
+        else:
+            while True:  # It does not look at what it hears.
+                rank.channel._send(ROUND, np.array([1]), "round 0")
+
+    errors = on_ranks(2, run, timeout_s=3.0)
+    assert "rank 1 stays in an epoch that the other ranks have left" in str(errors[0])
+
+
+def test_other_places_and_configurations_are_the_same_error_on_all_ranks():
+    def run(rank):
+        rank.channel.begin()
+        names = [f"files/{rank.rank}/{i}" for i in range(300)]  # more than one message takes
+        config = {"RankAligner": {"seed": rank.rank % 2}, "JsonlSource": {"files": names}}
+        rank.agree(step=rank.rank // 2, config=config)
+
+    errors = {str(error) for error in on_ranks(3, run)}
+    assert len(errors) == 1
+    (error,) = errors
+    assert "`step` is 0 on rank 0, 1, 1 on rank 2" in error
+    assert "`RankAligner.seed` is 0 on rank 0, 2, 1 on rank 1" in error
+    assert '`JsonlSource.files` is ["files/0/0", ' in error
+
+
+def test_a_node_that_only_some_ranks_have_is_named():
+    def run(rank):
+        rank.channel.begin()
+        rank.agree(config=CONFIG if rank.rank else {**CONFIG, "ShardedSampler": {"size": 9}})
+
+    for error in on_ranks(2, run):
+        assert "`ShardedSampler.size` is 9 on rank 0, absent on rank 1" in str(error)
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [3, 1000], [4096, 1]])
+def test_bytes_of_any_lengths(sizes):
+    def run(rank):
+        rank.begin()
+        return rank.channel.gather_bytes(bytes([rank.rank + 1]) * sizes[rank.rank], "here")
+
+    expected = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
+    assert on_ranks(2, run) == [expected] * 2

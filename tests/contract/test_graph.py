@@ -1,0 +1,335 @@
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections import UserDict
+from collections.abc import Sequence
+
+import pytest
+from torch.utils.data import IterableDataset
+from torchdata.nodes import (
+    BaseNode,
+    Batcher,
+    IterableWrapper,
+    Mapper,
+    MultiNodeWeightedSampler,
+    ParallelMapper,
+    Prefetcher,
+    SamplerWrapper,
+    Unbatcher,
+)
+
+from odb_nodes import (
+    GroupCollator,
+    IterableSource,
+    LengthObserver,
+    ParallelProcessor,
+    ShardedSampler,
+    WindowBucketer,
+)
+from odb_nodes.contract.graph import close_nodes, length_of, stop_threads, walk
+
+
+def indices(size=10, rank=0, world_size=1):
+    return ShardedSampler(size, False, 0, rank, world_size)
+
+
+class Node(BaseNode):
+    """A node with whatever attributes a test wants to be searched."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        vars(self).update(attributes)
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+class Gated(BaseNode):
+    """0, 1, ...; from the second item on a thread stays inside of `next` until `gate` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = 0
+        self.inside, self.gate = threading.Event(), threading.Event()
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self.position = initial_state or 0
+
+    def next(self):
+        if self.position:
+            self.inside.set()
+            self.gate.wait(30)
+        self.position += 1
+        return self.position - 1
+
+    def get_state(self):
+        return self.position
+
+
+@pytest.fixture
+def gated():
+    node = Gated()
+    yield node
+    node.gate.set()
+
+
+@pytest.fixture
+def new_threads():
+    """Tell which threads run now that did not run before the test."""
+    before = set(threading.enumerate())
+    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+# walk
+
+
+def test_a_node_comes_before_its_sources():
+    source = indices()
+    mapper = Mapper(source, str)
+    batcher = Batcher(mapper, 2)
+    nodes = list(walk(Prefetcher(batcher, 2)))
+    assert [type(node).__name__ for node in nodes[:2]] == ["Prefetcher", "Batcher"]
+    assert nodes.index(batcher) < nodes.index(mapper) < nodes.index(source)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [list, tuple, lambda nodes: dict(enumerate(nodes)), lambda nodes: {"x": nodes[0]}],
+)
+def test_sources_are_found_in_containers(hold):
+    sources = [Node(), Node()]
+    held = hold(sources)
+    found = list(walk(Node(label="text", raw=b"bytes", sources=held)))[1:]
+    assert found == sources[: len(held)]
+
+
+def test_the_sources_of_a_mixer_are_found():
+    mixer = MultiNodeWeightedSampler({"a": indices(), "b": indices()}, {"a": 0.5, "b": 0.5})
+    assert list(walk(mixer))[1:] == list(mixer.source_nodes.values())
+
+
+def test_the_graph_inside_of_a_parallel_mapper_is_found():
+    names = {type(node).__name__ for node in walk(ParallelMapper(indices(), str, 1, prebatch=4))}
+    assert {"Unbatcher", "_ParallelMapperImpl", "Batcher", "ShardedSampler"} <= names
+
+
+def test_a_node_with_two_consumers_comes_once():
+    shared = Node()
+    nodes = list(walk(Node(left=Node(source=shared), right=Node(source=shared))))
+    assert len(nodes) == len(set(map(id, nodes))) == 4
+
+
+def test_a_chain_of_mappers_is_walked_in_linear_time():
+    """A mapper refers to its source twice: 2**16 visits where each is followed."""
+    node = indices()
+    for _ in range(16):
+        node = Mapper(node, str)
+    assert sum(1 for _ in zip(walk(node), range(1000), strict=False)) <= 33
+
+
+def test_a_node_that_refers_to_its_consumer_is_walked_once():
+    child = Node()
+    parent = Node(source=child)
+    child.parent = parent
+    assert list(walk(parent)) == [parent, child]
+
+
+class Counted(Sequence):
+    """Data that is costly to read, and says how often it was."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return range(100)[index]
+
+
+class CountedMapping(UserDict):
+    reads = 0
+
+    def __getitem__(self, key):
+        self.reads += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("wrap", [IterableSource, IterableWrapper, lambda data: Node(data=data)])
+@pytest.mark.parametrize("make", [Counted, lambda: CountedMapping(dict.fromkeys(range(100)))])
+def test_data_is_not_read_in_search_of_nodes(wrap, make):
+    """Or every `iter(loader)` would read the whole dataset, or `range(10**12)`."""
+    data = make()
+    list(walk(wrap(data)))
+    assert data.reads == 0
+
+
+# stop_threads
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: Prefetcher(source, 3),
+        lambda source: ParallelMapper(source, abs, 2),
+        lambda source: ParallelMapper(source, abs, 2, in_order=False),
+        lambda source: ParallelMapper(source, abs, 2, prebatch=2),
+        lambda source: ParallelMapper(source, abs, 2, method="process"),
+        lambda source: Prefetcher(ParallelMapper(Prefetcher(source, 2), abs, 2), 2),
+        lambda source: Prefetcher(MultiNodeWeightedSampler({"a": source}, {"a": 1.0}), 2),
+    ],
+    ids="prefetcher threads unordered prebatch processes nested mixer".split(),
+)
+@pytest.mark.parametrize("stop", [stop_threads, close_nodes])
+def test_no_thread_and_no_process_is_left(make, stop, new_threads):
+    root = make(indices(100))
+    root.reset(None)
+    next(root)
+    assert new_threads()
+    stop(root, 30)
+    assert (new_threads(), multiprocessing.active_children()) == ([], [])
+    root.reset(None)
+    assert next(root) == 0
+    stop(root, 30)
+
+
+def test_an_item_too_large_for_a_pipe_does_not_keep_the_program_from_exiting(tmp_path):
+    """Killed workers read no more: what is on its way to them must not be waited for."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import time, torch\n"
+        "from torchdata.nodes import IterableWrapper, ParallelMapper\n"
+        "from odb_nodes import Loader\n"
+        "def slow(item):\n"
+        "    time.sleep(item[0])\n"
+        "    return item[0]\n"
+        "if __name__ == '__main__':\n"
+        "    items = [bytes([n > 0]) * (1 << 20) for n in range(9)]\n"
+        "    root = ParallelMapper(IterableWrapper(items), slow, 2, method='process')\n"
+        "    with Loader(root) as loader:\n"
+        "        print(next(iter(loader)), flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_a_thread_is_waited_for_until_it_has_left_its_source(gated, new_threads):
+    root = Prefetcher(gated, 2)
+    root.reset(None)
+    gated.inside.wait(30)
+    threading.Timer(0.7, gated.gate.set).start()
+    stop_threads(root, 30)
+    assert gated.gate.is_set()
+    assert [name for name in new_threads() if "Timer" not in name] == []
+
+
+@pytest.mark.parametrize("stop", [stop_threads, close_nodes])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda source: Prefetcher(source, 3), "Prefetcher"),
+        (lambda source: ParallelMapper(source, abs, 2), "ParallelMapper"),
+    ],
+    ids=["prefetcher", "threads"],
+)
+def test_a_thread_that_does_not_come_back_is_an_error_that_names_its_node(make, name, stop, gated):
+    root = make(gated)
+    root.reset(None)
+    gated.inside.wait(30)
+    with pytest.raises(TimeoutError, match=rf"`_?{name}\w*` is still inside .* after 0.1 s"):
+        stop(root, 0.1)
+    gated.gate.set()
+    stop(root, 30)
+
+
+def test_a_graph_that_never_ran_has_nothing_to_stop():
+    root = Prefetcher(ParallelMapper(indices(), abs, 2), 2)
+    stop_threads(root, 1)
+    close_nodes(root, 1)
+
+
+# close_nodes
+
+
+def test_every_node_with_a_close_is_closed():
+    nodes = [Node(), Node()]
+    close_nodes(Node(sources=nodes), 1)
+    assert [node.closed for node in nodes] == [1, 1]
+
+
+# length_of
+
+
+class Unsized(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("node", "length"),
+    [
+        (indices(10), 10),
+        (indices(10, 1, 4), 3),
+        (indices(2, 3, 4), 0),
+        (IterableSource(range(10), 1, 4), 3),
+        (IterableWrapper(range(10)), 10),
+        (SamplerWrapper(range(10)), 10),
+        (Mapper(indices(10), str), 10),
+        (Prefetcher(indices(10), 2), 10),
+        (ParallelMapper(indices(10), str, 2), 10),
+        (ParallelMapper(indices(10), str, 2, prebatch=3), 10),
+        (Batcher(indices(10), 3, drop_last=True), 3),
+        (Batcher(indices(10), 3, drop_last=False), 4),
+        (Batcher(indices(9), 3, drop_last=True), 3),
+        (Batcher(indices(9), 3, drop_last=False), 3),
+        (Batcher(indices(2), 3, drop_last=True), 0),
+        (Prefetcher(Batcher(Mapper(indices(10), str), 4, drop_last=False), 2), 3),
+        (ParallelProcessor(indices(10), str), 10),
+        (ParallelProcessor(IterableWrapper(range(10)), str), 10),
+        (LengthObserver(indices(10)), 10),
+        (LengthObserver(Prefetcher(Mapper(indices(10), str), 2)), 10),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseNode) else None,
+)
+def test_a_length_that_can_be_known(node, length):
+    assert length_of(node) == length
+
+
+def test_a_length_is_the_number_of_items():
+    for root in (
+        Mapper(ParallelMapper(indices(10), abs, 1, prebatch=3), str),
+        Batcher(ParallelMapper(indices(10), abs, 1, prebatch=4), 3, drop_last=False),
+    ):
+        root.reset(None)
+        assert length_of(root) == len(list(root))
+        stop_threads(root, 30)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WindowBucketer(LengthObserver(indices()), 100),
+        lambda: GroupCollator(WindowBucketer(LengthObserver(indices()), 100)),
+        lambda: Unbatcher(Batcher(indices(), 2)),
+        lambda: MultiNodeWeightedSampler({"a": indices()}, {"a": 1.0}),
+        lambda: IterableSource(Unsized(), 0, 1),
+        lambda: Prefetcher(IterableWrapper(Unsized()), 2),
+        lambda: SamplerWrapper(Unsized()),
+        lambda: LengthObserver(IterableWrapper(Unsized())),
+        lambda: Node(),
+    ],
+    ids="bucketer collator unbatcher mixer source wrapper sampler observer unknown".split(),
+)
+def test_a_length_that_cannot_be_known_is_a_type_error(make):
+    with pytest.raises(TypeError):
+        length_of(make())
+
+
+def test_the_error_names_the_node_that_does_not_know_its_length():
+    root = Prefetcher(Batcher(IterableWrapper(Unsized()), 2), 2)
+    with pytest.raises(TypeError, match="`IterableWrapper` does not know its length"):
+        length_of(root)

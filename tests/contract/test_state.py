@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from graphs import make, sampler
+
+from odb_nodes import Loader, StateError, load_state, save_state
+from odb_nodes.contract.state import copy_state, seal, unseal
+
+
+def test_a_state_is_copied_whole():
+    state = {"a": [1, (2, {"b": torch.ones(2)})], "c": "x"}
+    copy = copy_state(state)
+    state["a"][1][1]["b"][0] = 5
+    state["a"].append(3)
+    assert copy["a"][0] == 1
+    assert len(copy["a"]) == 2
+    assert copy["a"][1][1]["b"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "must be a state saved by a Node"),
+        (None, "but is NoneType 'None'"),
+        ([1], "but is list"),
+        ({"model": 1, "optimizer": 2}, r"a dict with keys \['model', 'optimizer'\]"),
+        ({**seal("Other", {}), "x": 1}, "saved by `Other`, but is loaded into `Node`"),
+        ({**seal("Node", {}), "version": 99, "x": 1}, "has `version` 99, but .* reads 1"),
+        (seal("Node", {}), "lacks `x`: it is incomplete"),
+        (seal("Node", {"k": 1}, x=1), "`k` was 1 when saved, but is 'absent' now"),
+    ],
+)
+def test_a_state_that_does_not_fit_says_why(state, message):
+    with pytest.raises(StateError, match=message):
+        unseal(state, "Node", {}, ("x",))
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "state.pt"
+    save_state({"step": 1}, path)
+    with pytest.raises(Exception, match="pickle"):
+        save_state({"step": lambda: 2}, path)
+    assert load_state(path) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.pt"]
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(tmp_path, keep):
+    path = tmp_path / "state.pt"
+    save_state(Loader(sampler()).state_dict(), path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(StateError, match=r"state.pt` \(\d+ bytes\) is truncated or not a state"):
+        load_state(path)
+
+
+def test_a_file_with_code_in_it_is_refused(tmp_path):
+    torch.save({"call": print}, tmp_path / "state.pt")
+    with pytest.raises(StateError, match="not a state file"):
+        load_state(tmp_path / "state.pt")
+
+
+def test_a_file_that_is_not_there_is_not_a_bad_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "none.pt")
+
+
+def test_a_state_of_another_version_is_refused_at_any_depth():
+    loader = make("Mapper", above="bare")
+    next(iter(loader))
+    state = loader.state_dict()
+    state["root"]["source"]["version"] = 0
+    again = make("Mapper", above="bare")
+    again.load_state_dict(state)
+    with pytest.raises(StateError, match="WindowBucketer has `version` 0"):
+        next(iter(again))
+
+
+@pytest.mark.parametrize("value", [np.float64(1), np.ones(2), Path("x")])
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, value):
+    path = tmp_path / "state.pt"
+    save_state({"step": 1}, path)
+    with pytest.raises(StateError, match="`state` must hold plain data .* but holds `"):
+        save_state({"loss": value}, path)
+    assert load_state(path) == {"step": 1}
+
+
+def test_a_state_and_a_path_that_are_swapped_are_told_apart(tmp_path):
+    with pytest.raises(TypeError, match=r"`path` must be a path, .* `dict` .*save_state\(state, p"):
+        save_state(tmp_path / "state.pt", {"step": 1})
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = tmp_path / "state.pt"
+    save_state(Loader(sampler()).state_dict(), path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"position") + 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StateError, match="is truncated or not a state file"):
+        load_state(path)
+
+
+def test_a_file_has_the_permissions_of_any_other(tmp_path):
+    (tmp_path / "other").touch()
+    save_state({}, tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_mode == (tmp_path / "other").stat().st_mode

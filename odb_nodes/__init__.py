@@ -2,7 +2,7 @@
 
 from odb_nodes.alignment import RankAligner
 from odb_nodes.collate import PackedCollate, PaddingCollate
-from odb_nodes.contract.state import load_state, save_state
+from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from odb_nodes.errors import StateError
 from odb_nodes.planning.alignment import FILLER, RoundPlan
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
@@ -50,6 +51,9 @@ class AlignedRound:
         ends_alone: this rank ends with its last group, where others go on.
     """
 
+    ROW_BYTES = 32
+    """Size of a step in `to_bytes`."""
+
     def __init__(self, table: IntArray | None = None, ends_alone: bool = False) -> None:
         self._table = np.empty((0, 4), dtype=np.int64) if table is None else table
         self._steps = self.groups_needed if ends_alone else len(self._table)
@@ -63,8 +67,15 @@ class AlignedRound:
 
     @classmethod
     def from_bytes(cls, data: bytes | None, ends_alone: bool) -> AlignedRound:
-        """Return the round that `to_bytes` was called on, without its groups."""
-        return cls(np.frombuffer(data or b"", "<i8").reshape(-1, 4), ends_alone)
+        """Return the round that `to_bytes` was called on, without its groups.
+
+        Raises:
+            StateError: `data` is no such round.
+        """
+        table = np.frombuffer(data or b"", "<i8").reshape(-1, 4)
+        if (table[:, 0] < FILLER).any() or (table[:, 1:] < 0).any():
+            raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
+        return cls(table, ends_alone)
 
     def to_bytes(self) -> bytes | None:
         """Return the round without its groups, 32 bytes a step."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, get_args
 
 from torchdata.nodes import BaseNode
 
@@ -16,9 +16,9 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.group_reader import GroupReader
 from odb_nodes.alignment.peers import Peers
-from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract import Count, EpochNode, EpochState, RowsOf, SourceState, copy_state
 from odb_nodes.contract.graph import find_budget, walk
-from odb_nodes.contract.state import allow_mismatch, copy_state, seal, unseal
+from odb_nodes.contract.state import allow_mismatch
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.planning.alignment import CostReport, SplitLadder, Uneven, make_report, plan_round
@@ -37,10 +37,11 @@ from odb_nodes.step_info import AlignedGroup
 
 
 @dataclass(kw_only=True)
-class _Position:
-    """Where a `RankAligner` stands in an epoch, as its state has it.
+class AlignerState(EpochState):
+    """Where a `RankAligner` stands.
 
     Attributes:
+        source: the state of the source before the round.
         round: number of the round in the epoch.
         step: number of the next step in the epoch.
         emitted: steps of the round that are out.
@@ -53,19 +54,29 @@ class _Position:
         peers_go_on: other ranks have rounds after this rank's last.
     """
 
-    round: int = 0
-    step: int = 0
-    emitted: int = 0
-    plan: bytes | None = None
-    splits: int = 0
+    source: SourceState = field(default_factory=dict)
+    round: Count = 0
+    step: Count = 0
+    emitted: Count = 0
+    plan: Annotated[bytes | None, RowsOf(AlignedRound.ROW_BYTES)] = None
+    splits: Count = 0
     last: bool = False
     drained: bool = False
     filler: bytes | None = None
-    unemitted_samples: int = 0
+    unemitted_samples: Count = 0
     peers_go_on: bool = False
 
+    def validate(self) -> None:
+        """Check that the state stands within its round."""
+        steps = len(self.plan or b"") // AlignedRound.ROW_BYTES
+        if self.emitted > steps or self.emitted > self.step:
+            raise ValueError(
+                f"`emitted` must be at most the steps of the round, {steps}, and of the epoch, "
+                f"{self.step}, but is {self.emitted}."
+            )
 
-class RankAligner(BaseNode[AlignedGroup]):
+
+class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
     It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
@@ -105,11 +116,8 @@ class RankAligner(BaseNode[AlignedGroup]):
         TypeError, ValueError: an argument is not what is said above.
     """
 
-    SOURCE_KEY = "source"
-    EPOCH_KEY = "epoch"
-    STARTED_KEY = "started"
-    POSITION_KEYS = tuple(field.name for field in fields(_Position))
-    STATE_KEYS = (SOURCE_KEY, EPOCH_KEY, STARTED_KEY, *POSITION_KEYS)
+    STATE = AlignerState
+    keeps_failed_items = True
 
     def __init__(
         self,
@@ -143,8 +151,6 @@ class RankAligner(BaseNode[AlignedGroup]):
         self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         self._peers = Peers(process_group, timeout_s, self._round_size)
-        self._epochs = EpochCounter()
-        self._failure: Exception | None = None
         self._clear()
 
     @property
@@ -162,36 +168,73 @@ class RankAligner(BaseNode[AlignedGroup]):
         """Seconds spent waiting for other ranks so far."""
         return self._peers.wait_s
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset without a state begins."""
-        self._epochs.request(epoch)
-
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
         Raises:
-            StateError: the state was saved with another configuration, rank or world size, or the
-                source does not yield the groups again that it yielded then. The other ranks raise
-                it too, when they next meet this one; it waits for them for up to 5 s.
+            StateError: the state is damaged, was saved with another configuration, rank or world
+                size, or the source does not yield the groups again that it yielded then. The other
+                ranks raise it too, when they next meet this one; it waits for them for up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
-        super().reset(initial_state)
         self._peers.begin()
         self._rule = replace(self._rule, world_size=self._peers.world_size)
         self._clear()
         try:
             self._peers.check_source(self.source)
-            if initial_state is None:
-                self._epochs.advance()
-                self.source.reset(None)
-                self._hold_source()
-            else:
-                name = type(self).__name__
-                state = unseal(initial_state, name, self.fingerprint(), self.STATE_KEYS)
-                self._restore(state, initial_state["config"])
+            super().reset(initial_state)
         except Exception as error:
             self._peers.fail(error, "reset")
             raise
+
+    def _clear(self) -> None:
+        self._at = AlignerState()
+        self._reader = GroupReader(self.source)
+        self._steps = AlignedRound()
+        self._filler: Sample | None = None
+
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source."""
+        self.source.reset(None)
+        self._hold_source()
+
+    def restore(self, state: AlignerState) -> None:
+        """Go to a step of a round, and read the groups of the round again.
+
+        Raises:
+            StateError: the source does not yield them again.
+        """
+        self._at = state
+        self._steps = self._steps_of(state)
+        at_end = _is_at_end(state, self._steps)
+        # The plan of a round names groups by number: within one, they must be the same again.
+        with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
+            self.source.reset(copy_state(state.source))
+        if at_end:
+            return
+        if state.filler is not None:
+            self._filler = decode_sample(state.filler)
+            self._steps.fill([], self._filler)
+            if self._reader.read(1):  # The source has to see its end: its next epoch follows that.
+                raise StateError(
+                    f"{type(self).__name__} cannot restore epoch {self._epochs.epoch}: its source "
+                    "had no sample when the state was saved, but has some now. Resume over the "
+                    "data that it was saved on."
+                )
+        elif state.drained or len(self._steps):
+            self._read_again()
+
+    def save(self) -> AlignerState:
+        """Return the source's state before this round, and the plan of the round."""
+        return replace(self._at, source=copy_state(self._at.source))
+
+    def fixed_fields(self, state: AlignerState) -> Collection[str]:
+        """Return what would let the ranks take different steps, were it another in mid-epoch."""
+        steps = self._steps_of(state)
+        if _is_at_end(state, steps):
+            return ()
+        of_the_plan = ("cost_fn", "modalities") if len(steps) else ()
+        return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
 
     def next(self) -> AlignedGroup:
         """Return the next group and its `StepInfo`.
@@ -200,39 +243,16 @@ class RankAligner(BaseNode[AlignedGroup]):
             PeerError: another rank failed, left, or did not come within `timeout_s`.
             StateError: the ranks do not go on from the same place.
         """
-        self._epochs.started = True
-        if self._failure is not None:
-            raise self._failure
-        try:
-            while self._at.emitted == len(self._steps):
-                self._begin_round()
-            self._agree()
-            at = self._at
-            item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
-            at.emitted += 1
-            at.step += 1
-            if at.emitted == len(self._steps):
-                self._end_round()
-            return item
-        except StopIteration:
-            raise
-        except Exception as error:
-            self._failure = error
-            raise
-        except BaseException as error:  # Ctrl-C: what was on its way is lost until a reset.
-            self._failure = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
-            raise
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the source's state before this round, and the plan of the round."""
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            source=copy_state(self._source_state),
-            epoch=self._epochs.epoch,
-            started=self._epochs.started,
-            **vars(self._at),
-        )
+        at = self._at
+        while at.emitted == len(self._steps):
+            self._begin_round()
+        self._agree()
+        item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
+        at.emitted += 1
+        at.step += 1
+        if at.emitted == len(self._steps):
+            self._end_round()
+        return item
 
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
@@ -246,14 +266,6 @@ class RankAligner(BaseNode[AlignedGroup]):
 
     # --- beginning ----------------------------------------------------------------------------
 
-    def _clear(self) -> None:
-        self._source_state: Any = None  # before the round
-        self._at = _Position()
-        self._reader = GroupReader(self.source)
-        self._steps = AlignedRound()
-        self._filler: Sample | None = None
-        self._failure = None
-
     def _agree(self) -> None:
         if self._peers.agreed:
             return
@@ -265,30 +277,8 @@ class RankAligner(BaseNode[AlignedGroup]):
         }
         self._peers.agree(config, self.source)
 
-    def _restore(self, state: dict[str, Any], saved_config: Mapping[str, Any]) -> None:
-        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY])
-        self._source_state = state[self.SOURCE_KEY]
-        self._at = at = _Position(**{name: state[name] for name in self.POSITION_KEYS})
-        self._steps = AlignedRound.from_bytes(at.plan, self._uneven == "join")
-        at_end = at.emitted == len(self._steps) and at.last
-        if not at_end:
-            _check_ranks(saved_config, self.fingerprint(), within_round=len(self._steps) > 0)
-        # The plan of a round names groups by number: within one, they must be the same again.
-        with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
-            self.source.reset(copy_state(self._source_state))
-        if at_end:
-            return
-        if at.filler is not None:
-            self._filler = decode_sample(at.filler)
-            self._steps.fill([], self._filler)
-            if self._reader.read(1):  # The source has to see its end: its next epoch follows that.
-                raise StateError(
-                    f"{type(self).__name__} cannot restore epoch {self._epochs.epoch}: its source "
-                    "had no sample when the state was saved, but has some now. Resume over the "
-                    "data that it was saved on."
-                )
-        elif at.drained or len(self._steps):
-            self._read_again()
+    def _steps_of(self, state: AlignerState) -> AlignedRound:
+        return AlignedRound.from_bytes(state.plan, self._uneven == "join")
 
     def _read_again(self) -> None:
         """Read the groups of the round that the state stands in, or those to fill from."""
@@ -304,8 +294,14 @@ class RankAligner(BaseNode[AlignedGroup]):
                 "on."
             )
         self._filler = best_filler(groups) if groups else None
-        ladder = self._report(groups, most)[1]
-        self._steps.fill(ladder.groups(at.splits), self._filler)
+        split = self._report(groups, most)[1].groups(at.splits)
+        if len(split) < self._steps.groups_needed:
+            raise StateError(
+                f"the state of {type(self).__name__} is damaged: `splits` is {at.splits}, after "
+                f"which its source's groups are {len(split)}, but the round needs "
+                f"{self._steps.groups_needed}. Use an earlier checkpoint."
+            )
+        self._steps.fill(split, self._filler)
 
     # --- a round ------------------------------------------------------------------------------
 
@@ -382,10 +378,10 @@ class RankAligner(BaseNode[AlignedGroup]):
         at.round += 1
         at.drained = self._reader.ahead is None
         if not at.drained:  # Else the source's state stays: the filler comes from there.
-            self._source_state = self._reader.next_state
+            at.source = self._reader.next_state
 
     def _hold_source(self) -> None:
-        self._source_state = copy_state(self.source.state_dict())
+        self._at.source = copy_state(self.source.state_dict())
 
     def _round_steps(self) -> int:
         return round_steps(
@@ -428,13 +424,6 @@ def cost_below(source: BaseNode[Any]) -> CostFn:
     return padded_tokens if budget is None else BudgetCost(budget)
 
 
-def _check_ranks(saved: Mapping[str, Any], present: Mapping[str, Any], within_round: bool) -> None:
-    """Refuse what `strict=False` would allow, but would let the ranks take different steps."""
-    of_the_plan = ("cost_fn", "modalities") if within_round else ()
-    for name in ("world_size", "round_size", "accumulate", "uneven", *of_the_plan):
-        if saved[name] != present[name]:
-            raise StateError(
-                f"`{name}` was {saved[name]!r} when saved, but is {present[name]!r} now: it can "
-                "change only between epochs. Load a state that was saved after the last step of an "
-                "epoch."
-            )
+def _is_at_end(state: AlignerState, steps: AlignedRound) -> bool:
+    """Tell whether a state stands after the last step of the epoch."""
+    return state.last and state.emitted == len(steps)

@@ -1,1 +1,19 @@
 """What every node is: its state, its epochs, and what a graph of them can be asked."""
+
+from odb_nodes.contract.epochs import EpochNode, EpochState
+from odb_nodes.contract.fields import Count, InRange, RowsOf, SourceState, SourceStates
+from odb_nodes.contract.node import StatefulNode
+from odb_nodes.contract.state import NodeState, copy_state
+
+__all__ = [
+    "Count",
+    "EpochNode",
+    "EpochState",
+    "InRange",
+    "NodeState",
+    "RowsOf",
+    "SourceState",
+    "SourceStates",
+    "StatefulNode",
+    "copy_state",
+]

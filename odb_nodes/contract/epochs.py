@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
-from odb_nodes._core.checks import check_count
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes.contract.fields import InRange
+from odb_nodes.contract.node import StatefulNode
+from odb_nodes.contract.state import NodeState
+
+__all__ = ["EpochCounter", "EpochNode", "EpochState"]
+
+T = TypeVar("T")
+
+_EpochNumber = Annotated[int, InRange(0, MAX_COUNT)]
+
+
+@dataclass(kw_only=True)
+class EpochState(NodeState):
+    """The part of the state of an `EpochNode` that says which epoch it is in.
+
+    Attributes:
+        epoch: the number of the epoch, from 0.
+        cycle: how often it was begun again.
+        started: `next` was called in it.
+    """
+
+    epoch: _EpochNumber = 0
+    cycle: _EpochNumber = 0
+    started: bool = False
+
+
+S = TypeVar("S", bound=EpochState)
 
 
 class EpochCounter:
@@ -54,7 +84,46 @@ class EpochCounter:
         """Make the next reset begin this epoch again, in another order."""
         self._again = True
 
-    def restore(self, epoch: int, started: bool, cycle: int = 0) -> None:
+    def restore(self, state: EpochState) -> None:
         """Go to where a state stands."""
-        self.epoch, self.started, self.cycle = epoch, started, cycle
+        self.epoch, self.started, self.cycle = state.epoch, state.started, state.cycle
         self._requested, self._again = None, False
+
+
+class EpochNode(StatefulNode[T, S]):
+    """A node that counts epochs: one that draws its order, or random numbers, from their number.
+
+    Its `STATE` derives from `EpochState`, whose fields it fills in itself: `save` leaves them out.
+    By the time `begin_epoch` and `restore` are called, `_epochs` stands where they begin.
+    """
+
+    STATE: ClassVar[type[Any]] = EpochState
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epochs = EpochCounter()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset without a state begins."""
+        self._epochs.request(epoch)
+
+    def begin_cycle(self) -> None:
+        """Make the next reset without a state begin this epoch again, in another order."""
+        self._epochs.request_cycle()
+
+    def _begin(self) -> None:
+        self._epochs.advance()
+        super()._begin()
+
+    def _restore(self, state: S) -> None:
+        self._epochs.restore(state)
+        super()._restore(state)
+
+    def _next(self) -> T:
+        self._epochs.started = True
+        return super()._next()
+
+    def _saved_values(self) -> dict[str, Any]:
+        counter = self._epochs
+        where = {"epoch": counter.epoch, "cycle": counter.cycle, "started": counter.started}
+        return {**super()._saved_values(), **where}

@@ -1,8 +1,9 @@
-"""The envelope that every node's state travels in: version, node, configuration, fields.
+"""The envelope that a state travels in: version, node, configuration, fields; and its digest.
 
 A state is plain data: dicts, lists, tuples, numbers, strings, bytes and tensors, so it loads with
 `torch.load(weights_only=True)`. The configuration in it is what decides the node's output; a state
-that is loaded into a node of another configuration is refused, field by field.
+that is loaded into a node of another configuration is refused, field by field. What a field may
+hold is declared (see `fields`); that a whole state is the one that was saved, its digest says.
 """
 
 from __future__ import annotations
@@ -10,36 +11,37 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import os
-import pickle
-import re
-import tempfile
+import struct
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from odb_nodes.contract.fields import check_fields
 from odb_nodes.errors import StateError
 
 __all__ = [
     "STATE_VERSION",
+    "NodeState",
+    "add_digest",
     "allow_mismatch",
+    "check_digest",
     "copy_state",
-    "load_state",
-    "save_state",
     "seal",
     "unseal",
 ]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 _VERSION_KEY = "version"
 _NODE_KEY = "node"
 _CONFIG_KEY = "config"
+_DIGEST_KEY = "digest"
+_ENVELOPE = (_VERSION_KEY, _NODE_KEY, _CONFIG_KEY)
 _PLAIN = (int, str, bytes, float, bool, type(None))
 
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
@@ -71,21 +73,54 @@ def copy_state(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
-def seal(node: str, config: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return the state of a node: its envelope, and `fields` beside it."""
-    return {_VERSION_KEY: STATE_VERSION, _NODE_KEY: node, _CONFIG_KEY: dict(config), **fields}
+@dataclass(kw_only=True)
+class NodeState:
+    """What the state of a node holds: a subclass declares a field for each part.
+
+    Annotations may be plain types, `X | None`, `list[X]`, tuples, `dict[K, V]` and `Any`;
+    `SourceState` for what a source's `state_dict()` returned; `Count` for a number of items, and
+    `Annotated` with another limit, `InRange` or `RowsOf`. They are checked when a state is loaded.
+    """
+
+    def validate(self) -> None:
+        """Check, when a state is loaded, that the values of the fields go together.
+
+        Raises:
+            ValueError: they do not.
+        """
+
+
+S = TypeVar("S", bound=NodeState)
+
+
+def seal(node: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a node: its envelope, and the values of its fields beside it."""
+    return {_VERSION_KEY: STATE_VERSION, _NODE_KEY: node, _CONFIG_KEY: dict(config), **values}
 
 
 def unseal(
-    state: object, node: str, config: Mapping[str, Any], fields: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return a copy of the `fields` of a sealed state, once it is known to fit.
+    state: object,
+    node: str,
+    declared: type[S],
+    config: Mapping[str, Any],
+    fixed: Callable[[S], Collection[str]] | None = None,
+) -> S:
+    """Return a copy of what a sealed state holds, once it is known to fit.
+
+    Args:
+        state: what `seal` returned.
+        node: the name that it was sealed under.
+        declared: the dataclass that declares its fields.
+        config: the present configuration of the node.
+        fixed: what it holds -> the fields of `config` that must be the same also within
+            `allow_mismatch`.
 
     Raises:
-        StateError: `state` is no state of this node and version, lacks a field, or was saved with
-            another configuration (this last only warns within `allow_mismatch`).
+        StateError: `state` is no state of this node and version, lacks a field, holds what was not
+            declared, or was saved with another configuration (this last only warns within
+            `allow_mismatch`, unless the field is one of `fixed`).
     """
-    if not isinstance(state, Mapping) or _NODE_KEY not in state:
+    if not isinstance(state, Mapping) or not isinstance(state.get(_NODE_KEY), str):
         raise StateError(
             f"the state for {node} must be a state saved by a {node}, but is "
             f"{_summary(state)} instead. Load it into the graph that saved it."
@@ -96,28 +131,65 @@ def unseal(
             f"the state was saved by `{saved_node}`, but is loaded into `{node}`. "
             "Build the graph with the same nodes in the same order as when it was saved."
         )
-    if version != STATE_VERSION:
+    if type(version) is not int or version != STATE_VERSION:
         raise StateError(
             f"the state of {node} has `version` {version!r}, but this odb_nodes reads "
             f"{STATE_VERSION}. Load it with the odb_nodes that saved it."
         )
-    missing = [name for name in (_CONFIG_KEY, *fields) if name not in state]
-    if missing:
+    values = _declared_values(state, node, declared)
+    saved_config = state[_CONFIG_KEY]
+    if not isinstance(saved_config, Mapping):
+        raise _damaged(node, {_CONFIG_KEY: "be a dict"}, state)
+    try:
+        found = declared(**copy_state(values))
+        found.validate()
+    except ValueError as error:
+        raise StateError(f"the state of {node} is damaged: {error} {_EARLIER}") from error
+    _check_config(node, saved_config, config, fixed(found) if fixed is not None else ())
+    return found
+
+
+def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -> dict[str, Any]:
+    """Return the values of the declared fields, which are all there and hold what they may."""
+    names = [one.name for one in fields(declared)]
+    expected = [*_ENVELOPE, *names]
+    if missing := [name for name in expected if name not in state]:
         raise StateError(
-            f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. "
-            "Use an earlier checkpoint."
+            f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
         )
-    _check_config(node, state[_CONFIG_KEY], config)
-    return {name: copy_state(state[name]) for name in fields}
+    if unknown := sorted(map(str, {*state} - {*expected})):
+        raise StateError(
+            f"the state of {node} has `{'`, `'.join(unknown)}`, which no {node} saves. {_EARLIER}"
+        )
+    values = {name: state[name] for name in names}
+    if broken := check_fields(declared, values):
+        raise _damaged(node, broken, state)
+    return values
 
 
-def _check_config(node: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def _damaged(node: str, broken: Mapping[str, str], state: Mapping[str, Any]) -> StateError:
+    named = (f"`{name}` must {rule}, but is {state[name]!r:.80}" for name, rule in broken.items())
+    return StateError(f"the state of {node} is damaged: {'; '.join(named)}. {_EARLIER}")
+
+
+_EARLIER = "Use an earlier checkpoint."
+
+
+def _check_config(
+    node: str, saved: Mapping[str, Any], present: Mapping[str, Any], fixed: Collection[str]
+) -> None:
     changed = []
-    for name in sorted({*saved, *present}):
-        if saved.get(name, _ABSENT) != present.get(name, _ABSENT):
+    for name in sorted({*saved, *present}, key=str):
+        if not _equal(saved.get(name, _ABSENT), present.get(name, _ABSENT)):
             values = repr(saved.get(name, "absent")), repr(present.get(name, "absent"))
             before, now = _where_they_differ(*values)
-            changed.append(f"`{name}` was {before} when saved, but is {now} now")
+            change = f"`{name}` was {before} when saved, but is {now} now"
+            if name in fixed and not _strict.get():
+                raise StateError(
+                    f"{change}: {node} can change it only between epochs. Load a state that was "
+                    "saved after the last step of an epoch."
+                )
+            changed.append(change)
     if not changed:
         return
     message = (
@@ -128,6 +200,11 @@ def _check_config(node: str, saved: Mapping[str, Any], present: Mapping[str, Any
     if _strict.get():
         raise StateError(message)
     warnings.warn(message, stacklevel=2)
+
+
+def _equal(saved: Any, present: Any) -> bool:
+    """Compare as `==` does, but True is not 1: a state where it stands for it is damaged."""
+    return type(saved) is type(present) and bool(saved == present)
 
 
 def _where_they_differ(*texts: str) -> tuple[str, ...]:
@@ -154,92 +231,56 @@ def _summary(value: object) -> str:
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state to a file, atomically: a reader finds the old file or the new one, whole.
+def add_digest(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with a digest of all that it holds."""
+    return {**state, _DIGEST_KEY: _digest(state)}
 
-    Args:
-        state: what `Loader.state_dict()` returned, alone or in a dict with other plain data and
-            tensors (a model's `state_dict()`, a step count).
-        path: the file; its folder must exist.
+
+def check_digest(state: Mapping[str, Any], node: str) -> None:
+    """Make sure that a state is what `add_digest` returned.
 
     Raises:
-        TypeError: `path` is no path.
-        FileNotFoundError: the folder does not exist.
-        StateError: `state` holds something else than plain data and tensors. A file that was at
-            `path` before is kept.
+        StateError: bits have flipped, or parts were changed or swapped.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"`path` must be a path, but is a `{type(path).__name__}` instead. The state comes "
-            "first: `save_state(state, path)`."
+    saved = {key: value for key, value in state.items() if key != _DIGEST_KEY}
+    if _digest(saved) != state[_DIGEST_KEY]:
+        raise StateError(
+            f"the state of {node} is damaged: its digest is not that of what was saved. {_EARLIER}"
         )
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"`{path.parent}` is no folder: make it before saving into it.")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _check_readable(temporary)
-        os.chmod(temporary, _mode_of(path))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
-def _check_readable(path: str) -> None:
-    """Raise if a file cannot be read again: it must not replace one that can."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise StateError(
-            "`state` must hold plain data and tensors only (numpy's are not: use `float(x)` and "
-            f"`torch.from_numpy(x)`), but holds {_refused(error)}."
-        ) from error
+def _digest(state: Any) -> int:
+    """Return a CRC-32 of a state, which depends on values and types alone."""
+    parts: list[bytes] = []
+    _append_parts(state, parts)
+    return zlib.crc32(b"".join(parts))
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
-    """Return what torch refused to load, out of its long message."""
-    found = re.search(r"Unsupported \w+: (?:GLOBAL )?(\S+)", str(error))
-    return f"`{found[1]}`" if found else type(error).__name__
+def _append_parts(value: Any, parts: list[bytes]) -> None:
+    """Append what tells a value from any other: its type, its size, and what it holds."""
+    kind = type(value)
+    if kind is bytes:
+        parts += (b"b", struct.pack("<q", len(value)), value)
+    elif kind is str:
+        data = value.encode(errors="surrogatepass")
+        parts += (b"s", struct.pack("<q", len(data)), data)
+    elif kind in _PLAIN:
+        parts += (repr(value).encode(), b";")
+    elif isinstance(value, Mapping):
+        parts += (b"{", struct.pack("<q", len(value)))
+        for key, item in sorted(value.items(), key=_key_of):
+            _append_parts(key, parts)
+            _append_parts(item, parts)
+    elif isinstance(value, (list, tuple)):
+        parts += (b"(" if isinstance(value, tuple) else b"[", struct.pack("<q", len(value)))
+        for item in value:
+            _append_parts(item, parts)
+    elif isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        parts += (f"{value.dtype}{tuple(value.shape)}".encode(), data)
+    else:
+        parts += (kind.__qualname__.encode(), repr(value).encode())
 
 
-def _mode_of(path: Path) -> int:
-    """Return the permissions that a file has, or would have if it were made."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
-def load_state(path: str | os.PathLike[str]) -> Any:
-    """Read a file that `save_state` wrote, with `torch.load(weights_only=True)`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        StateError: the file is truncated, or holds something else than plain data and tensors.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"`{path}` is a folder, not a state file.")
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"checksum of {damaged}")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise StateError(
-            f"`{path}` is not a state file: it holds something else than plain data and tensors "
-            f"(numpy's are not): {_refused(error)}."
-        ) from error
-    except Exception as error:
-        raise StateError(
-            f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file "
-            f"({type(error).__name__}). Use an earlier checkpoint."
-        ) from error
+def _key_of(item: tuple[Any, Any]) -> str:
+    return str(item[0])  # in any order, since other formats than torch's may sort the keys

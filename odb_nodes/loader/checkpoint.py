@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -12,12 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from odb_nodes.alignment.exchange import group_rank
-from odb_nodes.contract.state import load_state, save_state
+from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
 
 __all__ = ["DistributedState", "load_rank_state", "save_rank_state"]
 
 _FILE = re.compile(r"odb_nodes-rank(\d+)-of-(\d+)\.pt")
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class _Loads(Protocol):
@@ -124,14 +126,15 @@ class DistributedState:
         """Return the bytes of this rank's state under its key. No other rank is asked."""
         buffer = io.BytesIO()
         torch.save(self._loader.state_dict(), buffer)
-        return {self._key: buffer}
+        data = buffer.getvalue()
+        return {self._key: io.BytesIO(hashlib.sha256(data).digest() + data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state.
 
         Raises:
-            StateError: there is none: the checkpoint was saved by another number of ranks.
-                (`dcp.load` finds the key missing first, and raises an error of its own.)
+            StateError: it is damaged; or there is none: the checkpoint was saved by another number
+                of ranks. (`dcp.load` finds the key missing first, and raises an error of its own.)
         """
         if self._key not in state_dict:
             raise StateError(
@@ -140,4 +143,11 @@ class DistributedState:
             )
         buffer = state_dict[self._key]
         buffer.seek(0)
-        self._loader.load_state_dict(torch.load(buffer, weights_only=True))
+        saved = buffer.read()
+        digest, data = saved[:_DIGEST_BYTES], saved[_DIGEST_BYTES:]
+        if hashlib.sha256(data).digest() != digest:
+            raise StateError(
+                f"`{self._key}` of the checkpoint is damaged: its digest is not that of the "
+                f"{len(data)} bytes that were saved. Use an earlier checkpoint."
+            )
+        self._loader.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_count, check_node
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_node
+from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
-from odb_nodes.contract.state import allow_mismatch, copy_state, seal, unseal
+from odb_nodes.contract.state import add_digest, allow_mismatch, check_digest, seal, unseal
 from odb_nodes.errors import StateError
 
 T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class LoaderState(NodeState):
+    """Where a `Loader` stands.
+
+    Attributes:
+        root: the state of the graph.
+        num_yielded: items yielded in the epoch.
+        ended: the end of the epoch was seen.
+        next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
+        left: the epoch was left by `set_epoch`, so the next one follows.
+    """
+
+    root: SourceState
+    num_yielded: Count
+    ended: bool
+    next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
+    left: bool
+
+
+@dataclass(kw_only=True)
+class _SavedState(LoaderState):
+    """A `LoaderState` with its digest, as `state_dict` returns it."""
+
+    digest: Annotated[int, InRange(0, 2**32 - 1)]
 
 
 class Loader(Generic[T]):
@@ -42,13 +70,6 @@ class Loader(Generic[T]):
         ValueError: a node has `in_order=False`, which loses and repeats items on resume.
     """
 
-    ROOT_KEY = "root"
-    NUM_YIELDED_KEY = "num_yielded"
-    ENDED_KEY = "ended"
-    NEXT_EPOCH_KEY = "next_epoch"
-    LEFT_KEY = "left"
-    STATE_KEYS = (ROOT_KEY, NUM_YIELDED_KEY, ENDED_KEY, NEXT_EPOCH_KEY, LEFT_KEY)
-
     def __init__(
         self,
         root: BaseNode[T],
@@ -67,7 +88,7 @@ class Loader(Generic[T]):
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
         self._it: LoaderIterator[T] | None = None
-        self._pending: dict[str, Any] | None = None  # a state that the next iter() begins with
+        self._pending: LoaderState | None = None  # a state that the next iter() begins with
         self._strict = True
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
@@ -96,7 +117,8 @@ class Loader(Generic[T]):
         state = self._pending
         if state is None:
             state = (iter(self) if self._it is None else self._it).state()
-        return {**copy_state(state), self.NEXT_EPOCH_KEY: self._next_epoch}
+        values = {**copy_state(vars(state)), "next_epoch": self._next_epoch}
+        return add_digest(seal(type(self).__name__, {}, values))
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter()` go on from a state, which is copied.
@@ -106,13 +128,15 @@ class Loader(Generic[T]):
             strict: refuse a state that was saved with another configuration; else warn.
 
         Raises:
-            StateError: it is no state of a `Loader`. What does not fit the nodes is raised by
-                `iter()`.
+            StateError: it is no state of a `Loader`, or is damaged. What does not fit the nodes is
+                raised by `iter()`.
         """
         name = type(self).__name__
-        self._pending = seal(name, {}, **unseal(state_dict, name, {}, self.STATE_KEYS))
-        self._strict = strict
-        self._next_epoch = self._pending[self.NEXT_EPOCH_KEY]
+        state = vars(unseal(state_dict, name, _SavedState, {}))
+        check_digest(state_dict, name)
+        del state["digest"]
+        self._pending, self._strict = LoaderState(**state), strict
+        self._next_epoch = self._pending.next_epoch
         self._it, self._lost = None, None
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,7 +146,7 @@ class Loader(Generic[T]):
         """
         epoch = check_count("epoch", epoch, 0)
         pending = self._pending
-        if pending is not None and not (pending[self.ENDED_KEY] or pending[self.LEFT_KEY]):
+        if pending is not None and not (pending.ended or pending.left):
             return
         self._next_epoch = epoch
         if self._it is not None:
@@ -170,29 +194,28 @@ class Loader(Generic[T]):
             raise
         self._it, self._pending = it, None
 
-    def _position(self, it: LoaderIterator[T]) -> dict[str, Any]:
+    def _position(self, it: LoaderIterator[T]) -> LoaderState:
         try:
             return it.state()
         except Exception as error:
             self._lost = error
             raise
 
-    def _restore(self, state: dict[str, Any]) -> LoaderIterator[T]:
+    def _restore(self, state: LoaderState) -> LoaderIterator[T]:
         try:
             with allow_mismatch(not self._strict):
-                self.root.reset(copy_state(state[self.ROOT_KEY]))
+                self.root.reset(copy_state(state.root))
         except KeyError as error:
             raise StateError(
                 f"a node finds no {error} in its part of the state, or your own code raised this. "
                 "Build the graph with the same nodes in the same order as when it was saved."
             ) from error
-        ended = state[self.ENDED_KEY]
-        if ended:
+        if state.ended:
             self._see_end()
-        if (ended and self._restart) or state[self.LEFT_KEY]:
+        if (state.ended and self._restart) or state.left:
             stop_threads(self.root, self._stop_timeout_s)
             return self._begin_epoch()
-        return LoaderIterator(self, state[self.NUM_YIELDED_KEY], ended)
+        return LoaderIterator(self, state.num_yielded, state.ended)
 
     def _begin_epoch(self) -> LoaderIterator[T]:
         begin_epoch(self.root, self._next_epoch)
@@ -218,7 +241,7 @@ class LoaderIterator(Iterator[T]):
         self._loader = loader
         self._num_yielded = num_yielded
         self._ended = ended
-        self._state: dict[str, Any] | None = None  # as long as it is the present one
+        self._state: LoaderState | None = None  # as long as it is the present one
         self.touched = False  # so that the next `iter()` begins an epoch
         self._left = False  # by `set_epoch`, and not taken up again
 
@@ -227,16 +250,13 @@ class LoaderIterator(Iterator[T]):
         self.touched = self._left = True
         self._state = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:
-            self._state = seal(
-                type(self._loader).__name__,
-                {},
+            self._state = LoaderState(
                 root=copy_state(self._loader.root.state_dict()),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
-                next_epoch=None,
                 left=self._left,
             )
         return self._state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -10,14 +11,22 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_callable, check_node
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
+from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import find_budget
-from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 
-class GroupCollator(BaseNode[MutableMapping[str, Any]]):
+@dataclass(kw_only=True)
+class CollatorState(NodeState):
+    """The state of the source, and the number of the next step in the epoch."""
+
+    source: SourceState
+    step: Count
+
+
+class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
     """Yields a batch for each group, with its `StepInfo` inside: take it with `pop_step_info`.
 
     A group whose collation raises is kept, and collated again by the next call.
@@ -36,8 +45,8 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
     """
 
-    SOURCE_KEY = "source"
-    STEP_KEY = "step"
+    STATE = CollatorState
+    retries_errors = True
 
     def __init__(
         self,
@@ -54,18 +63,15 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
             None  # taken from the source, and not out yet
         )
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands."""
-        super().reset(initial_state)
-        self._held = None
-        if initial_state is None:
-            self.source.reset(None)
-            self._step = 0
-            return
-        keys = (self.SOURCE_KEY, self.STEP_KEY)
-        state = unseal(initial_state, type(self).__name__, {}, keys)
-        self.source.reset(state[self.SOURCE_KEY])
-        self._step = state[self.STEP_KEY]
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source."""
+        self._held, self._step = None, 0
+        self.source.reset(None)
+
+    def restore(self, state: CollatorState) -> None:
+        """Go to where the source stands."""
+        self._held, self._step = None, state.step
+        self.source.reset(state.source)
 
     def next(self) -> MutableMapping[str, Any]:
         """Return the next batch.
@@ -81,8 +87,8 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
         self._step += 1
         return batch
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the source's state and the number of the next step.
+    def save(self) -> CollatorState:
+        """Return where the source stands.
 
         Raises:
             StateError: a group is held whose collation raised. The source is past it, so no state
@@ -93,8 +99,7 @@ class GroupCollator(BaseNode[MutableMapping[str, Any]]):
                 f"there is no state after `collate_fn` failed at step {self._step}: its group "
                 "would be lost. Load the last state saved before."
             )
-        source = self.source.state_dict()
-        return seal(type(self).__name__, {}, source=source, step=self._step)
+        return CollatorState(source=self.source.state_dict(), step=self._step)
 
     def _batch(self, item: list[Sample] | AlignedGroup) -> MutableMapping[str, Any]:
         group, info = item if isinstance(item, AlignedGroup) else (item, None)

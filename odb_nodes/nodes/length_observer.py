@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_node
 from odb_nodes._core.fingerprints import stable_name
+from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.state import seal, unseal
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
 
 
-class LengthObserver(BaseNode[Sample | Skipped]):
+@dataclass(kw_only=True)
+class ObserverState(NodeState):
+    """The state of the source, and the number of the next sample in the epoch."""
+
+    source: SourceState
+    position: Count
+
+
+class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
     """Yields a `Sample` for each item: the item with its tokens, targets and patches.
 
     What processing has `Skipped` comes out as it is, and the `WindowBucketer` counts it.
@@ -28,8 +37,7 @@ class LengthObserver(BaseNode[Sample | Skipped]):
             fields are looked at, see `observe_sample`.
     """
 
-    SOURCE_KEY = "source"
-    POSITION_KEY = "position"
+    STATE = ObserverState
 
     def __init__(self, source: BaseNode[Any], observe: Observe | None = None) -> None:
         super().__init__()
@@ -39,7 +47,6 @@ class LengthObserver(BaseNode[Sample | Skipped]):
         self._observe = observe
         self._name = None if observe is None else stable_name(observe)
         self._position = 0
-        self._failure: SampleError | None = None
 
     def __len__(self) -> int:
         """Return how many samples an epoch has.
@@ -49,22 +56,19 @@ class LengthObserver(BaseNode[Sample | Skipped]):
         """
         return length_of(self.source)
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source."""
+        self.source.reset(None)
+        self._position = 0
 
-        Raises:
-            StateError: the state was saved with another `observe`.
-        """
-        super().reset(initial_state)
-        self._failure = None
-        if initial_state is None:
-            self.source.reset(None)
-            self._position = 0
-            return
-        keys = (self.SOURCE_KEY, self.POSITION_KEY)
-        state = unseal(initial_state, type(self).__name__, self.fingerprint(), keys)
-        self.source.reset(state[self.SOURCE_KEY])
-        self._position = state[self.POSITION_KEY]
+    def restore(self, state: ObserverState) -> None:
+        """Go to where the source stands."""
+        self.source.reset(state.source)
+        self._position = state.position
+
+    def save(self) -> ObserverState:
+        """Return where the source stands."""
+        return ObserverState(source=self.source.state_dict(), position=self._position)
 
     def next(self) -> Sample | Skipped:
         """Return the next sample.
@@ -73,36 +77,14 @@ class LengthObserver(BaseNode[Sample | Skipped]):
             SampleError: it has no valid length. Raised again until the next reset, so that the
                 sample cannot pass unseen.
         """
-        if self._failure is not None:
-            raise self._failure
         data = next(self.source)
         try:
             sample = observe_sample(data, self._observe)
         except Exception as error:
             what = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
-            self._failure = SampleError(f"sample {self._position} of the epoch: {what}")
-            raise self._failure from error
+            raise SampleError(f"sample {self._position} of the epoch: {what}") from error
         self._position += 1
         return sample
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the source's state.
-
-        Raises:
-            StateError: the last sample was not valid. The source is past it, so no state here would
-                bring it back; the `Loader` uses the one before.
-        """
-        if self._failure is not None:
-            raise StateError(
-                f"there is no state after sample {self._position} of the epoch failed: it would be "
-                "lost. Load the last state saved before."
-            )
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            source=self.source.state_dict(),
-            position=self._position,
-        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

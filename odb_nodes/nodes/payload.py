@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes.errors import SampleError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import Sample
 
 _SCALARS = (int, str, float, bool, type(None))
@@ -27,9 +27,19 @@ def encode_sample(sample: Sample) -> bytes:
 
 
 def decode_sample(encoded: bytes) -> Sample:
-    """Return the sample that `encode_sample` was given."""
-    data, *costs = torch.load(io.BytesIO(encoded), weights_only=True)
-    return Sample(_decode(data), *costs)
+    """Return the sample that `encode_sample` was given.
+
+    Raises:
+        StateError: `encoded` is damaged.
+    """
+    try:
+        data, *costs = torch.load(io.BytesIO(encoded), weights_only=True)
+        return Sample(_decode(data), *costs)
+    except Exception as error:  # of any kind: torch reads whatever the bytes say
+        raise StateError(
+            f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "
+            "earlier checkpoint."
+        ) from error
 
 
 def _encode(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Prefetcher
 
+from odb_nodes._compat.torchdata import snapshot_of
 from odb_nodes._core.checks import check_node
 
 T = TypeVar("T")
@@ -58,8 +59,7 @@ class ReadAhead(BaseNode[T]):
         """Return the source's state after the last item that was taken."""
         if not self._reads:
             return self._relay.source.state_dict()
-        state: dict[str, Any] = self._prefetcher.state_dict()["snapshot"]
-        return state
+        return snapshot_of(self._prefetcher)
 
     @property
     def _relay(self) -> _Relay[T]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from odb_nodes._core.checks import check_count, check_node
+from odb_nodes.contract import Count, NodeState, RowsOf, SourceState, StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.state import copy_state, seal, unseal
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
@@ -22,9 +24,60 @@ from odb_nodes.sample import Sample, Skipped
 logger = logging.getLogger(__name__)
 
 _SNAPSHOTS_PER_WINDOW = 4
+_MODES = ("replay", "payload")
 
 
-class WindowBucketer(BaseNode[list[Sample]]):
+@dataclass(kw_only=True)
+class BucketerState(NodeState):
+    """Where a `WindowBucketer` stands.
+
+    Attributes:
+        source: the state of the source at or before the oldest pooled sample.
+        mode: what it holds of the pool, `"replay"` or `"payload"`.
+        pulled: samples pulled in the epoch.
+        pulled_since_source: those of them that were pulled after `source`.
+        ended: the source has ended.
+        pool: `"replay"`: tokens, ordinals after `source` and patches of the pooled samples,
+            (3, n) int32.
+        payload: `"payload"`: ordinal and encoding of each pooled sample.
+        dropped_samples: samples that `oversize="drop"` left out in the epoch.
+        oversize_samples: samples that exceeded the budget on their own.
+        skipped_samples: samples that processing skipped, by reason.
+    """
+
+    source: SourceState
+    mode: str
+    pulled: Count
+    pulled_since_source: Count
+    ended: bool
+    pool: Annotated[bytes | None, RowsOf(12)]
+    payload: list[tuple[int, bytes]] | None
+    dropped_samples: Count
+    oversize_samples: Count
+    skipped_samples: dict[str, Count]
+
+    def validate(self) -> None:
+        """Check that what is pooled was pulled."""
+        if self.mode not in _MODES or (self.payload is None) == (self.mode == "payload"):
+            raise ValueError(f"`mode` is {self.mode!r}, which does not go with `payload`.")
+        if self.pulled_since_source > self.pulled:
+            raise ValueError(
+                f"`pulled_since_source` must be at most `pulled`, {self.pulled}, but is "
+                f"{self.pulled_since_source}."
+            )
+        tokens, ordinals, patches = self.pooled()
+        pulled = (ordinals >= 0) & (ordinals < self.pulled_since_source)
+        if not (pulled & (tokens > 0) & (patches >= 0)).all() or len({*ordinals.tolist()}) < len(
+            ordinals
+        ):
+            raise ValueError("`pool` holds samples that cannot have been pulled.")
+
+    def pooled(self) -> npt.NDArray[np.int32]:
+        """Return `pool` as an array, (3, n) int32."""
+        return np.frombuffer(self.pool or b"", "<i4").reshape(3, -1)
+
+
+class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
 
     No pooled sample gets older than 5 windows (see `RollingPool`), so a replay takes at most 5.25.
@@ -44,28 +97,8 @@ class WindowBucketer(BaseNode[list[Sample]]):
         state: `"replay"` or `"payload"`.
     """
 
-    SOURCE_KEY = "source"
-    MODE_KEY = "mode"
-    PULLED_KEY = "pulled"
-    SINCE_KEY = "pulled_since_source"
-    ENDED_KEY = "ended"
-    POOL_KEY = "pool"
-    PAYLOAD_KEY = "payload"
-    DROPPED_KEY = "dropped_samples"
-    OVERSIZE_KEY = "oversize_samples"
-    SKIPPED_KEY = "skipped_samples"
-    STATE_KEYS = (
-        SOURCE_KEY,
-        MODE_KEY,
-        PULLED_KEY,
-        SINCE_KEY,
-        ENDED_KEY,
-        POOL_KEY,
-        PAYLOAD_KEY,
-        DROPPED_KEY,
-        OVERSIZE_KEY,
-        SKIPPED_KEY,
-    )
+    STATE = BucketerState
+    keeps_failed_items = True
 
     def __init__(
         self,
@@ -75,14 +108,13 @@ class WindowBucketer(BaseNode[list[Sample]]):
         state: Literal["replay", "payload"] = "replay",
     ) -> None:
         super().__init__()
-        if state not in ("replay", "payload"):
+        if state not in _MODES:
             raise ValueError(f'`state` must be "replay" or "payload", but is {state!r} instead.')
         check_node("source", source)
         self.source = source
         self._budget = TokenBudget.of(budget)
         self._window = check_count("window", window)
         self._mode = state
-        self._failure: Exception | None = None
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
         self._clear()
@@ -116,60 +148,49 @@ class WindowBucketer(BaseNode[list[Sample]]):
             unpulled = 0
         return len(self._pool) + unpulled
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
-
-        Raises:
-            StateError: the state was saved with another budget, window or mode, or the source does
-                not yield the samples again that it yielded then.
-        """
-        super().reset(initial_state)
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source, with an empty pool."""
         self._clear()
-        if initial_state is None:
-            self.source.reset(None)
-            self._snapshots.take(0)
-        else:
-            name = type(self).__name__
-            self._restore(unseal(initial_state, name, self.fingerprint(), self.STATE_KEYS))
+        self.source.reset(None)
+        self._snapshots.take(0)
 
-    def next(self) -> list[Sample]:
-        """Return the next group, oldest sample first.
+    def restore(self, state: BucketerState) -> None:
+        """Go back to where the source stood, and pull again what was pooled.
 
         Raises:
-            SampleError: the next sample is no `Sample`, or too large under `oversize="error"`; or
-                the epoch ends, and all of it was dropped or skipped. This, and whatever the source
-                raises, is raised again until the next reset.
+            StateError: the source does not yield the samples again that it yielded then.
         """
-        if self._failure is not None:
-            raise self._failure
-        try:
-            self._refill()
-            if not len(self._pool):
-                self._end()
-                self._exclusions.check_not_all(self._pool.pulled)
-        except Exception as error:
-            self._failure = error
-            raise
-        except BaseException as error:  # Ctrl-C: what was on its way is lost until a reset.
-            self._failure = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
-            raise
-        if not len(self._pool):
-            raise StopIteration
-        group = self._pool.take(draining=self._ended)
-        if self._ended and not len(self._pool):
-            self._end()
-        self._snapshots.at_or_before(self._pool.oldest)  # forgets earlier ones
-        return group
+        self._clear()
+        if self._mode == "replay" and state.payload:  # loaded with `strict=False`
+            raise StateError(
+                f'a pool that was saved with `state="payload"` cannot go into a '
+                f'{type(self).__name__} with `state="replay"`, which could not replay it. Change '
+                "this between epochs."
+            )
+        self.source.reset(copy_state(state.source))
+        since = self.replayed_samples = state.pulled_since_source
+        base = state.pulled - since
+        self._snapshots.put(base, state.source)
+        if state.payload is not None:
+            kept = {ordinal: decode_sample(encoded) for ordinal, encoded in state.payload}
+            self._skip(since, base)
+        else:
+            kept = self._replay(since, base, state.pooled())
+        self._add(list(kept), list(kept.values()))
+        self._pool.pulled = state.pulled
+        self._exclusions.dropped = state.dropped_samples
+        self._exclusions.oversize = state.oversize_samples
+        self._exclusions.skipped = state.skipped_samples
+        if state.ended:
+            self._expect_end()
 
-    def get_state(self) -> dict[str, Any]:
+    def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
-        if self._mode == "payload" and self._failure is None:
+        if self._mode == "payload" and not self._refilling:
             self._snapshots.take(self._pool.pulled, only=True)
         base, source_state = self._snapshots.at_or_before(self._pool.oldest)
         replay = self._mode == "replay"
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
+        return BucketerState(
             source=copy_state(source_state),
             mode=self._mode,
             pulled=self._pool.pulled,
@@ -179,15 +200,36 @@ class WindowBucketer(BaseNode[list[Sample]]):
             payload=None if replay else self._encoded(),
             dropped_samples=self._exclusions.dropped,
             oversize_samples=self._exclusions.oversize,
-            skipped_samples=dict(self._exclusions.skipped),
+            skipped_samples=self._exclusions.skipped,
         )
+
+    def next(self) -> list[Sample]:
+        """Return the next group, oldest sample first.
+
+        Raises:
+            SampleError: the next sample is no `Sample`, or too large under `oversize="error"`; or
+                the epoch ends, and all of it was dropped or skipped. This, and whatever the source
+                raises, is raised again until the next reset.
+        """
+        self._refilling = True  # Should the source raise, it may stand after an item that is lost.
+        self._refill()
+        if not len(self._pool):
+            self._end()
+            self._exclusions.check_not_all(self._pool.pulled)
+        self._refilling = False
+        if not len(self._pool):
+            raise StopIteration
+        group = self._pool.take(draining=self._ended)
+        if self._ended and not len(self._pool):
+            self._end()
+        self._snapshots.at_or_before(self._pool.oldest)  # forgets earlier ones
+        return group
 
     def _clear(self) -> None:
         self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window)
         self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
         self._payload: dict[int, Any] = {}
-        self._ended = False
-        self._failure = None
+        self._ended = self._refilling = False
         self._exclusions = ExclusionCounter(self._budget)
 
     def _refill(self) -> None:
@@ -243,41 +285,17 @@ class WindowBucketer(BaseNode[list[Sample]]):
         }
         return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        if self._mode == "replay" and state[self.PAYLOAD_KEY]:  # loaded with `strict=False`
-            raise StateError(
-                f'a pool that was saved with `state="payload"` cannot go into a '
-                f'{type(self).__name__} with `state="replay"`, which could not replay it. Change '
-                "this between epochs."
-            )
-        self.source.reset(copy_state(state[self.SOURCE_KEY]))
-        since = self.replayed_samples = state[self.SINCE_KEY]
-        base = state[self.PULLED_KEY] - since
-        self._snapshots.put(base, state[self.SOURCE_KEY])
-        if state[self.MODE_KEY] == "payload":
-            kept = {ordinal: decode_sample(entry) for ordinal, entry in state[self.PAYLOAD_KEY]}
-            self._skip(since, base)
-        else:
-            kept = self._replay(since, base, state[self.POOL_KEY])
-        self._add(list(kept), list(kept.values()))
-        self._pool.pulled = state[self.PULLED_KEY]
-        self._exclusions.dropped = state[self.DROPPED_KEY]
-        self._exclusions.oversize = state[self.OVERSIZE_KEY]
-        self._exclusions.skipped = state[self.SKIPPED_KEY]
-        if state[self.ENDED_KEY]:
-            self._expect_end()
-
     def _skip(self, count: int, base: int) -> None:
         for ordinal in range(base, base + count):
             self._pull_again(ordinal)
 
-    def _replay(self, count: int, base: int, recipe: bytes | None) -> dict[int, Sample]:
+    def _replay(self, count: int, base: int, pooled: npt.NDArray[np.int32]) -> dict[int, Sample]:
         """Pull `count` samples again and return those that were pooled, by ordinal.
 
         Raises:
             StateError: one of them is not what it was.
         """
-        tokens, ordinals, patches = np.frombuffer(recipe or b"", "<i4").reshape(3, -1).tolist()
+        tokens, ordinals, patches = pooled.tolist()
         expected = {
             ordinal + base: [length, size]
             for length, ordinal, size in zip(tokens, ordinals, patches, strict=True)

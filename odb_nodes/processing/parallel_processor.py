@@ -15,10 +15,9 @@ from odb_nodes._core.checks import check_callable, check_integer, check_node
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location, locator_of
-from odb_nodes.contract.state import copy_state, seal, unseal
 from odb_nodes.errors import SampleError, StateError, WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions
@@ -42,7 +41,29 @@ class _Chunk:
     source_error: Exception | None
 
 
-class ParallelProcessor(BaseNode[T]):
+@dataclass(kw_only=True)
+class ProcessorState(EpochState):
+    """Where a `ParallelProcessor` stands.
+
+    Attributes:
+        source: the state of the source before the chunk in hand.
+        taken: items of that chunk that are out.
+        position: items of the epoch that are out.
+    """
+
+    source: SourceState
+    taken: Count
+    position: Count
+
+    def validate(self) -> None:
+        """Check that what is out of the chunk is out of the epoch."""
+        if self.taken > self.position:
+            raise ValueError(
+                f"`taken` must be at most `position`, {self.position}, but is {self.taken}."
+            )
+
+
+class ParallelProcessor(EpochNode[T, ProcessorState]):
     """Applies `process_fn` to every item, in order, in parallel.
 
     Before each item, the global generators of Python, numpy and torch are seeded from (seed, rank,
@@ -66,13 +87,8 @@ class ParallelProcessor(BaseNode[T]):
         world_size: number of ranks, likewise.
     """
 
-    SOURCE_KEY = "source"
-    TAKEN_KEY = "taken"
-    EPOCH_KEY = "epoch"
-    POSITION_KEY = "position"
-    STARTED_KEY = "started"
-    CYCLE_KEY = "cycle"
-    STATE_KEYS = (SOURCE_KEY, TAKEN_KEY, EPOCH_KEY, POSITION_KEY, STARTED_KEY, CYCLE_KEY)
+    STATE = ProcessorState
+    keeps_failed_items = True
 
     def __init__(
         self,
@@ -95,7 +111,6 @@ class ParallelProcessor(BaseNode[T]):
         self._rank, self._world_size = resolve_rank(rank, world_size)
         own_seed = None if self._seed is None else hash_ints(self._seed, self._rank)
         self._processor = ChunkProcessor(process_fn, own_seed)
-        self._epochs = EpochCounter()
         self._pool: WorkerPool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._clear()
@@ -113,44 +128,41 @@ class ParallelProcessor(BaseNode[T]):
         """Process ids of the worker processes that run now."""
         return self._pool.pids if isinstance(self._pool, ProcessPool) else []
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset without a state begins."""
-        self._epochs.request(epoch)
-
-    def begin_cycle(self) -> None:
-        """Make the next reset without a state begin this epoch again, with other random numbers."""
-        self._epochs.request_cycle()
-
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
         Raises:
-            StateError: the state was saved with another `process_fn`, seed, rank or world size.
+            StateError: the state is damaged, or was saved with another `process_fn`, seed, rank or
+                world size.
             WorkerError: a worker could not be started.
         """
-        super().reset(initial_state)
         if self._pool is not None and self._in_flight:
             self._pool.discard()
         self._clear()
-        if initial_state is None:
-            self._epochs.advance()
-            self.source.reset(None)
-            self._source_state = copy_state(self.source.state_dict())
-        else:
-            state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-            self._epochs.restore(
-                state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY]
-            )
-            self._source_state = state[self.SOURCE_KEY]
-            self._taken = state[self.TAKEN_KEY]
-            self._position = self._submitted = state[self.POSITION_KEY]
-            self.source.reset(copy_state(self._source_state))
-            self._skip(self._taken)
+        super().reset(initial_state)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
             with deferred_interrupt():
                 self._pool = start_pool(self._processor, self._workers)
                 self._finalizer = weakref.finalize(self, self._pool.close)
+
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source."""
+        self.source.reset(None)
+        self._source_state = copy_state(self.source.state_dict())
+
+    def restore(self, state: ProcessorState) -> None:
+        """Go to the source's chunk, and past the items of it that are out."""
+        self._source_state, self._taken = state.source, state.taken
+        self._position = self._submitted = state.position
+        self.source.reset(copy_state(state.source))
+        self._skip(state.taken)
+
+    def save(self) -> ProcessorState:
+        """Return the source's state before the chunk in hand, and how many items of it are out."""
+        return ProcessorState(
+            source=copy_state(self._source_state), taken=self._taken, position=self._position
+        )
 
     def next(self) -> T:
         """Return the next processed sample.
@@ -160,7 +172,6 @@ class ParallelProcessor(BaseNode[T]):
                 again until the next reset, so the sample cannot pass unseen.
             WorkerError: a worker died or did not answer in time. Likewise.
         """
-        self._epochs.started = True
         while True:
             for result in self._ready:
                 self._taken += 1
@@ -169,19 +180,6 @@ class ParallelProcessor(BaseNode[T]):
             if self._failure is not None:
                 raise self._failure
             self._take_chunk()
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the source's state before the chunk in hand, and how many items of it are out."""
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            source=copy_state(self._source_state),
-            taken=self._taken,
-            epoch=self._epochs.epoch,
-            position=self._position,
-            started=self._epochs.started,
-            cycle=self._epochs.cycle,
-        )
 
     def close(self) -> None:
         """Stop the workers. A later reset starts them again."""

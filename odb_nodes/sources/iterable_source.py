@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from torchdata.nodes import BaseNode, Stateful
+from torchdata.nodes import Stateful
 
 from odb_nodes._core.checks import check_iterable
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract.epochs import EpochCounter
-from odb_nodes.contract.state import copy_state, seal, unseal
+from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sources.streams import as_stream
 
 T = TypeVar("T")
 
 
-class IterableSource(BaseNode[T]):
+@dataclass(kw_only=True)
+class IterableState(EpochState):
+    """Where an `IterableSource` stands.
+
+    Attributes:
+        position: items read, those of other ranks included.
+        ended: the iterable has raised `StopIteration`.
+        iterable: its own state, where it has one.
+        digest: of the items read, where they are indices.
+    """
+
+    position: Count
+    ended: bool
+    iterable: Any
+    digest: Count
+
+
+class IterableSource(EpochNode[T, IterableState]):
     """Yields this rank's items of an iterable, iterated anew in every epoch.
 
     Rank r takes every `world_size`-th item, from the r-th on. An iterable with `set_epoch` is told
@@ -44,22 +61,8 @@ class IterableSource(BaseNode[T]):
         ValueError: a streaming dataset was split over ranks already.
     """
 
-    EPOCH_KEY = "epoch"
-    POSITION_KEY = "position"
-    STARTED_KEY = "started"
-    ITERABLE_KEY = "iterable"
-    ENDED_KEY = "ended"
-    DIGEST_KEY = "digest"
-    CYCLE_KEY = "cycle"
-    STATE_KEYS = (
-        EPOCH_KEY,
-        POSITION_KEY,
-        STARTED_KEY,
-        ITERABLE_KEY,
-        ENDED_KEY,
-        DIGEST_KEY,
-        CYCLE_KEY,
-    )
+    STATE = IterableState
+    retries_errors = True  # of the iterable, which may go on
 
     def __init__(
         self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
@@ -71,7 +74,6 @@ class IterableSource(BaseNode[T]):
         self._iterable = iterable if self._stream is None else self._stream
         split = self._stream is not None and self._stream.split
         self._offset, self._stride = (0, 1) if split else (self._rank, self._world_size)
-        self._epochs = EpochCounter()
         self._position = 0  # items read, other ranks' included
         self._loaded: Any = None  # the iterable's state, until it has yielded again
         self._ended = False
@@ -89,50 +91,40 @@ class IterableSource(BaseNode[T]):
             raise TypeError(f"`{type(self._iterable).__name__}` has no length.")
         return len(range(self._offset, len(self._iterable), self._stride))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset without a state begins."""
-        self._epochs.request(epoch)
+    def begin_epoch(self) -> None:
+        """Stand before the first item."""
+        self._forget(retry=self._ended and self._loaded is not None)
+        self._tell_epoch()
 
-    def begin_cycle(self) -> None:
-        """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.request_cycle()
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+    def restore(self, state: IterableState) -> None:
+        """Go to an item: by the iterable's own state, or by reading it again up to there.
 
         Raises:
-            StateError: the state was saved with another rank or world size, or lies beyond the end
-                of the iterable.
+            StateError: it lies beyond the end of the iterable, or other indices lead there.
         """
-        super().reset(initial_state)
-        if self._loaded is not None and self._it is not None:
-            # An iterable that restores itself when its iteration begins would do so too late.
-            next(self._it, None)
-        self._retry = self._ended and self._loaded is not None and initial_state is None
-        self._it, self._loaded, self._ended = None, None, False
-        self._position = self._digest = 0
-        if initial_state is None:
-            self._epochs.advance()
-            self._tell_epoch()
-            return
-        state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY])
-        self._position = state[self.POSITION_KEY]
-        self._loaded = state[self.ITERABLE_KEY]
-        self._ended = state[self.ENDED_KEY]
+        self._forget(retry=False)
+        self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
         self._tell_epoch()
         if isinstance(self._iterable, Stateful) and self._loaded is not None:
             self._iterable.load_state_dict(copy_state(self._loaded))
-            self._digest = state[self.DIGEST_KEY]
+            self._digest = state.digest
             if not self._ended:
                 self._it = iter(self._iterable)
         elif self._position:
             self._it = iter(self._iterable)
-            self._fast_forward(self._it, state[self.DIGEST_KEY])
+            self._fast_forward(self._it, state.digest)
+
+    def save(self) -> IterableState:
+        """Return the position, and the iterable's own state."""
+        own = self._loaded
+        if own is None and isinstance(self._iterable, Stateful) and self._position:
+            own = self._iterable.state_dict()
+        return IterableState(
+            position=self._position, ended=self._ended, iterable=own, digest=self._digest
+        )
 
     def next(self) -> T:
         """Return the next item of this rank."""
-        self._epochs.started = True
         if self._ended:
             raise StopIteration
         if self._it is None:
@@ -156,22 +148,13 @@ class IterableSource(BaseNode[T]):
             if (self._position - 1) % self._stride == self._offset:
                 return item
 
-    def get_state(self) -> dict[str, Any]:
-        """Return epoch and position, and the iterable's own state."""
-        own = self._loaded
-        if own is None and isinstance(self._iterable, Stateful) and self._position:
-            own = self._iterable.state_dict()
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            epoch=self._epochs.epoch,
-            position=self._position,
-            started=self._epochs.started,
-            iterable=copy_state(own),
-            ended=self._ended,
-            digest=self._digest,
-            cycle=self._epochs.cycle,
-        )
+    def _forget(self, *, retry: bool) -> None:
+        if self._loaded is not None and self._it is not None:
+            # An iterable that restores itself when its iteration begins would do so too late.
+            next(self._it, None)
+        self._retry = retry
+        self._it, self._loaded, self._ended = None, None, False
+        self._position = self._digest = 0
 
     def _tell_epoch(self) -> None:
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):

@@ -6,21 +6,36 @@ import copy
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchdata.nodes import BaseNode
-
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract.epochs import EpochCounter
+from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.contract.item_location import ItemLocation
-from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import SampleError, StateError
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class JsonlSource(BaseNode[Any]):
+@dataclass(kw_only=True)
+class JsonlState(EpochState):
+    """Where a `JsonlSource` stands.
+
+    Attributes:
+        file: the number of the file; the number of files at the end.
+        offset: bytes of that file that are read.
+        line: lines of that file that are read.
+        record: records that are read of all files, those of other ranks included.
+    """
+
+    file: Count = 0
+    offset: Count = 0
+    line: Count = 0
+    record: Count = 0
+
+
+class JsonlSource(EpochNode[Any, JsonlState]):
     """Yields this rank's records of JSON Lines files, file after file, in each epoch.
 
     Rank r takes every `world_size`-th record, from the r-th on, over all files together: the shards
@@ -39,14 +54,8 @@ class JsonlSource(BaseNode[Any]):
             several ranks that each have files of their own (`rank=0, world_size=1`).
     """
 
-    EPOCH_KEY = "epoch"
-    STARTED_KEY = "started"
-    FILE_KEY = "file"
-    OFFSET_KEY = "offset"
-    LINE_KEY = "line"
-    RECORD_KEY = "record"
-    CYCLE_KEY = "cycle"
-    STATE_KEYS = (EPOCH_KEY, STARTED_KEY, FILE_KEY, OFFSET_KEY, LINE_KEY, RECORD_KEY, CYCLE_KEY)
+    STATE = JsonlState
+    retries_errors = True  # the file may be mended meanwhile
 
     def __init__(
         self, paths: Paths, rank: int | None = None, world_size: int | None = None
@@ -65,49 +74,41 @@ class JsonlSource(BaseNode[Any]):
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if not any(self._sizes) and not has_data_elsewhere(self._world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
-        self._epochs = EpochCounter()
         self._open: BinaryIO | None = None
-        self._begin()
+        self._at = JsonlState()
 
     def copy(self) -> JsonlSource:
         """Return a source over the same files, at their beginning, that shares no position."""
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
-        BaseNode.__init__(source)
-        source._epochs, source._open = EpochCounter(), None
-        source._begin()
+        EpochNode.__init__(source)
+        source._open, source._at = None, JsonlState()
         return source
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset without a state begins."""
-        self._epochs.request(epoch)
+    def begin_epoch(self) -> None:
+        """Stand at the first record of the first file."""
+        self.close()
+        self._at = JsonlState()
 
-    def begin_cycle(self) -> None:
-        """Make the next reset without a state begin this epoch again."""
-        self._epochs.request_cycle()
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+    def restore(self, state: JsonlState) -> None:
+        """Go to a byte of a file.
 
         Raises:
-            StateError: the state was saved with other files, or files of other sizes, or as another
-                rank.
+            StateError: it lies beyond the end.
         """
-        super().reset(initial_state)
         self.close()
-        if initial_state is None:
-            self._epochs.advance()
-            self._begin()
-            return
-        state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-        self._epochs.restore(state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY])
-        self._file, self._offset = state[self.FILE_KEY], state[self.OFFSET_KEY]
-        self._line, self._record = state[self.LINE_KEY], state[self.RECORD_KEY]
-        if self._file < len(self._paths) and self._offset > self._sizes[self._file]:
+        files, sizes = len(self._paths), [*self._sizes, 0]
+        if state.file > files or state.offset > sizes[state.file]:
+            where = self._paths[state.file] if state.file < files else f"file {state.file}"
             raise StateError(
-                f"the state of {type(self).__name__} stands at byte {self._offset} of "
-                f"{self._paths[self._file]}, which has {self._sizes[self._file]}. Resume over the "
-                "files that it was saved on."
+                f"the state of {type(self).__name__} stands at byte {state.offset} of {where}, but "
+                f"its {files} files have {self._sizes} bytes. Resume over the files that it was "
+                "saved on."
             )
+        self._at = state
+
+    def save(self) -> JsonlState:
+        """Return file and byte offset."""
+        return replace(self._at)
 
     def next(self) -> Any:
         """Return the next record of this rank.
@@ -116,39 +117,25 @@ class JsonlSource(BaseNode[Any]):
             SampleError: it is not valid JSON; names file and line. The state stays before it, and
                 it is raised again until the file is mended.
         """
-        self._epochs.started = True
-        while self._file < len(self._paths):
+        at = self._at
+        while at.file < len(self._paths):
             line = self._lines().readline()
             if not line:
                 self.close()
-                self._file, self._offset, self._line = self._file + 1, 0, 0
+                at.file, at.offset, at.line = at.file + 1, 0, 0
                 continue
-            mine = not line.isspace() and self._record % self._world_size == self._rank
+            mine = not line.isspace() and at.record % self._world_size == self._rank
             record = self._parse(line) if mine else None
-            self._offset += len(line)
-            self._line += 1
-            self._record += not line.isspace()
+            at.offset += len(line)
+            at.line += 1
+            at.record += not line.isspace()
             if mine:
                 return record
         raise StopIteration
 
-    def get_state(self) -> dict[str, Any]:
-        """Return epoch, file and byte offset."""
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            epoch=self._epochs.epoch,
-            started=self._epochs.started,
-            file=self._file,
-            offset=self._offset,
-            line=self._line,
-            record=self._record,
-            cycle=self._epochs.cycle,
-        )
-
     def item_location(self) -> ItemLocation:
-        """Return where the last record comes from, for errors."""
-        return "line %d of %s", self._line, self._paths[min(self._file, len(self._paths) - 1)]
+        """Return file and line of the last record."""
+        return "line %d of %s", self._at.line, self._paths[min(self._at.file, len(self._paths) - 1)]
 
     def close(self) -> None:
         """Close the file that is open. The next record opens it again."""
@@ -156,13 +143,10 @@ class JsonlSource(BaseNode[Any]):
             self._open.close()
             self._open = None
 
-    def _begin(self) -> None:
-        self._file = self._offset = self._line = self._record = 0
-
     def _lines(self) -> BinaryIO:
         if self._open is None:
-            self._open = open(self._paths[self._file], "rb")
-            self._open.seek(self._offset)
+            self._open = open(self._paths[self._at.file], "rb")
+            self._open.seek(self._at.offset)
         return self._open
 
     def _parse(self, line: bytes) -> Any:
@@ -174,9 +158,10 @@ class JsonlSource(BaseNode[Any]):
             if isinstance(error, json.JSONDecodeError):  # whose own line number is within the line
                 what = f"{error.msg} at character {error.pos + 1}"
             shown = line[:80].decode(errors="replace").strip()
+            where = f"{self._paths[self._at.file]}, line {self._at.line + 1}"
             raise SampleError(
-                f"{self._paths[self._file]}, line {self._line + 1}, is not valid JSON in UTF-8: "
-                f"{what}. It begins with {shown!r}. Mend it, then iterate again; or resume, with "
+                f"{where}, is not valid JSON in UTF-8: {what}. It begins with "
+                f"{shown!r}. Mend it, then iterate again; or resume, with "
                 "`strict=False` if the size of the file has changed."
             ) from error
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract.epochs import EpochCounter
-from odb_nodes.contract.state import seal, unseal
+from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.sources.permutation import Permutation
 
 _BLOCK = 1024  # indices computed at a time
 _MAX_SIZE = 2**62  # they are computed in 64 bits
 
 
-class ShardedSampler(BaseNode[int]):
+@dataclass(kw_only=True)
+class SamplerState(EpochState):
+    """Where a `ShardedSampler` stands: how many indices of the epoch are out."""
+
+    position: Count
+
+
+class ShardedSampler(EpochNode[int, SamplerState]):
     """Yields this rank's indices into `range(size)`, shuffled anew in every epoch.
 
     Rank r takes every `world_size`-th element of the epoch's permutation, from the r-th on: the
@@ -40,11 +46,7 @@ class ShardedSampler(BaseNode[int]):
             several ranks that each have data of their own (`rank=0, world_size=1`).
     """
 
-    EPOCH_KEY = "epoch"
-    POSITION_KEY = "position"
-    STARTED_KEY = "started"
-    CYCLE_KEY = "cycle"
-    STATE_KEYS = (EPOCH_KEY, POSITION_KEY, STARTED_KEY, CYCLE_KEY)
+    STATE = SamplerState
 
     def __init__(
         self,
@@ -63,7 +65,6 @@ class ShardedSampler(BaseNode[int]):
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
         if not 0 <= self._size <= _MAX_SIZE:
             raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
-        self._epochs = EpochCounter()
         self._position = 0
         self._block: list[int] = []
         self._block_start = 0
@@ -72,38 +73,26 @@ class ShardedSampler(BaseNode[int]):
         """Return how many indices this rank yields in an epoch."""
         return len(range(self._rank, self._size, self._world_size))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset without a state begins."""
-        self._epochs.request(epoch)
+    def begin_epoch(self) -> None:
+        """Stand at the first index of the epoch."""
+        self._go_to(0)
 
-    def begin_cycle(self) -> None:
-        """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.request_cycle()
+    def restore(self, state: SamplerState) -> None:
+        """Go to an index of the epoch."""
+        self._go_to(state.position)
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+    def save(self) -> SamplerState:
+        """Return the number of indices of the epoch that are out."""
+        return SamplerState(position=self._position)
 
-        Raises:
-            StateError: the state was saved with another size, shuffle, seed, rank or world size.
-        """
-        super().reset(initial_state)
-        if initial_state is None:
-            self._epochs.advance()
-            self._position = 0
-        else:
-            state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-            self._epochs.restore(
-                state[self.EPOCH_KEY], state[self.STARTED_KEY], state[self.CYCLE_KEY]
-            )
-            self._position = state[self.POSITION_KEY]
+    def _go_to(self, position: int) -> None:
+        self._position = self._block_start = position
         self._block = []
-        self._block_start = self._position
         seed = hash_ints(self._seed, self._epochs.shuffle_key)
         self._permutation = Permutation(self._size, seed) if self._shuffle else None
 
     def next(self) -> int:
         """Return the next index of this rank."""
-        self._epochs.started = True
         offset = self._position - self._block_start
         if offset >= len(self._block):
             if self._position >= len(self):
@@ -113,17 +102,6 @@ class ShardedSampler(BaseNode[int]):
             self._block = self._indices(self._position, min(self._position + _BLOCK, len(self)))
         self._position += 1
         return self._block[offset]
-
-    def get_state(self) -> dict[str, Any]:
-        """Return epoch, cycle and position."""
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            epoch=self._epochs.epoch,
-            position=self._position,
-            started=self._epochs.started,
-            cycle=self._epochs.cycle,
-        )
 
     def _indices(self, start: int, stop: int) -> list[int]:
         places = np.arange(start, stop, dtype=np.int64) * self._world_size + self._rank

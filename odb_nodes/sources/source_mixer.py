@@ -13,9 +13,9 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_node
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
+from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.item_location import ItemLocation, locator_of
-from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import Sample, Skipped, SourceItem
 
@@ -49,7 +49,32 @@ class Mixing:
         return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
 
 
-class SourceMixer(BaseNode[Any]):
+@dataclass(kw_only=True)
+class MixerState(NodeState):
+    """Where a `SourceMixer` stands.
+
+    Attributes:
+        sources: the states of the sources, by name.
+        samples: samples of the epoch so far, by source.
+        tokens: tokens of the epoch so far, by source.
+        exhausted: the sources that were exhausted at least once in the epoch, in that order.
+        ended: the epoch has ended.
+    """
+
+    sources: SourceStates
+    samples: dict[str, Count]
+    tokens: dict[str, Count]
+    exhausted: list[str]
+    ended: bool
+
+    def validate(self) -> None:
+        """Check that all fields are of the same sources."""
+        names = self.sources.keys()
+        if not (names == self.samples.keys() == self.tokens.keys() >= {*self.exhausted}):
+            raise ValueError("`sources`, `samples`, `tokens` and `exhausted` name other sources.")
+
+
+class SourceMixer(StatefulNode[Any, MixerState]):
     """Yields items of several named sources, in shares that follow their weights all along.
 
     The next item comes from the source that has had the least for its weight so far (weighted fair
@@ -74,15 +99,9 @@ class SourceMixer(BaseNode[Any]):
         TypeError, ValueError: an argument is not what is said above.
     """
 
-    SOURCES_KEY = "sources"
-    SAMPLES_KEY = "samples"
-    TOKENS_KEY = "tokens"
-    EXHAUSTED_KEY = "exhausted"
-    ENDED_KEY = "ended"
+    STATE = MixerState
+    retries_errors = True  # as its sources do, or not
     same_on_all_ranks = True
-    """Ranks that share its sources out must have the same `fingerprint`."""
-
-    STATE_KEYS = (SOURCES_KEY, SAMPLES_KEY, TOKENS_KEY, EXHAUSTED_KEY, ENDED_KEY)
 
     def __init__(
         self,
@@ -133,29 +152,39 @@ class SourceMixer(BaseNode[Any]):
         """Tokens of this epoch so far, by source; 0 where the items are no `Sample`."""
         return dict(self._tokens)
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+    def begin_epoch(self) -> None:
+        """Begin the epoch of every source."""
+        self._clear()
+        for node in self.sources.values():
+            node.reset(None)
+
+    def restore(self, state: MixerState) -> None:
+        """Go to where every source stands.
 
         Raises:
-            StateError: the state was saved with other sources, weights or rules.
+            StateError: there are other sources now.
         """
-        super().reset(initial_state)
         self._clear()
-        if initial_state is None:
-            for node in self.sources.values():
-                node.reset(None)
-            return
-        state = unseal(initial_state, type(self).__name__, self.fingerprint(), self.STATE_KEYS)
-        if (saved := state[self.SOURCES_KEY]).keys() != self.sources.keys():
+        if state.sources.keys() != self.sources.keys():
             raise StateError(
-                f"the state of {type(self).__name__} has sources {sorted(saved)}, but there are "
-                f"{sorted(self.sources)} now. Resume with those; others can begin with an epoch."
+                f"the state of {type(self).__name__} has sources {sorted(state.sources)}, but "
+                f"there are {sorted(self.sources)} now. Resume with those; others can begin with "
+                "an epoch."
             )
         for name, node in self.sources.items():
-            node.reset(saved[name])
-        self._samples, self._tokens = state[self.SAMPLES_KEY], state[self.TOKENS_KEY]
-        self._exhausted = state[self.EXHAUSTED_KEY]
-        self._ended = state[self.ENDED_KEY]
+            node.reset(state.sources[name])
+        self._samples, self._tokens = state.samples, state.tokens
+        self._exhausted, self._ended = state.exhausted, state.ended
+
+    def save(self) -> MixerState:
+        """Return the states of the sources, and what each has had."""
+        return MixerState(
+            sources={name: node.state_dict() for name, node in self.sources.items()},
+            samples=self._samples,
+            tokens=self._tokens,
+            exhausted=self._exhausted,
+            ended=self._ended,
+        )
 
     def next(self) -> Any:
         """Return the next item of the source that is most behind.
@@ -200,18 +229,6 @@ class SourceMixer(BaseNode[Any]):
                 )
             return SourceItem(name, item)
         raise StopIteration
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the states of the sources, and what each has had."""
-        return seal(
-            type(self).__name__,
-            self.fingerprint(),
-            sources={name: node.state_dict() for name, node in self.sources.items()},
-            samples=dict(self._samples),
-            tokens=dict(self._tokens),
-            exhausted=list(self._exhausted),
-            ended=self._ended,
-        )
 
     def item_location(self) -> ItemLocation:
         """Return where the last item comes from, for errors."""

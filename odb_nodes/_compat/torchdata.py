@@ -1,0 +1,117 @@
+"""torchdata 0.11: its threads, its lengths, and its counters of epochs.
+
+Relied on beside the public names: the iterators of its mappers and prefetchers, which are `_it` of
+the node; their events, threads, workers and queues; `epoch` and `_started` of `SamplerWrapper`; the
+state of a `Prefetcher`, whose key "snapshot" holds that of its source.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from torchdata.nodes import (
+    BaseNode,
+    Batcher,
+    IterableWrapper,
+    ParallelMapper,
+    PinMemory,
+    Prefetcher,
+    SamplerWrapper,
+)
+from torchdata.nodes.map import _ParallelMapperImpl, _ParallelMapperIter, _SingleThreadedMapper
+
+__all__ = ["join_threads", "length_of", "set_epoch", "signal_stop", "snapshot_of"]
+
+_POLL_S = 0.05
+
+
+def signal_stop(node: BaseNode[Any]) -> None:
+    """Tell the threads of a node to stop, without waiting for them."""
+    it = getattr(node, "_it", None)
+    for event in ("_stop_event", "_stop", "_mp_stop"):
+        if isinstance(it, (_SingleThreadedMapper, _ParallelMapperIter)) and hasattr(it, event):
+            getattr(it, event).set()
+
+
+def join_threads(node: BaseNode[Any], timeout_s: float) -> None:
+    """Stop the threads and workers of a node, and wait until each has left its source.
+
+    Its own shutdown waits for 0.5 s and then goes on while the thread is still inside of
+    `next(source)`, so a slow source loses an item at every reset.
+
+    Raises:
+        TimeoutError: a thread did not come back in time.
+    """
+    if not isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
+        return
+    # A reset of theirs that raised has deleted it, and the next one would miss it.
+    it = node._it = getattr(node, "_it", None)
+    signal_stop(node)
+    if isinstance(it, _SingleThreadedMapper):
+        _join([it._thread], timeout_s, node)
+    elif isinstance(it, _ParallelMapperIter):
+        _join_parallel_mapper(it, timeout_s, node)
+
+
+def _join_parallel_mapper(
+    it: _ParallelMapperIter[Any], timeout_s: float, node: BaseNode[Any]
+) -> None:
+    _join([it._read_thread, *([it._sort_thread] if it.in_order else [])], timeout_s, node)
+    for worker in it._workers if it.method == "process" else ():
+        worker.terminate()  # type: ignore[union-attr]
+    _join(it._workers, timeout_s, node)
+    for queue in (it._in_q, it._intermed_q) if it.method == "process" else ():
+        # Its thread may be stuck in a pipe that nobody reads any more, and is joined at exit.
+        feeder = getattr(queue, "_thread", None)
+        queue.cancel_join_thread()  # type: ignore[union-attr]
+        queue._reader.close()  # type: ignore[union-attr]
+        queue.close()  # type: ignore[union-attr]
+        _join([feeder] if feeder is not None else [], timeout_s, node)
+
+
+def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        while thread.is_alive():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"a thread of `{type(node).__name__}` is still inside of `next(source)` after "
+                    f"{timeout_s} s: a node below it hangs."
+                )
+            thread.join(_POLL_S)
+
+
+def set_epoch(node: BaseNode[Any], epoch: int) -> None:
+    """Make `epoch` the one that the next reset of a `SamplerWrapper` begins."""
+    if isinstance(node, SamplerWrapper):
+        node.epoch, node._started = epoch, False
+
+
+def snapshot_of(prefetcher: Prefetcher[Any]) -> dict[str, Any]:
+    """Return the state that the source of a `Prefetcher` had after the item taken last."""
+    state: dict[str, Any] = prefetcher.state_dict()["snapshot"]
+    return state
+
+
+def length_of(node: BaseNode[Any]) -> int:
+    """Return how many items a node yields per epoch.
+
+    Raises:
+        TypeError: it cannot be known before the epoch has ended.
+    """
+    if hasattr(type(node), "__len__"):
+        return len(node)  # type: ignore[arg-type]
+    if isinstance(node, ParallelMapper) and node.prebatch is not None:
+        return length_of(node.source.source)  # type: ignore[attr-defined]
+    if isinstance(node, (ParallelMapper, PinMemory, Prefetcher)):
+        return length_of(node.source)
+    if isinstance(node, Batcher):
+        items = length_of(node.source)
+        return items // node.batch_size if node.drop_last else -(-items // node.batch_size)
+    if isinstance(node, IterableWrapper) and isinstance(node.iterable, Sized):
+        return len(node.iterable)
+    if isinstance(node, SamplerWrapper) and isinstance(node.sampler, Sized):
+        return len(node.sampler)
+    raise TypeError(f"`{type(node).__name__}` does not know its length before the epoch has ended.")

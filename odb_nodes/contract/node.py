@@ -1,0 +1,191 @@
+"""The contract of a node, declared once: what it answers, what its state holds, how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.contract.fields import mutable_fields
+from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.state import NodeState, copy_state, seal, unseal
+from odb_nodes.errors import StateError
+from odb_nodes.planning import TokenBudget
+
+__all__ = ["StatefulNode", "call_member"]
+
+T = TypeVar("T")
+S = TypeVar("S", bound=NodeState)
+
+
+class StatefulNode(BaseNode[T], Generic[T, S]):
+    """A node whose state is declared, sealed when it is saved, and checked when it is loaded.
+
+    A node derives from it, declares its state as a dataclass, and defines four methods: `next`,
+    `begin_epoch`, `save` and `restore`. It gets these in return:
+
+    - A state of another version, node or configuration, one that lacks a field, and one that holds
+      something else than was declared is a `StateError` that names node and field.
+    - No list or dict of the node's own is shared with a state that was handed out.
+    - An error in `next` is raised again until the next reset, so the item that caused it cannot
+      pass unseen; and no state is given out that would stand after that item.
+
+    Sources are attributes of the node, or are in a list or dict that is one. A plain node of
+    torchdata may stand anywhere in a graph, and may have any of the methods of this class.
+
+    Class attributes:
+        STATE: the dataclass that declares the state, see `NodeState`.
+        retries_errors: the node stands before the item whose `next` raised, and the next call tries
+            again.
+        keeps_failed_items: `save` is right also after `next` raised.
+        same_on_all_ranks: ranks that share data must have a node with an equal `fingerprint`.
+    """
+
+    STATE: ClassVar[type[Any]] = NodeState
+    retries_errors: ClassVar[bool] = False
+    keeps_failed_items: ClassVar[bool] = False
+    same_on_all_ranks: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__failure: Exception | None = None
+        self.__is_reset = False
+
+    # --- what a node defines --------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Stand at the beginning of the next epoch, and reset the sources with `None`."""
+        raise NotImplementedError(f"`{type(self).__name__}` must define `begin_epoch`.")
+
+    def restore(self, state: S) -> None:
+        """Go to where `state` stands, and reset the sources with their parts of it.
+
+        Args:
+            state: what `save` returned, of this node or of one with an equal fingerprint; the
+                node's to keep.
+
+        Raises:
+            StateError: the node cannot go there.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` must define `restore`.")
+
+    def save(self) -> S:
+        """Return where the node stands. It must not raise, and is called once per item by some.
+
+        Every item that was pulled and not yet yielded must be in it, or after it.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` must define `save`.")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output, as plain data: a state fits only where it is equal."""
+        return {}
+
+    def fixed_fields(self, _state: S) -> Collection[str]:
+        """Return the fields of the fingerprint that `strict=False` may not change for a state."""
+        return ()
+
+    # --- what a node may be asked ---------------------------------------------------------------
+
+    @property
+    def budget(self) -> TokenBudget | None:
+        """The budget of the groups that it yields; `None` where it forms none."""
+        return None
+
+    @property
+    def remaining_samples(self) -> int:
+        """Samples of this epoch that it holds or knows to be left, beside its sources'."""
+        return 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset without a state begins, if it counts them."""
+
+    def begin_cycle(self) -> None:
+        """Make the next reset without a state begin this epoch again, in another order."""
+
+    def item_location(self) -> ItemLocation | None:
+        """Return where the last item comes from, for errors."""
+        return None
+
+    def interrupt(self) -> None:
+        """Make a `next` that waits on another thread raise now. A reset takes it back."""
+
+    def close(self) -> None:
+        """Let go of threads, workers and files. A later reset starts them again."""
+
+    # --- what torchdata calls -------------------------------------------------------------------
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to where `initial_state` stands.
+
+        Raises:
+            StateError: the state is damaged, or does not fit the node or its data.
+        """
+        super().reset(initial_state)
+        self.__is_reset = False
+        try:
+            if initial_state is None:
+                self._begin()
+            else:
+                name, config = type(self).__name__, self.fingerprint()
+                self._restore(unseal(initial_state, name, self.STATE, config, self.fixed_fields))
+        except BaseException as error:  # It stands nowhere now: only another reset helps.
+            self.__failure = self._as_exception(error)
+            raise
+        self.__failure, self.__is_reset = None, True
+
+    def get_state(self) -> dict[str, Any]:
+        """Return where the node stands. The caller owns the result.
+
+        Raises:
+            StateError: `next` raised, and a state would lose the item that caused it. The `Loader`
+                uses the one before.
+        """
+        if self.__failure is not None and not (self.keeps_failed_items and self.__is_reset):
+            raise StateError(
+                f"{type(self).__name__} has no state after an error, which would lose the item "
+                f"that caused it ({self.__failure}). Load the last state saved before."
+            )
+        return seal(type(self).__name__, self.fingerprint(), self._saved_values())
+
+    def __next__(self) -> T:
+        if self.__failure is not None:
+            raise self.__failure
+        if not self.__is_reset:
+            self.reset(None)
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if not self.retries_errors:
+                self.__failure = self._as_exception(error)
+            raise
+
+    def _as_exception(self, error: BaseException) -> Exception:
+        """Return the error to raise from now on: Ctrl-C loses what was on its way."""
+        if isinstance(error, Exception):
+            return error
+        return StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+
+    def _begin(self) -> None:
+        self.begin_epoch()
+
+    def _restore(self, state: S) -> None:
+        self.restore(state)
+
+    def _next(self) -> T:
+        return self.next()
+
+    def _saved_values(self) -> dict[str, Any]:
+        values = dict(vars(self.save()))
+        declared: Any = self.STATE
+        for name in mutable_fields(declared):
+            values[name] = copy_state(values[name])
+        return values
+
+
+def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
+    """Call a method of the contract; return `None` where a plain node does not have it."""
+    method = getattr(node, name, None)
+    return method(*arguments) if callable(method) else None

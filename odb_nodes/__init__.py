@@ -2,6 +2,7 @@
 
 from odb_nodes.alignment import RankAligner
 from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.contract import EpochNode, StatefulNode
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlignedGroup",
     "DistributedState",
+    "EpochNode",
     "GroupCollator",
     "IterableSource",
     "JsonlSource",
@@ -48,6 +50,7 @@ __all__ = [
     "SourceItem",
     "SourceMixer",
     "StateError",
+    "StatefulNode",
     "StepInfo",
     "TokenBudget",
     "WindowBucketer",

@@ -15,7 +15,9 @@ from odb_nodes.alignment.exchange import (
     LocalExchange,
     resolve_exchange,
 )
+from odb_nodes.contract import StatefulNode
 from odb_nodes.contract.graph import walk
+from odb_nodes.contract.node import call_member
 from odb_nodes.errors import PeerError, SampleError, StateError
 from odb_nodes.nodes.payload import encode_sample
 from odb_nodes.planning.alignment import CostReport
@@ -205,15 +207,13 @@ def _nodes_alike(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
     return _by_name(
         (type(node).__name__, config)
         for node, config in _configured_nodes(source)
-        if getattr(node, "same_on_all_ranks", False)
+        if isinstance(node, StatefulNode) and node.same_on_all_ranks
     )
 
 
 def _configured_nodes(source: BaseNode[Any]) -> Iterator[tuple[BaseNode[Any], dict[str, Any]]]:
     for node in walk(source):
-        fingerprint = getattr(node, "fingerprint", None)
-        config = fingerprint() if callable(fingerprint) else None
-        if isinstance(config, dict):
+        if isinstance(config := call_member(node, "fingerprint"), dict):
             yield node, config
 
 

@@ -16,7 +16,15 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.group_reader import GroupReader
 from odb_nodes.alignment.peers import Peers
-from odb_nodes.contract import Count, EpochNode, EpochState, RowsOf, SourceState, copy_state
+from odb_nodes.contract import (
+    Count,
+    EpochNode,
+    EpochState,
+    RowsOf,
+    SourceState,
+    StatefulNode,
+    copy_state,
+)
 from odb_nodes.contract.graph import find_budget, walk
 from odb_nodes.contract.state import allow_mismatch
 from odb_nodes.errors import SampleError, StateError
@@ -394,8 +402,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     # --- unequal ranks ------------------------------------------------------------------------
 
     def _count_unemitted(self, left: list[list[Sample]]) -> None:
-        pending = [getattr(node, "remaining_samples", 0) for node in walk(self.source)]
-        self._at.unemitted_samples = unemitted = sum(map(len, left)) + sum(pending)
+        nodes = [node for node in walk(self.source) if isinstance(node, StatefulNode)]
+        pending = sum(node.remaining_samples for node in nodes)
+        self._at.unemitted_samples = unemitted = sum(map(len, left)) + pending
         if unemitted:
             warnings.warn(
                 f'`uneven="stop"`: another rank has ended, so {unemitted} samples of rank '

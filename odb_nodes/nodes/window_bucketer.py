@@ -65,6 +65,9 @@ class BucketerState(NodeState):
                 f"`pulled_since_source` must be at most `pulled`, {self.pulled}, but is "
                 f"{self.pulled_since_source}."
             )
+        carried = [ordinal for ordinal, _ in self.payload or ()]
+        if carried != sorted({*carried}) or not all(0 <= one < self.pulled for one in carried):
+            raise ValueError("`payload` holds samples that cannot have been pulled.")
         tokens, ordinals, patches = self.pooled()
         pulled = (ordinals >= 0) & (ordinals < self.pulled_since_source)
         if not (pulled & (tokens > 0) & (patches >= 0)).all() or len({*ordinals.tolist()}) < len(

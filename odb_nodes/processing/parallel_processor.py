@@ -17,7 +17,8 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.item_location import ItemLocation, format_location, locator_of
+from odb_nodes.contract.item_location import ItemLocation, format_location
+from odb_nodes.contract.node import call_member
 from odb_nodes.errors import SampleError, StateError, WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions
@@ -104,7 +105,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         check_node("source", source)
         check_callable("process_fn", process_fn)
         self.source = source
-        self._locate = locator_of(source)
         self._seed = None if seed is None else check_integer("seed", seed)
         self._name = stable_name(process_fn)
         self._workers = workers or WorkerOptions()
@@ -251,7 +251,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         try:
             while len(items) < self._workers.chunk_size:
                 items.append(next(self.source))
-                locations.append(self._locate())
+                locations.append(call_member(self.source, "item_location"))
         except StopIteration:
             self._source_ended = True
         except Exception as caught:

@@ -15,7 +15,8 @@ from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
-from odb_nodes.contract.item_location import ItemLocation, locator_of
+from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.node import call_member
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import Sample, Skipped, SourceItem
 
@@ -129,7 +130,6 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._by, self._stop = by, stop
         self._exhausted: list[str] = []  # at least once in this epoch
         self._last = ""
-        self._locators = {name: locator_of(node) for name, node in self.sources.items()}
         self._clear()
 
     def __len__(self) -> int:
@@ -233,7 +233,8 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     def item_location(self) -> ItemLocation:
         """Return where the last item comes from, for errors."""
         name = self._last
-        return "sample %d of source %r%s", self._samples[name] - 1, name, self._locators[name]()
+        within = call_member(self.sources[name], "item_location")
+        return "sample %d of source %r%s", self._samples[name] - 1, name, within
 
     def _clear(self) -> None:
         self._samples = dict.fromkeys(self.sources, 0)

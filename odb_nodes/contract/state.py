@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import struct
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -251,36 +250,33 @@ def check_digest(state: Mapping[str, Any], node: str) -> None:
 
 def _digest(state: Any) -> int:
     """Return a CRC-32 of a state, which depends on values and types alone."""
-    parts: list[bytes] = []
-    _append_parts(state, parts)
-    return zlib.crc32(b"".join(parts))
+    words: list[str] = []
+    _append_words(state, words)
+    return zlib.crc32(";".join(words).encode(errors="surrogatepass"))
 
 
-def _append_parts(value: Any, parts: list[bytes]) -> None:
+def _append_words(value: Any, words: list[str]) -> None:
     """Append what tells a value from any other: its type, its size, and what it holds."""
     kind = type(value)
     if kind is bytes:
-        parts += (b"b", struct.pack("<q", len(value)), value)
-    elif kind is str:
-        data = value.encode(errors="surrogatepass")
-        parts += (b"s", struct.pack("<q", len(data)), data)
+        words.append(f"bytes {len(value)} {zlib.crc32(value)}")
     elif kind in _PLAIN:
-        parts += (repr(value).encode(), b";")
+        words.append(repr(value))
     elif isinstance(value, Mapping):
-        parts += (b"{", struct.pack("<q", len(value)))
+        words.append(f"dict {len(value)}")
         for key, item in sorted(value.items(), key=_key_of):
-            _append_parts(key, parts)
-            _append_parts(item, parts)
+            words.append(repr(key))
+            _append_words(item, words)
     elif isinstance(value, (list, tuple)):
-        parts += (b"(" if isinstance(value, tuple) else b"[", struct.pack("<q", len(value)))
+        words.append(f"{kind.__name__} {len(value)}")
         for item in value:
-            _append_parts(item, parts)
+            _append_words(item, words)
     elif isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        parts += (f"{value.dtype}{tuple(value.shape)}".encode(), data)
+        words.append(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
     else:
-        parts += (kind.__qualname__.encode(), repr(value).encode())
+        words.append(f"{kind.__qualname__} {value!r}")
 
 
 def _key_of(item: tuple[Any, Any]) -> str:
-    return str(item[0])  # in any order, since other formats than torch's may sort the keys
+    return str(item[0])  # sorted, since formats other than torch's may not keep the order of keys

@@ -106,7 +106,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
         self._tell_epoch()
         if isinstance(self._iterable, Stateful) and self._loaded is not None:
-            self._iterable.load_state_dict(copy_state(self._loaded))
+            self._load_own(self._iterable)
             self._digest = state.digest
             if not self._ended:
                 self._it = iter(self._iterable)
@@ -147,6 +147,15 @@ class IterableSource(EpochNode[T, IterableState]):
             self._count(item)
             if (self._position - 1) % self._stride == self._offset:
                 return item
+
+    def _load_own(self, iterable: Stateful) -> None:
+        try:
+            iterable.load_state_dict(copy_state(self._loaded))
+        except Exception as error:  # of any kind: it is the user's
+            raise StateError(
+                f"`load_state_dict` of `{type(iterable).__name__}` raised {error!r}: the state of "
+                f"{type(self).__name__} holds {self._loaded!r:.80} for it."
+            ) from error
 
     def _forget(self, *, retry: bool) -> None:
         if self._loaded is not None and self._it is not None:

@@ -105,6 +105,8 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 "saved on."
             )
         self._at = state
+        if state.offset:
+            self._check_line_begins()
 
     def save(self) -> JsonlState:
         """Return file and byte offset."""
@@ -142,6 +144,17 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         if self._open is not None:
             self._open.close()
             self._open = None
+
+    def _check_line_begins(self) -> None:
+        """Raise a `StateError` unless a line begins at the position, or the file ends there."""
+        path, offset = self._paths[self._at.file], self._at.offset
+        with open(path, "rb") as file:
+            file.seek(offset - 1)
+            if file.read(1) != b"\n" and offset < self._sizes[self._at.file]:
+                raise StateError(
+                    f"the state of {type(self).__name__} stands at byte {offset} of {path}, where "
+                    "no line begins. Resume over the files that it was saved on."
+                )
 
     def _lines(self) -> BinaryIO:
         if self._open is None:

@@ -106,7 +106,7 @@ class AlignedRound:
         Args:
             index: of the step in the round.
             step: number of the step in the epoch.
-            rule: of the losses.
+            rule: how the losses become one.
             modalities: names of the bits of the flags.
         """
         group_index, samples, targets, flags = self._table[index].tolist()

@@ -32,7 +32,7 @@ class Peers:
     Args:
         process_group: see `resolve_exchange`.
         timeout_s: seconds until a rank that does not come is an error.
-        round_size: most steps of a round.
+        round_size: the largest number of steps in a round.
     """
 
     def __init__(self, process_group: Any, timeout_s: float, round_size: int) -> None:
@@ -131,7 +131,7 @@ class Peers:
         """Give ranks that never had a sample one of another rank's.
 
         Args:
-            reports: of the round.
+            reports: the reports of all ranks for the round.
             own: this rank's filler, if it has one.
             where: for errors.
 

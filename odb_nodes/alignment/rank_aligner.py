@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
 
@@ -14,18 +14,11 @@ from odb_nodes._core.checks import check_count, check_integer, check_node
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
+from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader
 from odb_nodes.alignment.peers import Peers
-from odb_nodes.contract import (
-    Count,
-    EpochNode,
-    EpochState,
-    RowsOf,
-    SourceState,
-    StatefulNode,
-    copy_state,
-)
-from odb_nodes.contract.graph import find_budget, walk
+from odb_nodes.contract import EpochNode, copy_state
+from odb_nodes.contract.graph import find_budget, remaining_samples
 from odb_nodes.contract.state import allow_mismatch
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
@@ -42,46 +35,6 @@ from odb_nodes.planning.group_costs import (
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup
-
-
-@dataclass(kw_only=True)
-class AlignerState(EpochState):
-    """Where a `RankAligner` stands.
-
-    Attributes:
-        source: the state of the source before the round.
-        round: number of the round in the epoch.
-        step: number of the next step in the epoch.
-        emitted: steps of the round that are out.
-        plan: of the round; `None` between rounds.
-        splits: of this rank's groups in the round.
-        last: there is no round after this one.
-        drained: the source had no groups left for this round.
-        filler: what this rank fills with, encoded, where it is another rank's sample.
-        unemitted_samples: that `uneven="stop"` left over.
-        peers_go_on: other ranks have rounds after this rank's last.
-    """
-
-    source: SourceState = field(default_factory=dict)
-    round: Count = 0
-    step: Count = 0
-    emitted: Count = 0
-    plan: Annotated[bytes | None, RowsOf(AlignedRound.ROW_BYTES)] = None
-    splits: Count = 0
-    last: bool = False
-    drained: bool = False
-    filler: bytes | None = None
-    unemitted_samples: Count = 0
-    peers_go_on: bool = False
-
-    def validate(self) -> None:
-        """Check that the state stands within its round."""
-        steps = len(self.plan or b"") // AlignedRound.ROW_BYTES
-        if self.emitted > steps or self.emitted > self.step:
-            raise ValueError(
-                f"`emitted` must be at most the steps of the round, {steps}, and of the epoch, "
-                f"{self.step}, but is {self.emitted}."
-            )
 
 
 class RankAligner(EpochNode[AlignedGroup, AlignerState]):
@@ -114,7 +67,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             `"exact"`, the gradient of the mean over all supervised tokens; `"approx"`, each rank's
             mean weighed by its samples; `"none"`, 1.0 (0.0 in filler steps).
         accumulate: steps of an optimizer step, which share one denominator.
-        seed: of the permutations; the same on all ranks.
+        seed: the seed of the permutations; the same on all ranks.
         timeout_s: seconds until a rank that does not come is an error on the others.
         cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
             padding included, in the layout of the budget of the `WindowBucketer` below.
@@ -213,8 +166,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             StateError: the source does not yield them again.
         """
         self._at = state
-        self._steps = self._steps_of(state)
-        at_end = _is_at_end(state, self._steps)
+        self._steps = state.steps(ends_alone=self._uneven == "join")
+        at_end = state.is_at_end(self._steps)
         # The plan of a round names groups by number: within one, they must be the same again.
         with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
             self.source.reset(copy_state(state.source))
@@ -238,8 +191,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
-        steps = self._steps_of(state)
-        if _is_at_end(state, steps):
+        steps = state.steps(ends_alone=self._uneven == "join")
+        if state.is_at_end(steps):
             return ()
         of_the_plan = ("cost_fn", "modalities") if len(steps) else ()
         return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
@@ -272,8 +225,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     close = interrupt
 
-    # --- beginning ----------------------------------------------------------------------------
-
     def _agree(self) -> None:
         if self._peers.agreed:
             return
@@ -284,9 +235,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }
         self._peers.agree(config, self.source)
-
-    def _steps_of(self, state: AlignerState) -> AlignedRound:
-        return AlignedRound.from_bytes(state.plan, self._uneven == "join")
 
     def _read_again(self) -> None:
         """Read the groups of the round that the state stands in, or those to fill from."""
@@ -310,8 +258,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 f"{self._steps.groups_needed}. Use an earlier checkpoint."
             )
         self._steps.fill(split, self._filler)
-
-    # --- a round ------------------------------------------------------------------------------
 
     def _begin_round(self) -> None:
         """Settle the next round with the other ranks.
@@ -399,12 +345,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             world_size=self._rule.world_size,
         )
 
-    # --- unequal ranks ------------------------------------------------------------------------
-
     def _count_unemitted(self, left: list[list[Sample]]) -> None:
-        nodes = [node for node in walk(self.source) if isinstance(node, StatefulNode)]
-        pending = sum(node.remaining_samples for node in nodes)
-        self._at.unemitted_samples = unemitted = sum(map(len, left)) + pending
+        unemitted = sum(map(len, left)) + remaining_samples(self.source)
+        self._at.unemitted_samples = unemitted
         if unemitted:
             warnings.warn(
                 f'`uneven="stop"`: another rank has ended, so {unemitted} samples of rank '
@@ -431,8 +374,3 @@ def cost_below(source: BaseNode[Any]) -> CostFn:
     """Return the cost of a group under the budget below; where there is none, its padded tokens."""
     budget = find_budget(source)
     return padded_tokens if budget is None else BudgetCost(budget)
-
-
-def _is_at_end(state: AlignerState, steps: AlignedRound) -> bool:
-    """Tell whether a state stands after the last step of the epoch."""
-    return state.last and state.emitted == len(steps)

@@ -18,6 +18,7 @@ __all__ = [
     "close_nodes",
     "find_budget",
     "length_of",
+    "remaining_samples",
     "stop_threads",
     "walk",
 ]
@@ -96,3 +97,9 @@ def find_budget(source: BaseNode[Any]) -> TokenBudget | None:
         if isinstance(node, StatefulNode) and node.budget is not None:
             return node.budget
     return None
+
+
+def remaining_samples(source: BaseNode[Any]) -> int:
+    """Return how many samples of the epoch a graph holds, or knows to be left."""
+    nodes = (node for node in walk(source) if isinstance(node, StatefulNode))
+    return sum(node.remaining_samples for node in nodes)

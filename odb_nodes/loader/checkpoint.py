@@ -35,7 +35,7 @@ def save_rank_state(
 
     Args:
         state: what `state_dict()` of a loader returned, alone or in a dict with other plain data.
-        folder: of the checkpoint, the same on all ranks; made where it does not exist.
+        folder: the folder of the checkpoint, the same on all ranks; made where it does not exist.
         process_group: the ranks that share the data. Default: all of the job.
 
     Returns:
@@ -63,8 +63,8 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
     """Read this rank's state from a checkpoint folder.
 
     Args:
-        folder: that `save_rank_state` wrote into.
-        process_group: as it was given there.
+        folder: the folder that `save_rank_state` wrote into.
+        process_group: the ranks that share the data, as they were given there.
 
     Raises:
         FileNotFoundError: the folder has no state of any rank.

@@ -14,7 +14,7 @@ class ExclusionCounter:
     """The samples of an epoch that processing skipped, or that exceed the budget on their own.
 
     Args:
-        budget: of the groups.
+        budget: the budget that groups are formed under.
 
     Attributes:
         oversize: samples that exceed the budget on their own.
@@ -69,7 +69,7 @@ class ExclusionCounter:
         """Raise where an epoch had samples, but none came out: the data or the budget is wrong.
 
         Args:
-            samples: of the epoch.
+            samples: the number of samples of the epoch.
 
         Raises:
             SampleError: all of them were left out.

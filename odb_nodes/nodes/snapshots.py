@@ -31,7 +31,7 @@ class Snapshots:
         """Keep the state that the source has now, before sample `ordinal`.
 
         Args:
-            ordinal: of the next sample that the source yields.
+            ordinal: the ordinal of the next sample that the source yields.
             only: forget all others.
         """
         if only:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +11,10 @@ from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from odb_nodes._core.checks import check_count, check_node
-from odb_nodes.contract import Count, NodeState, RowsOf, SourceState, StatefulNode, copy_state
+from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes.bucketer_state import POOL_MODES, BucketerState
 from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
@@ -24,60 +24,6 @@ from odb_nodes.sample import Sample, Skipped
 logger = logging.getLogger(__name__)
 
 _SNAPSHOTS_PER_WINDOW = 4
-_MODES = ("replay", "payload")
-
-
-@dataclass(kw_only=True)
-class BucketerState(NodeState):
-    """Where a `WindowBucketer` stands.
-
-    Attributes:
-        source: the state of the source at or before the oldest pooled sample.
-        mode: what it holds of the pool, `"replay"` or `"payload"`.
-        pulled: samples pulled in the epoch.
-        pulled_since_source: those of them that were pulled after `source`.
-        ended: the source has ended.
-        pool: `"replay"`: tokens, ordinals after `source` and patches of the pooled samples,
-            (3, n) int32.
-        payload: `"payload"`: ordinal and encoding of each pooled sample.
-        dropped_samples: samples that `oversize="drop"` left out in the epoch.
-        oversize_samples: samples that exceeded the budget on their own.
-        skipped_samples: samples that processing skipped, by reason.
-    """
-
-    source: SourceState
-    mode: str
-    pulled: Count
-    pulled_since_source: Count
-    ended: bool
-    pool: Annotated[bytes | None, RowsOf(12)]
-    payload: list[tuple[int, bytes]] | None
-    dropped_samples: Count
-    oversize_samples: Count
-    skipped_samples: dict[str, Count]
-
-    def validate(self) -> None:
-        """Check that what is pooled was pulled."""
-        if self.mode not in _MODES or (self.payload is None) == (self.mode == "payload"):
-            raise ValueError(f"`mode` is {self.mode!r}, which does not go with `payload`.")
-        if self.pulled_since_source > self.pulled:
-            raise ValueError(
-                f"`pulled_since_source` must be at most `pulled`, {self.pulled}, but is "
-                f"{self.pulled_since_source}."
-            )
-        carried = [ordinal for ordinal, _ in self.payload or ()]
-        if carried != sorted({*carried}) or not all(0 <= one < self.pulled for one in carried):
-            raise ValueError("`payload` holds samples that cannot have been pulled.")
-        tokens, ordinals, patches = self.pooled()
-        pulled = (ordinals >= 0) & (ordinals < self.pulled_since_source)
-        if not (pulled & (tokens > 0) & (patches >= 0)).all() or len({*ordinals.tolist()}) < len(
-            ordinals
-        ):
-            raise ValueError("`pool` holds samples that cannot have been pulled.")
-
-    def pooled(self) -> npt.NDArray[np.int32]:
-        """Return `pool` as an array, (3, n) int32."""
-        return np.frombuffer(self.pool or b"", "<i4").reshape(3, -1)
 
 
 class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
@@ -111,7 +57,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         state: Literal["replay", "payload"] = "replay",
     ) -> None:
         super().__init__()
-        if state not in _MODES:
+        if state not in POOL_MODES:
             raise ValueError(f'`state` must be "replay" or "payload", but is {state!r} instead.')
         check_node("source", source)
         self.source = source

@@ -82,7 +82,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     Args:
         source: node that yields items, cheap to read (indices, paths, raw records).
         process_fn: item -> processed sample. Picklable, unless workers are forked or threads.
-        seed: of the random numbers of processing; `None` does not seed.
+        seed: the seed of the random numbers of processing; `None` does not seed.
         workers: how to run in parallel.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks, likewise.

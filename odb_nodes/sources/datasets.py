@@ -42,8 +42,8 @@ def source_of(
     Args:
         dataset: map-style or iterable; or a node, which shares its items over the ranks itself.
         shuffle: a map-style one; `None`: where there is no `sampler`.
-        seed: of the shuffling.
-        sampler: of indices into a map-style one.
+        seed: the seed of the shuffling.
+        sampler: an iterable of indices into a map-style dataset.
         shard: which one of how many the source yields.
 
     Raises:
@@ -102,7 +102,7 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
     """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`.
 
     Args:
-        loader: of this rank.
+        loader: the loader of this rank.
         shard: which rank of how many this is.
     """
     sampler: Any = loader.sampler

@@ -27,7 +27,7 @@ class IterableState(EpochState):
         position: items read, those of other ranks included.
         ended: the iterable has raised `StopIteration`.
         iterable: its own state, where it has one.
-        digest: of the items read, where they are indices.
+        digest: a digest of the items read, where they are indices.
     """
 
     position: Count

@@ -1,0 +1,57 @@
+"""Where a rank stands in the rounds of an epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
+
+
+@dataclass(kw_only=True)
+class AlignerState(EpochState):
+    """The state of a `RankAligner`.
+
+    Attributes:
+        source: the state of the source before the round.
+        round: the number of the round in the epoch.
+        step: the number of the next step in the epoch.
+        emitted: the steps of the round that are out.
+        plan: the plan of the round, as bytes; `None` between rounds.
+        splits: how many of this rank's groups were split in the round.
+        last: there is no round after this one.
+        drained: the source had no groups left for this round.
+        filler: the sample that this rank fills with, encoded, where it came from another rank.
+        unemitted_samples: the samples that `uneven="stop"` left over.
+        peers_go_on: other ranks have rounds after this rank's last.
+    """
+
+    source: SourceState = field(default_factory=dict)
+    round: Count = 0
+    step: Count = 0
+    emitted: Count = 0
+    plan: Annotated[bytes | None, RowsOf(AlignedRound.ROW_BYTES)] = None
+    splits: Count = 0
+    last: bool = False
+    drained: bool = False
+    filler: bytes | None = None
+    unemitted_samples: Count = 0
+    peers_go_on: bool = False
+
+    def validate(self) -> None:
+        """Check that the state stands within its round."""
+        steps = len(self.plan or b"") // AlignedRound.ROW_BYTES
+        if self.emitted > steps or self.emitted > self.step:
+            raise ValueError(
+                f"`emitted` must be at most the steps of the round, {steps}, and of the epoch, "
+                f"{self.step}, but is {self.emitted}."
+            )
+
+    def steps(self, *, ends_alone: bool) -> AlignedRound:
+        """Return the steps of the round, without their groups; see `AlignedRound`."""
+        return AlignedRound.from_bytes(self.plan, ends_alone)
+
+    def is_at_end(self, steps: AlignedRound) -> bool:
+        """Tell whether this is after the last step of the epoch, where `steps` are the round's."""
+        return self.last and self.emitted == len(steps)

@@ -1,0 +1,67 @@
+"""Where a bucketer stands: where to pull from again, and which samples are waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.contract import Count, NodeState, RowsOf, SourceState
+
+POOL_MODES = ("replay", "payload")
+"""What a state may hold of the pool: how to make its samples again, or the samples."""
+
+
+@dataclass(kw_only=True)
+class BucketerState(NodeState):
+    """The state of a `WindowBucketer`.
+
+    Attributes:
+        source: the state of the source at or before the oldest pooled sample.
+        mode: what it holds of the pool, `"replay"` or `"payload"`.
+        pulled: samples pulled in the epoch.
+        pulled_since_source: those of them that were pulled after `source`.
+        ended: the source has ended.
+        pool: `"replay"`: tokens, ordinals after `source` and patches of the pooled samples,
+            (3, n) int32.
+        payload: `"payload"`: ordinal and encoding of each pooled sample.
+        dropped_samples: samples that `oversize="drop"` left out in the epoch.
+        oversize_samples: samples that exceeded the budget on their own.
+        skipped_samples: samples that processing skipped, by reason.
+    """
+
+    source: SourceState
+    mode: str
+    pulled: Count
+    pulled_since_source: Count
+    ended: bool
+    pool: Annotated[bytes | None, RowsOf(12)]
+    payload: list[tuple[int, bytes]] | None
+    dropped_samples: Count
+    oversize_samples: Count
+    skipped_samples: dict[str, Count]
+
+    def validate(self) -> None:
+        """Check that what is pooled was pulled."""
+        if self.mode not in POOL_MODES or (self.payload is None) == (self.mode == "payload"):
+            raise ValueError(f"`mode` is {self.mode!r}, which does not go with `payload`.")
+        if self.pulled_since_source > self.pulled:
+            raise ValueError(
+                f"`pulled_since_source` must be at most `pulled`, {self.pulled}, but is "
+                f"{self.pulled_since_source}."
+            )
+        carried = [ordinal for ordinal, _ in self.payload or ()]
+        if carried != sorted({*carried}) or not all(0 <= one < self.pulled for one in carried):
+            raise ValueError("`payload` holds samples that cannot have been pulled.")
+        tokens, ordinals, patches = self.pooled()
+        pulled = (ordinals >= 0) & (ordinals < self.pulled_since_source)
+        if not (pulled & (tokens > 0) & (patches >= 0)).all() or len({*ordinals.tolist()}) < len(
+            ordinals
+        ):
+            raise ValueError("`pool` holds samples that cannot have been pulled.")
+
+    def pooled(self) -> npt.NDArray[np.int32]:
+        """Return `pool` as an array, (3, n) int32."""
+        return np.frombuffer(self.pool or b"", "<i4").reshape(3, -1)

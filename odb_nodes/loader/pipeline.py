@@ -10,61 +10,53 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import Observe, Sample, Skipped, SourceItem
+from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
-from odb_nodes.sources.source_mixer import Mixing, SourceMixer, check_names
+from odb_nodes.sources.source_mixer import Mixing, PerSource, SourceMixer, check_names
 
 ProcessFn = Callable[[Any], Any] | None
 
 
+@dataclass(frozen=True)
 class SampleProcess:
-    """From an item of the source to a `Sample`: look it up, process it, observe it."""
+    """Makes a `Sample` of an item of the source: looks it up, processes it, observes it.
 
-    def __init__(
-        self,
-        dataset: Any,
-        process_fn: ProcessFn,
-        observe: Observe | None,
-        prepare: Callable[[Any], Any] | None,
-    ) -> None:
-        self._dataset = dataset  # None: the items are samples already
-        self._process_fn = process_fn
-        self._observe = observe
-        self._prepare = prepare  # what the collate function would do with each sample
-        parts = {"process_fn": process_fn, "observe": observe}
-        names = [f"{key}={stable_name(part)}" for key, part in parts.items() if part is not None]
-        self.__qualname__ = f"sample({', '.join(names)})"
+    Args:
+        dataset: what items are indices into; `None` where they are the data themselves.
+        process_fn: item of the dataset -> processed sample; `None` where it is one already.
+        observe: processed sample -> its cost; see `LengthObserver`.
+        prepare: what the collate function would do with each sample first; `None` for nothing.
+    """
+
+    dataset: Any
+    process_fn: ProcessFn
+    observe: Observe | None
+    prepare: Callable[[Any], Any] | None
+
+    @property
+    def fingerprint_name(self) -> str:
+        """The names of the functions that are given, and decide lengths."""
+        named = {"process_fn": self.process_fn, "observe": self.observe}
+        given = {key: function for key, function in named.items() if function is not None}
+        return f"sample({stable_names(given)})"
 
     def __call__(self, item: Any) -> Sample | Skipped:
         """Return the sample of an item."""
-        data = item if self._dataset is None else self._dataset[item]
-        if self._process_fn is not None:
-            data = self._process_fn(data)
-        if self._prepare is None:
-            return observe_sample(data, self._observe)
-        if self._observe is None:
-            return observe_sample(self._prepare(data))  # counts arrays faster than lists
-        sample = observe_sample(data, self._observe)
+        data = item if self.dataset is None else self.dataset[item]
+        if self.process_fn is not None:
+            data = self.process_fn(data)
+        if self.prepare is None:
+            return observe_sample(data, self.observe)
+        if self.observe is None:
+            return observe_sample(self.prepare(data))  # counts arrays faster than lists
+        sample = observe_sample(data, self.observe)
         if isinstance(sample, Skipped):
             return sample
-        return sample._replace(data=self._prepare(data))
-
-
-class MixedProcess:
-    """From a `SourceItem` to a `Sample` that knows its source, each as its source's are made."""
-
-    def __init__(self, processes: Mapping[str, SampleProcess]) -> None:
-        self._processes = dict(processes)
-        names = [f"{name}={stable_name(process)}" for name, process in self._processes.items()]
-        self.__qualname__ = f"mixed({', '.join(names)})"
-
-    def __call__(self, routed: SourceItem) -> Sample | Skipped:
-        """Return the sample of an item."""
-        return self._processes[routed.source](routed.item).of_source(routed.source)
+        return sample._replace(data=self.prepare(data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +127,7 @@ def _mixed(datasets: dict[str, Any], options: SampleOptions) -> BaseNode[Sample 
     mixed = {"weights": mixing.weights, "by": mixing.by, "stop": mixing.stop}
     if mixing.by == "samples":  # before they are made, so that all workers make those of any source
         mixer = SourceMixer({name: source for name, (source, _) in read.items()}, **mixed)  # type: ignore[arg-type]
-        process = MixedProcess({name: process for name, (_, process) in read.items()})
+        process = PerSource({name: process for name, (_, process) in read.items()})
         return _processor(mixer, process, options.seed, options.workers, options)
     workers = _share(options.workers, len(read))
     nodes = {
@@ -154,11 +146,11 @@ def _read(
 
 def _processor(
     source: BaseNode[Any],
-    process: Callable[[Any], Sample | Skipped],
+    process: Callable[[Any], Any],
     seed: int,
     workers: WorkerOptions,
     options: SampleOptions,
-) -> ParallelProcessor[Sample | Skipped]:
+) -> ParallelProcessor[Any]:
     return ParallelProcessor(
         source,
         process,

@@ -28,18 +28,22 @@ def tokens_of(sample: Sample) -> int:
 
 
 class BudgetCost:
-    """Group -> the tokens that its batch has under a budget, padding included.
+    """Maps a group to the tokens of its batch, padding included.
 
     Args:
-        budget: of the groups.
+        budget: the budget that the groups are formed under.
     """
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget
-        self.__qualname__ = f"{budget.layout}_tokens"  # for fingerprints
+
+    @property
+    def fingerprint_name(self) -> str:
+        """The budget's layout; its sizes are in the fingerprint of the `WindowBucketer`."""
+        return f"{self._budget.layout}_tokens"
 
     def __call__(self, group: Sequence[Sample]) -> int:
-        """Return the tokens of a group's batch."""
+        """Return the tokens of a group's batch, padding included."""
         return self._budget.cost([sample.tokens for sample in group])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, get_args
 
@@ -59,6 +61,13 @@ def check_choice(name: str, value: object, choices: Sequence[str], remedy: str =
     if value not in choices:
         allowed = ", ".join(f'"{choice}"' for choice in choices)
         raise ValueError(_message(name, f"one of ({allowed})", repr(value), remedy))
+
+
+def check_seconds(name: str, value: Any, maximum: float = math.inf) -> None:
+    """Raise a `ValueError` unless `value` is a number of seconds, above 0 and at most `maximum`."""
+    if not isinstance(value, Real) or not 0 < value <= maximum:
+        rule = "above 0" if maximum == math.inf else f"above 0 and at most {maximum:.0f}"
+        raise ValueError(_message(name, f"seconds, {rule}", repr(value), ""))
 
 
 def check_type(name: str, value: object, expected: type | UnionType, remedy: str = "") -> None:

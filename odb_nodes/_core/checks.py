@@ -65,7 +65,7 @@ def check_choice(name: str, value: object, choices: Sequence[str], remedy: str =
 
 def check_seconds(name: str, value: Any, maximum: float = math.inf) -> None:
     """Raise a `ValueError` unless `value` is a number of seconds, above 0 and at most `maximum`."""
-    if not isinstance(value, Real) or not 0 < value <= maximum:
+    if not isinstance(value, Real) or not 0 < float(value) <= maximum:
         rule = "above 0" if maximum == math.inf else f"above 0 and at most {maximum:.0f}"
         raise ValueError(_message(name, f"seconds, {rule}", repr(value), ""))
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_bool, check_callable, check_count
+from odb_nodes._core.checks import check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.exchange import group_rank
@@ -20,7 +20,8 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.pipeline import ProcessFn, SampleOptions, sample_node
+from odb_nodes.loader.options import LoaderOptions, PoolState, ProcessFn
+from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
@@ -90,54 +91,37 @@ class ODBDataLoader:
         token_budget: int | TokenBudget,
         collate_fn: Collate | None = None,
         shuffle: bool | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-        window: int = 1024,
+        seed: int = LoaderOptions.seed,
+        num_workers: int = LoaderOptions.num_workers,
+        window: int = LoaderOptions.window,
         process_fn: ProcessFn | Mapping[str, ProcessFn] = None,
         observe: Observe | None = None,
-        prefetch: int = 4,
-        state: Literal["replay", "payload"] = "replay",
+        prefetch: int = LoaderOptions.prefetch,
+        state: PoolState = LoaderOptions.state,
         workers: WorkerOptions | None = None,
         sampler: Iterable[int] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool = LoaderOptions.pin_memory,
         process_group: Any = None,
-        sharded: bool = False,
-        uneven: Uneven = "fill",
-        loss_scaling: LossScaling = "exact",
-        accumulate: int = 1,
-        round_size: int = 32,
-        timeout_s: float = 1800.0,
+        sharded: bool = LoaderOptions.sharded,
+        uneven: Uneven = LoaderOptions.uneven,
+        loss_scaling: LossScaling = LoaderOptions.loss_scaling,
+        accumulate: int = LoaderOptions.accumulate,
+        round_size: int = LoaderOptions.round_size,
+        timeout_s: float = LoaderOptions.timeout_s,
         weights: Mapping[str, float] | Mixing | None = None,
     ) -> None:
-        check_callable("observe", observe)
-        check_callable("collate_fn", collate_fn)
-        check_count("prefetch", prefetch, 0)
-        check_count("window", window)
-        options = _worker_options(workers, num_workers, window)
-        budget = TokenBudget.of(token_budget, "token_budget")
+        given = locals()  # has an argument for each field: a test compares them
+        options = LoaderOptions(
+            **{field.name: given[field.name] for field in fields(LoaderOptions)}
+        )
         self.dataset = dataset
-        rank, world_size = group_rank(process_group)
-        shard = (0, 1) if check_bool("sharded", sharded) else (rank, world_size)
-        collate = collate_for(budget, collate_fn)
+        collate = collate_for(options.budget, collate_fn)
         # Not of a subclass, whose `__call__` may expect the samples as they were.
         ours = type(collate) in (PaddingCollate, PackedCollate)
         self._samples = sample_node(
-            dataset,
-            SampleOptions(
-                shuffle=shuffle,
-                seed=seed,
-                sampler=sampler,
-                shard=shard,
-                process_fn=process_fn,
-                observe=observe,
-                prepare=getattr(collate, "prepare", None) if ours else None,
-                weights=weights,
-                workers=options,
-                rank=rank,
-                world_size=world_size,
-            ),
+            dataset, options, getattr(collate, "prepare", None) if ours else None
         )
-        self._bucketer = WindowBucketer(self._samples, budget, window, state)
+        self._bucketer = WindowBucketer(self._samples, options.budget, window, state)
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
         self._aligner = RankAligner(
@@ -151,7 +135,7 @@ class ODBDataLoader:
             timeout_s,
         )
         root: BaseNode[Any] = GroupCollator(self._aligner, collate)
-        if prefetch and options.num_workers:
+        if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
         self._loader: Loader[Any] = Loader(root)
 
@@ -175,10 +159,7 @@ class ODBDataLoader:
             TypeError: `loader` is no `DataLoader`.
             ValueError: its sampler draws an order that cannot be drawn again.
         """
-        if not isinstance(loader, DataLoader):
-            raise TypeError(
-                f"`loader` must be a `DataLoader`, but is `{type(loader).__name__}` instead."
-            )
+        check_type("loader", loader, DataLoader)
         given = dict(options)
         if loader.collate_fn not in (default_collate, default_convert):
             given.setdefault("collate_fn", loader.collate_fn)
@@ -283,25 +264,6 @@ class ODBDataLoader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _worker_options(workers: WorkerOptions | None, num_workers: int, window: int) -> WorkerOptions:
-    """Return the options, so that a refill of the pool never waits for one sample."""
-    if workers is not None and not isinstance(workers, WorkerOptions):
-        raise TypeError(
-            f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
-            "worker processes, use `num_workers`."
-        )
-    if workers is not None and num_workers:
-        raise ValueError(
-            "`num_workers` and `workers` must not both be given, but are "
-            f"{num_workers} and {workers} instead."
-        )
-    options = workers or WorkerOptions(num_workers=num_workers)
-    if options.in_flight_samples is not None:
-        return options
-    ahead = max(window, 4 * options.chunk_size * options.num_workers)
-    return replace(options, in_flight_samples=ahead)
 
 
 class _PinningCollate:

@@ -59,10 +59,10 @@ class BatchOptions(PlanOptions):
         """The budget that groups are formed under."""
         return TokenBudget.of(self.token_budget)
 
-    def with_trainer(self, **decided: Any) -> LoaderOptions:
-        """Return the options of a loader: these, and those that a trainer decides, which win."""
-        mine = {field.name: getattr(self, field.name) for field in fields(BatchOptions)}
-        return LoaderOptions(**{**mine, **decided})
+    def loader_options(self, **decided: Any) -> LoaderOptions:
+        """Return the options of a loader: these, and before them those that a trainer decides."""
+        given = {field.name: getattr(self, field.name) for field in fields(BatchOptions)}
+        return LoaderOptions(**{**given, **decided})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -12,13 +13,13 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.source_mixer import Mixing, PerSource, SourceMixer, check_names
-
-ProcessFn = Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True)
@@ -59,106 +60,104 @@ class SampleProcess:
         return sample._replace(data=self.prepare(data))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """How the samples are read and made; see `ODBDataLoader` for those not explained here.
-
-    Attributes:
-        prepare: what the collate function would do with each sample.
-        shard: which one of how many ranks that share each dataset this is.
-        rank: of this rank, for its random numbers.
-        world_size: number of ranks, likewise.
-    """
-
-    shuffle: bool | None
-    seed: int
-    sampler: Iterable[int] | None
-    shard: tuple[int, int]
-    process_fn: ProcessFn | Mapping[str, ProcessFn]
-    observe: Observe | None
-    prepare: Callable[[Any], Any] | None
-    weights: Mapping[str, float] | Mixing | None
-    workers: WorkerOptions
-    rank: int
-    world_size: int
-
-
-def sample_node(dataset: Any, options: SampleOptions) -> BaseNode[Sample | Skipped]:
+def sample_node(
+    dataset: Any, options: LoaderOptions, prepare: Callable[[Any], Any] | None = None
+) -> BaseNode[Any]:
     """Return a node that yields the samples of a dataset, or of several that are mixed.
+
+    Args:
+        dataset: what `ODBDataLoader` is given.
+        options: the options of the loader.
+        prepare: what the collate function would do with each sample first; done by the workers.
 
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
     """
+    pipeline = _Pipeline(options, prepare)
     named = isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
     if not named:
-        check_callable("process_fn", options.process_fn)
-        if options.weights is not None:
-            raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
-        source, process = _read(dataset, options.process_fn, options.seed, options)  # type: ignore[arg-type]
-        return _processor(source, process, options.seed, options.workers, options)
+        return pipeline.of_one(dataset)
     if type(dataset) is not dict:
         raise TypeError(
             f"`dataset` must be one dataset, or a plain dict of those to mix, but is a "
             f"`{type(dataset).__name__}` of {sorted(dataset)}. Pass one of them, such as "
             '`dataset["train"]`; or `dict(dataset)` to mix them all.'
         )
-    return _mixed(dataset, options)
+    return pipeline.of_several(dataset)
 
 
-def _mixed(datasets: dict[str, Any], options: SampleOptions) -> BaseNode[Sample | Skipped]:
-    if options.sampler is not None:
-        raise ValueError(
-            "`sampler` must be None where `dataset` is a dict of datasets: make the one that it "
-            "is for an `IterableSource`."
+class _Pipeline:
+    """Puts the nodes together that all datasets of a loader need."""
+
+    def __init__(self, options: LoaderOptions, prepare: Callable[[Any], Any] | None) -> None:
+        self._options = options
+        self._prepare = prepare
+        self._rank, self._world_size = group_rank(options.process_group)
+        self._shard = (0, 1) if options.sharded else (self._rank, self._world_size)
+
+    def of_one(self, dataset: Any) -> BaseNode[Any]:
+        options = self._options
+        check_callable("process_fn", options.process_fn)
+        if options.weights is not None:
+            raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
+        source, process = self._read(dataset, options.process_fn, options.seed)
+        return self._process(source, process, options.seed, options.worker_options)
+
+    def of_several(self, datasets: dict[str, Any]) -> BaseNode[Any]:
+        options = self._options
+        if options.sampler is not None:
+            raise ValueError(
+                "`sampler` must be None where `dataset` is a dict of datasets: make the one that "
+                "it is for an `IterableSource`."
+            )
+        functions = options.process_fn
+        if not isinstance(functions, Mapping):
+            functions = dict.fromkeys(datasets, functions)
+        check_names("process_fn", functions, "dataset", datasets)
+        seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
+        sources, processes = {}, {}
+        for name, dataset in datasets.items():
+            check_callable(f"process_fn[{name!r}]", functions[name])
+            try:
+                sources[name], processes[name] = self._read(dataset, functions[name], seeds[name])
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"of source {name!r}: {error}") from error
+        mixing = Mixing.of(options.weights)
+        mix = partial(SourceMixer, weights=mixing.weights, by=mixing.by, stop=mixing.stop)
+        workers = options.worker_options
+        if mixing.by == "samples":
+            # Mixed before they are processed, so that all workers process those of any source.
+            return self._process(mix(sources), PerSource(processes), options.seed, workers)
+        share = _share(workers, len(datasets))
+        return mix(
+            {
+                name: self._process(sources[name], processes[name], seeds[name], share)
+                for name in datasets
+            }
         )
-    functions = options.process_fn
-    if not isinstance(functions, Mapping):
-        functions = dict.fromkeys(datasets, functions)
-    check_names("process_fn", functions, "dataset", datasets)
-    seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
-    read = {}
-    for name, dataset in datasets.items():
-        check_callable(f"process_fn[{name!r}]", functions[name])
-        try:
-            read[name] = _read(dataset, functions[name], seeds[name], options)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"of source {name!r}: {error}") from error
-    mixing = Mixing.of(options.weights)
-    mixed = {"weights": mixing.weights, "by": mixing.by, "stop": mixing.stop}
-    if mixing.by == "samples":  # before they are made, so that all workers make those of any source
-        mixer = SourceMixer({name: source for name, (source, _) in read.items()}, **mixed)  # type: ignore[arg-type]
-        process = PerSource({name: process for name, (_, process) in read.items()})
-        return _processor(mixer, process, options.seed, options.workers, options)
-    workers = _share(options.workers, len(read))
-    nodes = {
-        name: _processor(source, process, seeds[name], workers, options)
-        for name, (source, process) in read.items()
-    }
-    return SourceMixer(nodes, **mixed)  # type: ignore[arg-type]
 
+    def _read(
+        self, dataset: Any, process_fn: Any, seed: int
+    ) -> tuple[BaseNode[Any], SampleProcess]:
+        options = self._options
+        source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
+        return source, SampleProcess(items, process_fn, options.observe, self._prepare)
 
-def _read(
-    dataset: Any, process_fn: ProcessFn, seed: int, options: SampleOptions
-) -> tuple[BaseNode[Any], SampleProcess]:
-    source, items = source_of(dataset, options.shuffle, seed, options.sampler, options.shard)
-    return source, SampleProcess(items, process_fn, options.observe, options.prepare)
-
-
-def _processor(
-    source: BaseNode[Any],
-    process: Callable[[Any], Any],
-    seed: int,
-    workers: WorkerOptions,
-    options: SampleOptions,
-) -> ParallelProcessor[Any]:
-    return ParallelProcessor(
-        source,
-        process,
-        seed=seed,
-        workers=workers,
-        rank=options.rank,
-        world_size=options.world_size,
-    )
+    def _process(
+        self,
+        source: BaseNode[Any],
+        process: Callable[[Any], Any],
+        seed: int,
+        workers: WorkerOptions,
+    ) -> ParallelProcessor[Any]:
+        return ParallelProcessor(
+            source,
+            process,
+            seed=seed,
+            workers=workers,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
 
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:

@@ -27,10 +27,10 @@ class SampleProcess:
     """Makes a `Sample` of an item of the source: looks it up, processes it, observes it.
 
     Args:
-        dataset: what items are indices into; `None` where they are the data themselves.
+        dataset: dataset that items are indices into; `None` where items are the data themselves.
         process_fn: item of the dataset -> processed sample; `None` where it is one already.
         observe: processed sample -> its cost; see `LengthObserver`.
-        prepare: what the collate function would do with each sample first; `None` for nothing.
+        prepare: first step of the collate function, done here sample by sample; `None` for none.
     """
 
     dataset: Any
@@ -40,7 +40,7 @@ class SampleProcess:
 
     @property
     def fingerprint_name(self) -> str:
-        """The names of the functions that are given, and decide lengths."""
+        """The names of the functions that decide the lengths, where they are given."""
         named = {"process_fn": self.process_fn, "observe": self.observe}
         given = {key: function for key, function in named.items() if function is not None}
         return f"sample({stable_names(given)})"
@@ -66,9 +66,9 @@ def sample_node(
     """Return a node that yields the samples of a dataset, or of several that are mixed.
 
     Args:
-        dataset: what `ODBDataLoader` is given.
+        dataset: the `dataset` of the `ODBDataLoader`.
         options: the options of the loader.
-        prepare: what the collate function would do with each sample first; done by the workers.
+        prepare: first step of the collate function, done by the workers sample by sample.
 
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
@@ -87,7 +87,7 @@ def sample_node(
 
 
 class _Pipeline:
-    """Puts the nodes together that all datasets of a loader need."""
+    """Builds the nodes that read and process the datasets of a loader, on this rank."""
 
     def __init__(self, options: LoaderOptions, prepare: Callable[[Any], Any] | None) -> None:
         self._options = options
@@ -96,6 +96,7 @@ class _Pipeline:
         self._shard = (0, 1) if options.sharded else (self._rank, self._world_size)
 
     def of_one(self, dataset: Any) -> BaseNode[Any]:
+        """Return a node that yields the samples of one dataset."""
         options = self._options
         check_callable("process_fn", options.process_fn)
         if options.weights is not None:
@@ -104,11 +105,12 @@ class _Pipeline:
         return self._process(source, process, options.seed, options.worker_options)
 
     def of_several(self, datasets: dict[str, Any]) -> BaseNode[Any]:
+        """Return a node that yields the samples of several datasets, mixed by weight."""
         options = self._options
         if options.sampler is not None:
             raise ValueError(
-                "`sampler` must be None where `dataset` is a dict of datasets: make the one that "
-                "it is for an `IterableSource`."
+                "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
+                "`IterableSource` of that order in place of the dataset that it is for."
             )
         functions = options.process_fn
         if not isinstance(functions, Mapping):
@@ -161,7 +163,7 @@ class _Pipeline:
 
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:
-    """Return the part of the workers that each source gets, at least one where there are any."""
+    """Return the share of the workers for each source, at least one where there are workers."""
     ahead = workers.in_flight_samples
     return replace(
         workers,

@@ -1,6 +1,6 @@
-"""The planning of a whole job in one process: the steps that many ranks would take.
+"""Plan the steps of a whole job, on any number of ranks, in one process.
 
-The functions that plan here are those that plan in `RankAligner`, so the steps are the same.
+`RankAligner` plans with the same functions, so the steps are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from odb_nodes.sample import Sample
 _FIRST_EPOCH = 0
 
 Step = list[list[Sample] | None]
-"""The group of each rank; `None` for a rank that has none left."""
+"""The group of each rank; `None` for a rank that has no sample left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def simulate_steps(lengths: npt.ArrayLike, **options: Any) -> Iterator[Step]:
 
 
 class _Rank:
-    """What `WindowBucketer` and `RankAligner` do on one rank."""
+    """Does on one rank what `WindowBucketer` and `RankAligner` do."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Rank:
         self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
         self._budget, self._estimator = budget, GroupCostEstimator(cost_fn, {})
         self._pool: RollingPool[int] = RollingPool(budget, window)  # places in the shard
-        self._ended = False  # known only once there was nothing to pull
+        self._ended = False  # As in a node, known only when a pull finds nothing.
 
     def report(self, most: int) -> CostReport:
         """Return the costs of the next round's groups."""
@@ -111,11 +111,11 @@ class _Rank:
         return report
 
     def groups(self, splits: int) -> list[list[Sample]]:
-        """Return the groups of the round after that many splits."""
+        """Return the groups of the round after `splits` splits."""
         return self._ladder.groups(splits)
 
     def _refill(self) -> bool:
-        """Fill the pool, and tell whether there is anything in it."""
+        """Fill the pool, and return whether it holds anything."""
         pool, drop = self._pool, self._budget.oversize == "drop"
         while not self._ended and (room := pool.room()) > 0:
             lengths = self._tokens[pool.pulled : pool.pulled + room].tolist()

@@ -1,4 +1,4 @@
-"""What many ranks would do with given lengths: the planning of a whole job, in one process.
+"""Plan the steps of a whole job, on any number of ranks, from lengths alone, in one process.
 
 python -m odb_nodes.tools.simulate --ranks 64 --window 256 1024 --cv 1.0
 """
@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
+from odb_nodes.planning.budget import Layout
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.report import SimulationReport, markdown_table
 
-__all__ = ["lognormal_lengths", "simulate", "simulate_steps"]
+__all__ = ["SimulationOptions", "lognormal_lengths", "simulate", "simulate_steps"]
 
 
 def simulate(lengths: npt.ArrayLike, **options: Any) -> SimulationReport:
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulate", type=int, help="steps of an optimizer step")
     parser.add_argument("--uneven", choices=get_args(Uneven))
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
-    parser.add_argument("--layout", choices=("padded", "packed"), default="padded")
+    parser.add_argument("--layout", choices=get_args(Layout), default=TokenBudget.layout)
     parser.add_argument(
         "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"
     )

@@ -60,7 +60,7 @@ def check_choice(name: str, value: object, choices: Sequence[str], remedy: str =
     """
     if value not in choices:
         allowed = ", ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(_message(name, f"one of ({allowed})", repr(value), remedy))
+        raise ValueError(_message(name, f"one of ({allowed})", f"{value!r:.80}", remedy))
 
 
 def check_seconds(name: str, value: Any, maximum: float = math.inf) -> None:
@@ -114,10 +114,8 @@ def check_node(name: str, value: Any) -> None:
     from torchdata.nodes import BaseNode  # Late: planning imports this module, but not torch.
 
     if not isinstance(value, BaseNode):
-        raise TypeError(
-            f"`{name}` must be a `torchdata.nodes.BaseNode`, but is `{type(value).__name__}` "
-            "instead. Wrap an iterable in `IterableSource`."
-        )
+        rule, remedy = "a `torchdata.nodes.BaseNode`", "Wrap an iterable in `IterableSource`."
+        raise TypeError(_message(name, rule, f"`{type(value).__name__}`", remedy))
 
 
 def _message(name: str, rule: str, seen: str, remedy: str) -> str:

@@ -92,8 +92,9 @@ class _Pipeline:
     def __init__(self, options: LoaderOptions, prepare: Callable[[Any], Any] | None) -> None:
         self._options = options
         self._prepare = prepare
-        self._rank, self._world_size = group_rank(options.process_group)
-        self._shard = (0, 1) if options.sharded else (self._rank, self._world_size)
+        rank, world_size = group_rank(options.process_group)
+        self._shard = (0, 1) if options.sharded else (rank, world_size)
+        self._processor = partial(ParallelProcessor, rank=rank, world_size=world_size)
 
     def of_one(self, dataset: Any) -> BaseNode[Any]:
         """Return a node that yields the samples of one dataset."""
@@ -102,7 +103,7 @@ class _Pipeline:
         if options.weights is not None:
             raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
         source, process = self._read(dataset, options.process_fn, options.seed)
-        return self._process(source, process, options.seed, options.worker_options)
+        return self._processor(source, process, seed=options.seed, workers=options.worker_options)
 
     def of_several(self, datasets: dict[str, Any]) -> BaseNode[Any]:
         """Return a node that yields the samples of several datasets, mixed by weight."""
@@ -128,38 +129,16 @@ class _Pipeline:
         mix = partial(SourceMixer, weights=mixing.weights, by=mixing.by, stop=mixing.stop)
         workers = options.worker_options
         if mixing.by == "samples":
-            # Mixed before they are processed, so that all workers process those of any source.
-            return self._process(mix(sources), PerSource(processes), options.seed, workers)
-        share = _share(workers, len(datasets))
-        return mix(
-            {
-                name: self._process(sources[name], processes[name], seeds[name], share)
-                for name in datasets
-            }
-        )
+            # Mixed before they are processed, so that all workers process items of any source.
+            process = PerSource(processes)
+            return self._processor(mix(sources), process, seed=options.seed, workers=workers)
+        make = partial(self._processor, workers=_share(workers, len(datasets)))
+        return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
 
-    def _read(
-        self, dataset: Any, process_fn: Any, seed: int
-    ) -> tuple[BaseNode[Any], SampleProcess]:
+    def _read(self, dataset: Any, process_fn: Any, seed: int) -> tuple[Any, SampleProcess]:
         options = self._options
         source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
         return source, SampleProcess(items, process_fn, options.observe, self._prepare)
-
-    def _process(
-        self,
-        source: BaseNode[Any],
-        process: Callable[[Any], Any],
-        seed: int,
-        workers: WorkerOptions,
-    ) -> ParallelProcessor[Any]:
-        return ParallelProcessor(
-            source,
-            process,
-            seed=seed,
-            workers=workers,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
 
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 MAX_COUNT = 2**31 - 1
 """Largest count: state stores counts as 32-bit integers."""
@@ -46,6 +49,51 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
+def check_choice(name: str, value: object, choices: Sequence[str], remedy: str = "") -> None:
+    """Raise a `ValueError` unless `value` is one of `choices`.
+
+    Args:
+        name: the argument's name.
+        value: the argument's value.
+        choices: the strings allowed, such as `get_args` of a `Literal`.
+        remedy: a sentence that says what to do, added to the message.
+    """
+    if value not in choices:
+        allowed = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(_message(name, f"one of ({allowed})", f"{value!r:.80}", remedy))
+
+
+def check_seconds(name: str, value: Any, maximum: float = math.inf) -> None:
+    """Raise a `ValueError` unless `value` is a number of seconds, above 0 and at most `maximum`."""
+    if not isinstance(value, Real) or not 0 < float(value) <= maximum:
+        rule = "above 0" if maximum == math.inf else f"above 0 and at most {maximum:.0f}"
+        raise ValueError(_message(name, f"seconds, {rule}", repr(value), ""))
+
+
+def check_type(name: str, value: object, expected: type | UnionType, remedy: str = "") -> None:
+    """Raise a `TypeError` unless `value` is an instance of `expected`.
+
+    Args:
+        name: the argument's name.
+        value: the argument's value.
+        expected: a class, or several, as in `int | None`.
+        remedy: a sentence that says what to do, added to the message.
+    """
+    if not isinstance(value, expected):
+        allowed = " or ".join(map(_class_name, get_args(expected) or (expected,)))
+        raise TypeError(_message(name, allowed, describe(value), remedy))
+
+
+def describe(value: object) -> str:
+    """Return what an error says of a value: plain values as they are, others by their class."""
+    if isinstance(value, type):
+        return f"the class `{value.__name__}`"
+    if isinstance(value, (str, int, float, dict, list, tuple, NoneType)):
+        return f"{value!r:.80}"
+    function = getattr(value, "__name__", "")
+    return f"the {type(value).__name__} `{function}`" if function else _class_name(type(value))
+
+
 def check_iterable(name: str, value: object) -> None:
     """Raise a `TypeError` unless `value` can be iterated again and again."""
     if isinstance(value, Iterator) or not isinstance(value, Iterable):
@@ -66,7 +114,15 @@ def check_node(name: str, value: Any) -> None:
     from torchdata.nodes import BaseNode  # Late: planning imports this module, but not torch.
 
     if not isinstance(value, BaseNode):
-        raise TypeError(
-            f"`{name}` must be a `torchdata.nodes.BaseNode`, but is `{type(value).__name__}` "
-            "instead. Wrap an iterable in `IterableSource`."
-        )
+        rule, remedy = "a `torchdata.nodes.BaseNode`", "Wrap an iterable in `IterableSource`."
+        raise TypeError(_message(name, rule, f"`{type(value).__name__}`", remedy))
+
+
+def _message(name: str, rule: str, seen: str, remedy: str) -> str:
+    return f"`{name}` must be {rule}, but is {seen} instead.{remedy and f' {remedy}'}"
+
+
+def _class_name(kind: type) -> str:
+    if kind is NoneType:
+        return "None"
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} `{kind.__name__}`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sized
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,26 @@ from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.seeds import preserved_rngs
-from odb_nodes.planning import TokenBudget, simulate_steps
+from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.planning import SimulationOptions, simulate_steps
+from odb_nodes.planning.options import JobOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Skipped
 
 __all__ = ["check_can_estimate", "estimate_steps"]
 
+LOOKED_AT = 512
+"""How many samples an estimate processes."""
+
 _MOST_SIMULATED = 20_000
 
 
 def check_can_estimate(dataset: Any, remedy: str) -> None:
-    """Refuse a dataset whose steps cannot be estimated; on all ranks, since one of them estimates.
+    """Reject a dataset whose steps cannot be estimated, on all ranks, though one rank estimates.
 
     Args:
-        dataset: to train on.
-        remedy: what to do, a sentence.
+        dataset: the dataset to train on.
+        remedy: a sentence that says what to do instead.
 
     Raises:
         TypeError: it is not map-style with a length, but iterable, a node, or a dict of datasets.
@@ -41,14 +47,10 @@ def check_can_estimate(dataset: Any, remedy: str) -> None:
 def estimate_steps(
     dataset: Any,
     *,
-    budget: TokenBudget,
-    window: int,
-    accumulate: int,
-    world_size: int,
     process_fn: Callable[[Any], Any] | None = None,
     observe: Observe | None = None,
-    looked_at: int = 512,
-    seed: int = 0,
+    looked_at: int = LOOKED_AT,
+    **options: Any,
 ) -> int:
     """Return about how many optimizer steps an epoch has.
 
@@ -56,17 +58,18 @@ def estimate_steps(
     theirs. On lengths with a long tail, 512 samples give the number to within some percent.
 
     Args:
-        dataset: map-style, with a length.
-        budget: of a group.
-        window: samples in the pool of a rank.
-        accumulate: micro-steps of an optimizer step.
-        world_size: number of ranks.
+        dataset: the map-style dataset to train on, with a length.
         process_fn: item of the dataset -> processed sample.
-        observe: see `LengthObserver`.
-        looked_at: how many samples to process.
-        seed: of what is drawn.
+        observe: processed sample -> its tokens; see `LengthObserver`.
+        looked_at: number of samples to process.
+        options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
+            from the defaults `window`, `accumulate` and `seed`, which also seeds what is drawn.
+
+    Raises:
+        TypeError, ValueError: an option is not valid.
     """
-    rng = np.random.default_rng(seed)
+    job = SimulationOptions(**options)
+    rng = np.random.default_rng(job.seed)
     picked = rng.permutation(len(dataset))[:looked_at]
     with preserved_rngs():
         items = [dataset[index] for index in picked.tolist()]
@@ -75,11 +78,26 @@ def estimate_steps(
     seen = np.array([one.tokens for one in observed if not isinstance(one, Skipped)])
     if not len(seen):
         return 1
-    share = math.ceil(len(dataset) / world_size * len(seen) / len(observed))
+    share = math.ceil(len(dataset) / job.world_size * len(seen) / len(observed))
     simulated = min(share, _MOST_SIMULATED)
     # All of them as they are, where all were looked at: drawing adds an error of its own.
     lengths = seen if simulated == len(seen) else rng.choice(seen, simulated)
-    groups = sum(
-        1 for _ in simulate_steps(lengths, world_size=1, budget=budget, window=window, seed=seed)
+    alone = SimulationOptions(world_size=1, budget=job.budget, window=job.window, seed=job.seed)
+    groups = sum(1 for _ in simulate_steps(lengths, **vars(alone)))
+    return max(1, math.ceil(groups * share / simulated / job.accumulate))
+
+
+def estimate_loader_steps(
+    dataset: Any, options: LoaderOptions, *, world_size: int, looked_at: int
+) -> int:
+    """Return `estimate_steps` of an `ODBDataLoader` with these options."""
+    process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
+    return estimate_steps(
+        dataset,
+        process_fn=process_fn,
+        observe=options.observe,
+        looked_at=looked_at,
+        world_size=world_size,
+        budget=options.budget,
+        **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
     )
-    return max(1, math.ceil(groups * share / simulated / accumulate))

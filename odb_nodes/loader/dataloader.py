@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_bool, check_callable, check_count
+from odb_nodes._core.checks import check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.exchange import group_rank
@@ -20,7 +20,8 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.pipeline import ProcessFn, SampleOptions, sample_node
+from odb_nodes.loader.options import LoaderOptions, PoolState, ProcessFn
+from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
@@ -34,48 +35,51 @@ from odb_nodes.step_info import StepInfo
 class ODBDataLoader:
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
-    The graph: `ShardedSampler` (or `IterableSource`), `ParallelProcessor`, `WindowBucketer`,
-    `RankAligner`, `GroupCollator`, `ReadAhead`, `Loader`, with the lengths observed in the
-    workers. The batches depend on data, seed and configuration alone, never on the number of
+    It builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
+    `WindowBucketer`, `RankAligner`, `GroupCollator`, `ReadAhead`, `Loader`; the workers observe the
+    lengths. The batches depend on data, seed and configuration alone, never on the number of
     workers. Under torch.distributed each rank makes one loader, over its share of the dataset, and
-    all take the same steps.
+    all ranks take the same steps.
 
     Args:
-        dataset: map-style (`__getitem__` and `__len__`), iterable, or a source node such as
-            `JsonlSource`; or a dict of those by name, to be mixed by `weights`.
+        dataset: a map-style dataset (`__getitem__` and `__len__`), an iterable, or a source node
+            such as `JsonlSource`; or a dict of those by name, which are mixed by `weights`.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
             `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` where the budget's layout is
             `"packed"`. The workers do the `prepare` of these two; any other function gets the
             samples as processing returned them.
-        shuffle: a map-style dataset anew in each epoch; the default without a `sampler`. An
-            iterable's order is its own.
-        seed: of the shuffling, and of the random numbers of processing.
-        num_workers: worker processes; 0 processes in the trainer's own thread, with no thread
-            beside it.
-        window: samples waiting in the pool to be grouped.
+        shuffle: whether to shuffle a map-style dataset anew in each epoch. Default: True without a
+            `sampler`. An iterable keeps its own order.
+        seed: seed of the shuffling, of the permutations of steps, and of the random numbers of
+            processing.
+        num_workers: number of worker processes; 0 processes in the trainer's own thread, and starts
+            no other thread either.
+        window: number of samples that wait in the pool to be grouped, on each rank.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
-            Default: the items are processed samples. Where `dataset` is a dict, one for all, or a
-            dict of theirs.
+            Where `dataset` is a dict, one function for all, or a dict with one for each. Default:
+            the items are processed samples already.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
-        prefetch: batches made ahead by a thread, where there are workers.
+        prefetch: number of batches that a thread makes ahead, where there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
-        workers: all the options of the workers, instead of `num_workers`. By default at least
+        workers: all options of the workers, in place of `num_workers`. By default at least
             `window` samples are in flight, so that a refill of the pool never waits for one sample.
-        sampler: yields indices of a map-style dataset in an order of its own, the same when
-            iterated again, instead of `shuffle`.
-        pin_memory: pin batches, for faster copies to the accelerator.
+        sampler: iterable of indices into a map-style dataset, in place of `shuffle`. It must yield
+            the same order when it is iterated again.
+        pin_memory: whether to pin batches, for faster copies to the accelerator.
         process_group: the ranks that share the data; see `RankAligner`. Default: all of the job.
-        sharded: `dataset` or `sampler` yields the samples of this rank alone, so they are not split
-            over the ranks here.
-        uneven: what happens where ranks have different amounts of data; see `RankAligner`.
-        loss_scaling: what `StepInfo.loss_scale` is; see `RankAligner`.
-        accumulate: batches of an optimizer step.
-        round_size: steps between two messages of the ranks; see `RankAligner`.
-        timeout_s: seconds until a rank that does not come is an error on the others.
+        sharded: whether `dataset` or `sampler` yields the samples of this rank alone, so that they
+            are not split over the ranks here.
+        uneven: what happens where ranks have different amounts of data: `"fill"`, `"join"` or
+            `"stop"`; see `RankAligner`.
+        loss_scaling: what `StepInfo.loss_scale` is: `"exact"`, `"approx"` or `"none"`; see
+            `RankAligner`.
+        accumulate: number of batches of an optimizer step.
+        round_size: number of steps between two messages of the ranks; see `RankAligner`.
+        timeout_s: seconds to wait for another rank before it is an error.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict; or a
-            `Mixing`, for shares of tokens, and for when an epoch ends. Default: equal shares, and
-            an epoch ends when each sample was had once.
+            `Mixing`, for shares of tokens, or another end of the epoch. Default: equal shares, and
+            an epoch that ends when each sample was emitted once.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above, `collate_fn` is a
@@ -90,54 +94,37 @@ class ODBDataLoader:
         token_budget: int | TokenBudget,
         collate_fn: Collate | None = None,
         shuffle: bool | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-        window: int = 1024,
+        seed: int = LoaderOptions.seed,
+        num_workers: int = LoaderOptions.num_workers,
+        window: int = LoaderOptions.window,
         process_fn: ProcessFn | Mapping[str, ProcessFn] = None,
         observe: Observe | None = None,
-        prefetch: int = 4,
-        state: Literal["replay", "payload"] = "replay",
+        prefetch: int = LoaderOptions.prefetch,
+        state: PoolState = LoaderOptions.state,
         workers: WorkerOptions | None = None,
         sampler: Iterable[int] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool = LoaderOptions.pin_memory,
         process_group: Any = None,
-        sharded: bool = False,
-        uneven: Uneven = "fill",
-        loss_scaling: LossScaling = "exact",
-        accumulate: int = 1,
-        round_size: int = 32,
-        timeout_s: float = 1800.0,
+        sharded: bool = LoaderOptions.sharded,
+        uneven: Uneven = LoaderOptions.uneven,
+        loss_scaling: LossScaling = LoaderOptions.loss_scaling,
+        accumulate: int = LoaderOptions.accumulate,
+        round_size: int = LoaderOptions.round_size,
+        timeout_s: float = LoaderOptions.timeout_s,
         weights: Mapping[str, float] | Mixing | None = None,
     ) -> None:
-        check_callable("observe", observe)
-        check_callable("collate_fn", collate_fn)
-        check_count("prefetch", prefetch, 0)
-        check_count("window", window)
-        options = _worker_options(workers, num_workers, window)
-        budget = TokenBudget.of(token_budget, "token_budget")
+        given = locals()  # has an argument for each field: a test compares them
+        options = LoaderOptions(
+            **{field.name: given[field.name] for field in fields(LoaderOptions)}
+        )
         self.dataset = dataset
-        rank, world_size = group_rank(process_group)
-        shard = (0, 1) if check_bool("sharded", sharded) else (rank, world_size)
-        collate = collate_for(budget, collate_fn)
-        # Not of a subclass, whose `__call__` may expect the samples as they were.
+        collate = collate_for(options.budget, collate_fn)
+        # A subclass is left out: its `__call__` may expect the samples as processing returned them.
         ours = type(collate) in (PaddingCollate, PackedCollate)
         self._samples = sample_node(
-            dataset,
-            SampleOptions(
-                shuffle=shuffle,
-                seed=seed,
-                sampler=sampler,
-                shard=shard,
-                process_fn=process_fn,
-                observe=observe,
-                prepare=getattr(collate, "prepare", None) if ours else None,
-                weights=weights,
-                workers=options,
-                rank=rank,
-                world_size=world_size,
-            ),
+            dataset, options, getattr(collate, "prepare", None) if ours else None
         )
-        self._bucketer = WindowBucketer(self._samples, budget, window, state)
+        self._bucketer = WindowBucketer(self._samples, options.budget, window, state)
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
         self._aligner = RankAligner(
@@ -151,7 +138,7 @@ class ODBDataLoader:
             timeout_s,
         )
         root: BaseNode[Any] = GroupCollator(self._aligner, collate)
-        if prefetch and options.num_workers:
+        if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
         self._loader: Loader[Any] = Loader(root)
 
@@ -161,24 +148,21 @@ class ODBDataLoader:
     ) -> ODBDataLoader:
         """Return a loader over the dataset of a `DataLoader` or `StatefulDataLoader`.
 
-        Its dataset, order, collate function, workers and pinning are taken over. Its batch size and
-        `drop_last` are not, since the budget takes their place, nor is its `prefetch_factor`, which
-        counts batches of each worker: see `WorkerOptions.in_flight_samples` and `prefetch`. torch's
-        own collate function, which cannot pad, is replaced by the default one.
+        Its dataset, order, collate function, workers and pinning are kept. Its batch size and
+        `drop_last` are replaced by the budget, and its `prefetch_factor`, which counts batches of
+        each worker, by `WorkerOptions.in_flight_samples` and `prefetch`. torch's own collate
+        function, which cannot pad, is replaced by the default one.
 
         Args:
-            loader: the loader that a framework has built; it is not iterated.
+            loader: the loader that a framework has built, which is not iterated.
             token_budget: padded tokens of a batch, or a `TokenBudget`.
-            options: further arguments of `ODBDataLoader`, which win over what `loader` has.
+            options: further arguments of `ODBDataLoader`, which override what `loader` has.
 
         Raises:
             TypeError: `loader` is no `DataLoader`.
-            ValueError: its sampler draws an order that cannot be drawn again.
+            ValueError: the sampler of `loader` cannot yield its order again.
         """
-        if not isinstance(loader, DataLoader):
-            raise TypeError(
-                f"`loader` must be a `DataLoader`, but is `{type(loader).__name__}` instead."
-            )
+        check_type("loader", loader, DataLoader)
         given = dict(options)
         if loader.collate_fn not in (default_collate, default_convert):
             given.setdefault("collate_fn", loader.collate_fn)
@@ -198,14 +182,14 @@ class ODBDataLoader:
         return cls(loader.dataset, token_budget=token_budget, **given)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on from a loaded state. See `Loader`."""
+        """Begin the next epoch, or continue from a loaded state. See `Loader`."""
         return iter(self._loader)
 
     def __len__(self) -> int:
-        """Raise: the number of batches is known only when an epoch has ended.
+        """Raise an error: the number of batches is known only when an epoch has ended.
 
         Raises:
-            TypeError: always; see `num_samples` for progress.
+            TypeError: always; `num_samples` measures progress.
         """
         raise TypeError(
             "the number of batches is not known before the epoch has ended. Measure progress in "
@@ -214,12 +198,12 @@ class ODBDataLoader:
 
     @property
     def accumulate(self) -> int:
-        """Batches of an optimizer step."""
+        """Number of batches of an optimizer step."""
         return self._aligner.accumulate
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch on this rank.
+        """Number of samples of an epoch on this rank.
 
         Raises:
             TypeError: the dataset does not know its length.
@@ -228,54 +212,54 @@ class ODBDataLoader:
 
     @property
     def replayed_samples(self) -> int:
-        """Samples that the last restore processed again."""
+        """Number of samples that the last restore processed again."""
         return self._bucketer.replayed_samples
 
     @property
     def oversize_samples(self) -> int:
-        """Samples pulled in this epoch so far that exceeded the budget on their own."""
+        """Number of samples of this epoch so far that exceeded the budget on their own."""
         return self._bucketer.oversize_samples
 
     @property
     def dropped_samples(self) -> int:
-        """Samples pulled in this epoch so far that `oversize="drop"` left out."""
+        """Number of samples of this epoch so far that `oversize="drop"` left out."""
         return self._bucketer.dropped_samples
 
     @property
     def skipped_samples(self) -> dict[str, int]:
-        """Samples pulled in this epoch so far that processing `Skipped`, by its reason."""
+        """Number of samples of this epoch so far that processing skipped, by reason."""
         return self._bucketer.skipped_samples
 
     @property
     def unemitted_samples(self) -> int:
-        """Samples of this rank and epoch that `uneven="stop"` left over."""
+        """Number of samples of this rank and epoch that `uneven="stop"` left over."""
         return self._aligner.unemitted_samples
 
     @property
     def exchange_wait_s(self) -> float:
-        """Seconds spent waiting for other ranks so far, on whatever thread makes the batches."""
+        """Seconds that the thread that makes the batches has waited for other ranks so far."""
         return self._aligner.exchange_wait_s
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the worker processes that run now."""
+        """Process ids of the running worker processes."""
         processors = [one for one in walk(self._samples) if isinstance(one, ParallelProcessor)]
         return [pid for one in processors for pid in one.worker_pids]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one that begins; a loaded state within an epoch wins."""
+        """Make `epoch` the next epoch; a loaded state from within an epoch takes precedence."""
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the most recent iterator stands; plain data, owned by the caller."""
+        """Return the position of the most recent iterator: plain data, owned by the caller."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Make the next `iter()` go on from a state. See `Loader.load_state_dict`."""
+        """Make the next `iter()` continue from a state. See `Loader.load_state_dict`."""
         self._loader.load_state_dict(state_dict, strict=strict)
 
     def close(self) -> None:
-        """Stop all threads and workers and keep the position. See `Loader.close`."""
+        """Stop all threads and workers, and keep the position. See `Loader.close`."""
         self._loader.close()
 
     def __enter__(self) -> ODBDataLoader:
@@ -285,31 +269,12 @@ class ODBDataLoader:
         self.close()
 
 
-def _worker_options(workers: WorkerOptions | None, num_workers: int, window: int) -> WorkerOptions:
-    """Return the options, so that a refill of the pool never waits for one sample."""
-    if workers is not None and not isinstance(workers, WorkerOptions):
-        raise TypeError(
-            f"`workers` must be `WorkerOptions`, but is {workers!r} instead. For a number of "
-            "worker processes, use `num_workers`."
-        )
-    if workers is not None and num_workers:
-        raise ValueError(
-            "`num_workers` and `workers` must not both be given, but are "
-            f"{num_workers} and {workers} instead."
-        )
-    options = workers or WorkerOptions(num_workers=num_workers)
-    if options.in_flight_samples is not None:
-        return options
-    ahead = max(window, 4 * options.chunk_size * options.num_workers)
-    return replace(options, in_flight_samples=ahead)
-
-
 class _PinningCollate:
-    """Pins what a collate function returns, for the device that is current now."""
+    """Pins what a collate function returns, for the device that is current when this is made."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
-        self._device = torch.cuda.current_device()  # threads begin with device 0
+        self._device = torch.cuda.current_device()  # A new thread begins with device 0.
 
     def __call__(self, samples: list[Any]) -> Any:
         with torch.cuda.device(self._device):

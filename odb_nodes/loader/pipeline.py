@@ -3,174 +3,146 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import Observe, Sample, Skipped, SourceItem
+from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
-from odb_nodes.sources.source_mixer import Mixing, SourceMixer, check_names
-
-ProcessFn = Callable[[Any], Any] | None
+from odb_nodes.sources.source_mixer import Mixing, PerSource, SourceMixer, check_names
 
 
+@dataclass(frozen=True)
 class SampleProcess:
-    """From an item of the source to a `Sample`: look it up, process it, observe it."""
+    """Makes a `Sample` of an item of the source: looks it up, processes it, observes it.
 
-    def __init__(
-        self,
-        dataset: Any,
-        process_fn: ProcessFn,
-        observe: Observe | None,
-        prepare: Callable[[Any], Any] | None,
-    ) -> None:
-        self._dataset = dataset  # None: the items are samples already
-        self._process_fn = process_fn
-        self._observe = observe
-        self._prepare = prepare  # what the collate function would do with each sample
-        parts = {"process_fn": process_fn, "observe": observe}
-        names = [f"{key}={stable_name(part)}" for key, part in parts.items() if part is not None]
-        self.__qualname__ = f"sample({', '.join(names)})"
+    Args:
+        dataset: dataset that items are indices into; `None` where items are the data themselves.
+        process_fn: item of the dataset -> processed sample; `None` where it is one already.
+        observe: processed sample -> its cost; see `LengthObserver`.
+        prepare: first step of the collate function, done here sample by sample; `None` for none.
+    """
+
+    dataset: Any
+    process_fn: ProcessFn
+    observe: Observe | None
+    prepare: Callable[[Any], Any] | None
+
+    @property
+    def fingerprint_name(self) -> str:
+        """The names of the functions that decide the lengths, where they are given."""
+        named = {"process_fn": self.process_fn, "observe": self.observe}
+        given = {key: function for key, function in named.items() if function is not None}
+        return f"sample({stable_names(given)})"
 
     def __call__(self, item: Any) -> Sample | Skipped:
         """Return the sample of an item."""
-        data = item if self._dataset is None else self._dataset[item]
-        if self._process_fn is not None:
-            data = self._process_fn(data)
-        if self._prepare is None:
-            return observe_sample(data, self._observe)
-        if self._observe is None:
-            return observe_sample(self._prepare(data))  # counts arrays faster than lists
-        sample = observe_sample(data, self._observe)
+        data = item if self.dataset is None else self.dataset[item]
+        if self.process_fn is not None:
+            data = self.process_fn(data)
+        if self.prepare is None:
+            return observe_sample(data, self.observe)
+        if self.observe is None:
+            return observe_sample(self.prepare(data))  # counts arrays faster than lists
+        sample = observe_sample(data, self.observe)
         if isinstance(sample, Skipped):
             return sample
-        return sample._replace(data=self._prepare(data))
+        return sample._replace(data=self.prepare(data))
 
 
-class MixedProcess:
-    """From a `SourceItem` to a `Sample` that knows its source, each as its source's are made."""
-
-    def __init__(self, processes: Mapping[str, SampleProcess]) -> None:
-        self._processes = dict(processes)
-        names = [f"{name}={stable_name(process)}" for name, process in self._processes.items()]
-        self.__qualname__ = f"mixed({', '.join(names)})"
-
-    def __call__(self, routed: SourceItem) -> Sample | Skipped:
-        """Return the sample of an item."""
-        return self._processes[routed.source](routed.item).of_source(routed.source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """How the samples are read and made; see `ODBDataLoader` for those not explained here.
-
-    Attributes:
-        prepare: what the collate function would do with each sample.
-        shard: which one of how many ranks that share each dataset this is.
-        rank: of this rank, for its random numbers.
-        world_size: number of ranks, likewise.
-    """
-
-    shuffle: bool | None
-    seed: int
-    sampler: Iterable[int] | None
-    shard: tuple[int, int]
-    process_fn: ProcessFn | Mapping[str, ProcessFn]
-    observe: Observe | None
-    prepare: Callable[[Any], Any] | None
-    weights: Mapping[str, float] | Mixing | None
-    workers: WorkerOptions
-    rank: int
-    world_size: int
-
-
-def sample_node(dataset: Any, options: SampleOptions) -> BaseNode[Sample | Skipped]:
+def sample_node(
+    dataset: Any, options: LoaderOptions, prepare: Callable[[Any], Any] | None = None
+) -> BaseNode[Any]:
     """Return a node that yields the samples of a dataset, or of several that are mixed.
+
+    Args:
+        dataset: the `dataset` of the `ODBDataLoader`.
+        options: the options of the loader.
+        prepare: first step of the collate function, done by the workers sample by sample.
 
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
     """
+    pipeline = _Pipeline(options, prepare)
     named = isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
     if not named:
-        check_callable("process_fn", options.process_fn)
-        if options.weights is not None:
-            raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
-        source, process = _read(dataset, options.process_fn, options.seed, options)  # type: ignore[arg-type]
-        return _processor(source, process, options.seed, options.workers, options)
+        return pipeline.of_one(dataset)
     if type(dataset) is not dict:
         raise TypeError(
             f"`dataset` must be one dataset, or a plain dict of those to mix, but is a "
             f"`{type(dataset).__name__}` of {sorted(dataset)}. Pass one of them, such as "
             '`dataset["train"]`; or `dict(dataset)` to mix them all.'
         )
-    return _mixed(dataset, options)
+    return pipeline.of_several(dataset)
 
 
-def _mixed(datasets: dict[str, Any], options: SampleOptions) -> BaseNode[Sample | Skipped]:
-    if options.sampler is not None:
-        raise ValueError(
-            "`sampler` must be None where `dataset` is a dict of datasets: make the one that it "
-            "is for an `IterableSource`."
-        )
-    functions = options.process_fn
-    if not isinstance(functions, Mapping):
-        functions = dict.fromkeys(datasets, functions)
-    check_names("process_fn", functions, "dataset", datasets)
-    seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
-    read = {}
-    for name, dataset in datasets.items():
-        check_callable(f"process_fn[{name!r}]", functions[name])
-        try:
-            read[name] = _read(dataset, functions[name], seeds[name], options)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"of source {name!r}: {error}") from error
-    mixing = Mixing.of(options.weights)
-    mixed = {"weights": mixing.weights, "by": mixing.by, "stop": mixing.stop}
-    if mixing.by == "samples":  # before they are made, so that all workers make those of any source
-        mixer = SourceMixer({name: source for name, (source, _) in read.items()}, **mixed)  # type: ignore[arg-type]
-        process = MixedProcess({name: process for name, (_, process) in read.items()})
-        return _processor(mixer, process, options.seed, options.workers, options)
-    workers = _share(options.workers, len(read))
-    nodes = {
-        name: _processor(source, process, seeds[name], workers, options)
-        for name, (source, process) in read.items()
-    }
-    return SourceMixer(nodes, **mixed)  # type: ignore[arg-type]
+class _Pipeline:
+    """Builds the nodes that read and process the datasets of a loader, on this rank."""
 
+    def __init__(self, options: LoaderOptions, prepare: Callable[[Any], Any] | None) -> None:
+        self._options = options
+        self._prepare = prepare
+        rank, world_size = group_rank(options.process_group)
+        self._shard = (0, 1) if options.sharded else (rank, world_size)
+        self._processor = partial(ParallelProcessor, rank=rank, world_size=world_size)
 
-def _read(
-    dataset: Any, process_fn: ProcessFn, seed: int, options: SampleOptions
-) -> tuple[BaseNode[Any], SampleProcess]:
-    source, items = source_of(dataset, options.shuffle, seed, options.sampler, options.shard)
-    return source, SampleProcess(items, process_fn, options.observe, options.prepare)
+    def of_one(self, dataset: Any) -> BaseNode[Any]:
+        """Return a node that yields the samples of one dataset."""
+        options = self._options
+        check_callable("process_fn", options.process_fn)
+        if options.weights is not None:
+            raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
+        source, process = self._read(dataset, options.process_fn, options.seed)
+        return self._processor(source, process, seed=options.seed, workers=options.worker_options)
 
+    def of_several(self, datasets: dict[str, Any]) -> BaseNode[Any]:
+        """Return a node that yields the samples of several datasets, mixed by weight."""
+        options = self._options
+        if options.sampler is not None:
+            raise ValueError(
+                "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
+                "`IterableSource` of that order in place of the dataset that it is for."
+            )
+        functions = options.process_fn
+        if not isinstance(functions, Mapping):
+            functions = dict.fromkeys(datasets, functions)
+        check_names("process_fn", functions, "dataset", datasets)
+        seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
+        sources, processes = {}, {}
+        for name, dataset in datasets.items():
+            check_callable(f"process_fn[{name!r}]", functions[name])
+            try:
+                sources[name], processes[name] = self._read(dataset, functions[name], seeds[name])
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"of source {name!r}: {error}") from error
+        mixing = Mixing.of(options.weights)
+        mix = partial(SourceMixer, weights=mixing.weights, by=mixing.by, stop=mixing.stop)
+        workers = options.worker_options
+        if mixing.by == "samples":
+            # Mixed before they are processed, so that all workers process items of any source.
+            process = PerSource(processes)
+            return self._processor(mix(sources), process, seed=options.seed, workers=workers)
+        make = partial(self._processor, workers=_share(workers, len(datasets)))
+        return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
 
-def _processor(
-    source: BaseNode[Any],
-    process: Callable[[Any], Sample | Skipped],
-    seed: int,
-    workers: WorkerOptions,
-    options: SampleOptions,
-) -> ParallelProcessor[Sample | Skipped]:
-    return ParallelProcessor(
-        source,
-        process,
-        seed=seed,
-        workers=workers,
-        rank=options.rank,
-        world_size=options.world_size,
-    )
+    def _read(self, dataset: Any, process_fn: Any, seed: int) -> tuple[Any, SampleProcess]:
+        options = self._options
+        source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
+        return source, SampleProcess(items, process_fn, options.observe, self._prepare)
 
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:
-    """Return the part of the workers that each source gets, at least one where there are any."""
+    """Return the share of the workers for each source, at least one where there are workers."""
     ahead = workers.in_flight_samples
     return replace(
         workers,

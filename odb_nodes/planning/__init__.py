@@ -12,7 +12,7 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import CostFn
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 from odb_nodes.planning.rounds import round_steps
-from odb_nodes.planning.simulation import simulate_steps
+from odb_nodes.planning.simulation import SimulationOptions, simulate_steps
 
 __all__ = [
     "MAX_AGE_WINDOWS",
@@ -21,6 +21,7 @@ __all__ = [
     "GroupCost",
     "RollingPool",
     "RoundPlan",
+    "SimulationOptions",
     "TokenBudget",
     "Uneven",
     "make_report",

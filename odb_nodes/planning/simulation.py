@@ -1,13 +1,14 @@
-"""The planning of a whole job in one process: the steps that many ranks would take.
+"""Plan the steps of a whole job, on any number of ranks, in one process.
 
-The functions that plan here are those that plan in `RankAligner`, so the steps are the same.
+`RankAligner` plans with the same functions, so the steps are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
-from typing import get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,10 @@ import numpy.typing as npt
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
+from odb_nodes.planning.alignment import FILLER, CostReport, make_report, plan_round
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
+from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.planning.table import IntArray
@@ -26,40 +28,52 @@ from odb_nodes.sample import Sample
 _FIRST_EPOCH = 0
 
 Step = list[list[Sample] | None]
-"""The group of each rank; `None` for a rank that has none left."""
+"""The group of each rank; `None` for a rank that has no sample left."""
 
 
-def simulate_steps(
-    lengths: npt.ArrayLike,
-    *,
-    world_size: int,
-    budget: int | TokenBudget,
-    window: int = 1024,
-    round_size: int = 32,
-    accumulate: int = 1,
-    seed: int = 0,
-    uneven: Uneven = "fill",
-    cost_fn: CostFn | None = None,
-) -> Iterator[Step]:
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions(JobOptions):
+    """A job to plan without running it. See `ODBDataLoader` for the fields not explained here.
+
+    Args:
+        world_size: number of ranks.
+        budget: padded tokens of a group, or a `TokenBudget`.
+        cost_fn: group -> cost, by which the groups of a step are matched. The samples have their
+            tokens, their index into the lengths as `data`, and no patches. Default: the cost under
+            the budget.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+    """
+
+    world_size: int
+    budget: int | TokenBudget
+    cost_fn: CostFn | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("world_size", self.world_size)
+        TokenBudget.of(self.budget)
+
+
+def simulate_steps(lengths: npt.ArrayLike, **options: Any) -> Iterator[Step]:
     """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
-    if uneven not in get_args(Uneven):
-        raise ValueError(f"`uneven` must be one of {get_args(Uneven)}, but is {uneven!r} instead.")
-    check_count("world_size", world_size)
-    check_count("round_size", round_size)
-    check_count("accumulate", accumulate)
-    check_count("window", window)
-    tokens, budget = _check_lengths(lengths), TokenBudget.of(budget)
+    job = SimulationOptions(**options)
+    tokens, budget = _check_lengths(lengths), TokenBudget.of(job.budget)
     if budget.oversize == "error" and budget.is_oversize(longest := int(tokens.max())):
         raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")
-    shards = [range(rank, len(tokens), world_size) for rank in range(world_size)]
-    cost_fn = cost_fn or BudgetCost(budget)
-    ranks = [_Rank(tokens, shard, budget, window, cost_fn) for shard in shards]
+    shards = [range(rank, len(tokens), job.world_size) for rank in range(job.world_size)]
+    cost_fn = job.cost_fn or BudgetCost(budget)
+    ranks = [_Rank(tokens, shard, budget, job.window, cost_fn) for shard in shards]
     for number in count():
         most = round_steps(
-            number, world_size=world_size, round_size=round_size, accumulate=accumulate
+            number,
+            world_size=job.world_size,
+            round_size=job.round_size,
+            accumulate=job.accumulate,
         )
         reports = [rank.report(most) for rank in ranks]
-        plan = plan_round(reports, uneven=uneven, key=hash_ints(seed, _FIRST_EPOCH, number))
+        plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, _FIRST_EPOCH, number))
         groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
         for step in plan.groups.T.tolist():
             yield [
@@ -71,7 +85,7 @@ def simulate_steps(
 
 
 class _Rank:
-    """What `WindowBucketer` and `RankAligner` do on one rank."""
+    """Does on one rank what `WindowBucketer` and `RankAligner` do."""
 
     def __init__(
         self,
@@ -84,7 +98,7 @@ class _Rank:
         self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
         self._budget, self._estimator = budget, GroupCostEstimator(cost_fn, {})
         self._pool: RollingPool[int] = RollingPool(budget, window)  # places in the shard
-        self._ended = False  # known only once there was nothing to pull
+        self._ended = False  # As in a node, known only when a pull finds nothing.
 
     def report(self, most: int) -> CostReport:
         """Return the costs of the next round's groups."""
@@ -97,11 +111,11 @@ class _Rank:
         return report
 
     def groups(self, splits: int) -> list[list[Sample]]:
-        """Return the groups of the round after that many splits."""
+        """Return the groups of the round after `splits` splits."""
         return self._ladder.groups(splits)
 
     def _refill(self) -> bool:
-        """Fill the pool, and tell whether there is anything in it."""
+        """Fill the pool, and return whether it holds anything."""
         pool, drop = self._pool, self._budget.oversize == "drop"
         while not self._ended and (room := pool.room()) > 0:
             lengths = self._tokens[pool.pulled : pool.pulled + room].tolist()

@@ -6,29 +6,34 @@ import multiprocessing
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_choice, check_count, check_seconds
+
+Method = Literal["process", "thread"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How processing runs in parallel. None of it changes a sample or a group.
+    """How processing runs in parallel. No option changes a sample or a group.
 
     Args:
-        num_workers: workers; 0 processes in the trainer's own thread.
+        num_workers: number of workers; 0 processes in the trainer's own thread.
         method: `"process"`, or `"thread"` for processing that releases the GIL.
-        start_method: of processes: `"fork"`, `"spawn"`, `"forkserver"`, or `None` for the
-            platform's default.
-        chunk_size: samples sent and processed together.
-        in_flight_samples: samples being processed or waiting to be taken, beyond the one in hand;
-            `None` for 4 chunks per worker.
+        start_method: how worker processes start: `"fork"`, `"spawn"`, `"forkserver"`, or `None`
+            for the platform's default.
+        chunk_size: number of samples sent and processed together.
+        in_flight_samples: number of samples being processed or waiting to be taken, beyond the one
+            in hand; `None` for 4 chunks per worker.
         timeout_s: seconds to wait for a chunk before it is an error.
         worker_init_fn: called with the worker's number in each worker process when it starts.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
     """
 
     num_workers: int = 0
-    method: Literal["process", "thread"] = "process"
+    method: Method = "process"
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
     chunk_size: int = 32
     in_flight_samples: int | None = None
@@ -40,22 +45,10 @@ class WorkerOptions:
         check_count("chunk_size", self.chunk_size)
         if self.in_flight_samples is not None:
             check_count("in_flight_samples", self.in_flight_samples)
-        if self.method not in ("process", "thread"):
-            raise ValueError(
-                f'`method` must be "process" or "thread", but is {self.method!r} instead.'
-            )
-        known = multiprocessing.get_all_start_methods()
-        if self.start_method is not None and self.start_method not in known:
-            raise ValueError(
-                f"`start_method` must be one of {known} here, but is {self.start_method!r} instead."
-            )
-        if not isinstance(self.timeout_s, (int, float)) or not (
-            0 < self.timeout_s <= threading.TIMEOUT_MAX
-        ):
-            raise ValueError(
-                f"`timeout_s` must be seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}, "
-                f"but is {self.timeout_s!r} instead."
-            )
+        check_choice("method", self.method, get_args(Method))
+        if self.start_method is not None:
+            check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())
+        check_seconds("timeout_s", self.timeout_s, threading.TIMEOUT_MAX)
 
     @property
     def chunks_ahead(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_node
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
@@ -283,19 +283,27 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
 
 class PerSource:
-    """A processing function that calls the one of the item's source.
+    """Processes the items of each source with a function of its own.
 
     Args:
-        functions: name of the source -> function of an item. Picklable, as for one alone.
+        functions: name of the source -> function of an item. They must be picklable where workers
+            are processes that are not forked.
     """
 
     def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
         self._functions = dict(functions)
-        names = [f"{name}={stable_name(function)}" for name, function in self._functions.items()]
-        self.__qualname__ = f"PerSource({', '.join(names)})"
 
-    def __call__(self, routed: SourceItem) -> SourceItem:
-        """Return the processed item, still with the name of its source."""
+    @property
+    def fingerprint_name(self) -> str:
+        """The sources, each with the name of its function."""
+        return f"{type(self).__name__}({stable_names(self._functions)})"
+
+    def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
+        """Return what the function of the item's source makes of it, with the name of the source.
+
+        Raises:
+            SampleError: there is no function for that source.
+        """
         try:
             function = self._functions[routed.source]
         except KeyError:
@@ -303,7 +311,10 @@ class PerSource:
                 f"`PerSource` has no function for source {routed.source!r}, but for "
                 f"{sorted(self._functions)}."
             ) from None
-        return SourceItem(routed.source, function(routed.item))
+        result = function(routed.item)
+        if isinstance(result, (Sample, Skipped)):
+            return result.of_source(routed.source)
+        return SourceItem(routed.source, result)
 
 
 def _check_rules(by: Unit, stop: Stop) -> None:

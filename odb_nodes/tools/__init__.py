@@ -1,1 +1,1 @@
-"""Look at a run before it runs. Knows planning and samples, and starts no job."""
+"""Tools that simulate a job before it runs, and report on one while it runs."""

@@ -1,4 +1,4 @@
-"""What the steps of a job come to: efficiency, balance, filler."""
+"""Measures of the steps of a job: efficiency, balance, filler."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ATTENTION_TOKENS = 12_288
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """What one epoch of a job comes to. A slot is one step of one rank.
+    """Measures of one epoch of a job. A slot is one step of one rank.
 
     Attributes:
-        steps: of each rank.
-        samples: that were in a group.
-        real_tokens: of those samples.
-        padded_tokens: of the groups, padding included.
-        shapes: how many shapes, rows x width, the batches have.
-        filler_slots: slots in which a rank has no sample left. They count as waiting.
+        steps: number of steps of each rank.
+        samples: number of samples that were in a group.
+        real_tokens: tokens of those samples.
+        padded_tokens: tokens of the groups, padding included.
+        shapes: number of different shapes, rows x width, of the batches.
+        filler_slots: number of slots in which a rank has no sample left. They count as waiting.
         filler_share: filler slots / all slots.
         density: real tokens / padded tokens.
         efficiency: real tokens / (ranks x sum over the steps of the padded tokens of the rank that
@@ -32,8 +32,9 @@ class SimulationReport:
         filler_loss: the part of 1 - efficiency that is filler. The rest is padding, and waiting for
             the rank that has most.
         balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
-        attention_balance: the same of padded tokens x (1 + longest / 12288), a cost that grows with
-            length as attention does; of packed samples, the sum of tokens x (1 + tokens / 12288).
+        attention_balance: balance by padded tokens x (1 + longest / 12288), a cost that grows with
+            length as attention does; for packed samples, by the sum of tokens x
+            (1 + tokens / 12288).
         length_spread: how mixed the lengths of a step are: the share of the variance of all
             samples' lengths that lies within steps (1 - the correlation ratio, eta squared). 1: no
             step is longer than another on average. 0: each step has samples of one length.
@@ -57,7 +58,11 @@ class SimulationReport:
     def of(
         cls, steps: Iterable[Sequence[list[Sample] | None]], budget: TokenBudget
     ) -> SimulationReport:
-        """Return the report of steps, each with the group of every rank, `None` for filler.
+        """Return the report of a job's steps.
+
+        Args:
+            steps: the steps in order, each with the group of every rank, `None` for filler.
+            budget: the budget that the groups were formed under.
 
         Raises:
             ValueError: there is no step.
@@ -93,7 +98,7 @@ class SimulationReport:
         )
 
     def as_row(self) -> dict[str, str]:
-        """Return the line of a table, by title."""
+        """Return the formatted measures as a row of a table: title -> cell."""
         return {
             "steps": f"{self.steps:,}",
             "shapes": f"{self.shapes:,}",
@@ -108,7 +113,7 @@ class SimulationReport:
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Return a table in markdown, whose titles are the keys of the first row."""
+    """Return rows as a table in markdown, with the keys of the first row as titles."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""What many ranks would do with given lengths: the planning of a whole job, in one process.
+"""Plan the steps of a whole job, on any number of ranks, from lengths alone, in one process.
 
 python -m odb_nodes.tools.simulate --ranks 64 --window 256 1024 --cv 1.0
 """
@@ -9,62 +9,36 @@ import argparse
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes.planning import CostFn, TokenBudget, Uneven, simulate_steps
+from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
+from odb_nodes.planning.budget import Layout
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.report import SimulationReport, markdown_table
 
-__all__ = ["lognormal_lengths", "simulate", "simulate_steps"]
+__all__ = ["SimulationOptions", "lognormal_lengths", "simulate", "simulate_steps"]
 
 
-def simulate(
-    lengths: npt.ArrayLike,
-    *,
-    world_size: int,
-    budget: int | TokenBudget,
-    window: int = 1024,
-    round_size: int = 32,
-    accumulate: int = 1,
-    seed: int = 0,
-    uneven: Uneven = "fill",
-    cost_fn: CostFn | None = None,
-) -> SimulationReport:
-    """Plan the first epoch of a job, and return what it comes to.
+def simulate(lengths: npt.ArrayLike, **options: Any) -> SimulationReport:
+    """Plan the first epoch of a job, and return its efficiency, balance and filler.
+
+        simulate(lengths, world_size=64, budget=16_384, window=512)
 
     Args:
-        lengths: of all samples, in tokens, (n,). Rank r has every `world_size`-th, from the r-th
-            on, as `ShardedSampler(shuffle=False)` deals them out.
-        world_size: number of ranks.
-        budget: padded tokens of a group, or a `TokenBudget`.
-        window: samples in the pool of each rank.
-        round_size: steps that are planned at a time; see `RankAligner`, as for what follows.
-        accumulate: steps of an optimizer step.
-        seed: of the permutations.
-        uneven: `"fill"`, `"join"` or `"stop"`.
-        cost_fn: group -> cost, by which steps are matched. The samples have their tokens, their
-            index into `lengths` as `data`, and no patches. Default: the cost under the budget.
+        lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
+            `ShardedSampler(shuffle=False)` deals them out.
+        options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
+            from the defaults `window`, `round_size`, `uneven`, `accumulate`, `seed` and `cost_fn`.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above, or there is no step.
         SampleError: a sample is too long under `oversize="error"`.
     """
-    budget = TokenBudget.of(budget)
-    steps = simulate_steps(
-        lengths,
-        world_size=world_size,
-        budget=budget,
-        window=window,
-        round_size=round_size,
-        accumulate=accumulate,
-        seed=seed,
-        uneven=uneven,
-        cost_fn=cost_fn,
-    )
-    return SimulationReport.of(steps, budget)
+    job = SimulationOptions(**options)
+    return SimulationReport.of(simulate_steps(lengths, **options), TokenBudget.of(job.budget))
 
 
 def lognormal_lengths(
@@ -79,12 +53,12 @@ def lognormal_lengths(
     """Return clipped lognormal lengths, (samples,) int64.
 
     Args:
-        samples: how many.
+        samples: number of lengths.
         cv: coefficient of variation before clipping: standard deviation / mean.
-        mean_tokens: before clipping.
-        shortest_tokens: what shorter ones become.
-        longest_tokens: what longer ones become.
-        seed: of numpy's generator.
+        mean_tokens: mean length before clipping.
+        shortest_tokens: lower bound, to which shorter lengths are clipped.
+        longest_tokens: upper bound, to which longer lengths are clipped.
+        seed: seed of numpy's generator.
     """
     sigma = math.sqrt(math.log(1 + cv**2))
     mu = math.log(mean_tokens) - sigma**2 / 2
@@ -94,21 +68,7 @@ def lognormal_lengths(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate all combinations of the options on lognormal lengths, and print a table."""
-    parser = argparse.ArgumentParser(prog="odb_nodes.tools.simulate", description=main.__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    parser.add_argument("--window", type=int, nargs="+", default=[1024], help="samples per rank")
-    parser.add_argument("--cv", type=float, nargs="+", default=[1.0], help="of the lengths")
-    parser.add_argument("--round-size", type=int, nargs="+", default=[32], help="steps")
-    parser.add_argument("--accumulate", type=int, default=1, help="steps of an optimizer step")
-    parser.add_argument("--uneven", choices=get_args(Uneven), default="fill")
-    parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
-    parser.add_argument("--layout", choices=("padded", "packed"), default="padded")
-    parser.add_argument(
-        "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"
-    )
-    parser.add_argument("--samples-per-rank", type=int, default=40_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths and the permutations")
-    args = parser.parse_args(arguments)
+    args = _parser().parse_args(arguments)
     rows = []
     budgets = [
         TokenBudget(args.budget, layout=args.layout, shapes=shapes)
@@ -134,6 +94,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row["extra padding"] = f"{report.padded_tokens / other.padded_tokens - 1:.1%}"
         rows.append(row)
     print(markdown_table(rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="odb_nodes.tools.simulate", description=main.__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64])
+    parser.add_argument("--window", type=int, nargs="+", help="samples per rank")
+    parser.add_argument("--cv", type=float, nargs="+", default=[1.0], help="of the lengths")
+    parser.add_argument("--round-size", type=int, nargs="+", help="steps")
+    parser.add_argument("--accumulate", type=int, help="steps of an optimizer step")
+    parser.add_argument("--uneven", choices=get_args(Uneven))
+    parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
+    parser.add_argument("--layout", choices=get_args(Layout), default=TokenBudget.layout)
+    parser.add_argument(
+        "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"
+    )
+    parser.add_argument("--samples-per-rank", type=int, default=40_000)
+    parser.add_argument("--seed", type=int, help="of the lengths and the permutations")
+    parser.set_defaults(
+        window=[SimulationOptions.window],
+        round_size=[SimulationOptions.round_size],
+        accumulate=SimulationOptions.accumulate,
+        uneven=SimulationOptions.uneven,
+        seed=SimulationOptions.seed,
+    )
+    return parser
 
 
 if __name__ == "__main__":

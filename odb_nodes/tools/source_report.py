@@ -1,4 +1,4 @@
-"""What a run has had of each source so far."""
+"""Counts of the samples and tokens of each source that a run has trained on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from odb_nodes._core.checks import check_type
 from odb_nodes.sources.source_mixer import check_names
 from odb_nodes.step_info import SourceCount, StepInfo, add_counts
 
@@ -21,10 +22,10 @@ class SourceReport:
             report.add(pop_step_info(batch))
         print(report.over_ranks())
 
-    It counts what this rank has had; fillers are not counted.
+    It counts the samples of this rank, without fillers.
 
     Args:
-        counts: name of the source -> what a run has had of it before.
+        counts: name of the source -> its counts so far, to continue from.
     """
 
     def __init__(self, counts: Mapping[str, SourceCount] | None = None) -> None:
@@ -36,30 +37,26 @@ class SourceReport:
         return dict(self._counts)
 
     def add(self, info: StepInfo) -> None:
-        """Count a step.
+        """Add the counts of a step.
 
         Raises:
             TypeError: `info` is no `StepInfo`.
         """
-        if not isinstance(info, StepInfo):
-            raise TypeError(
-                "`info` must be what `pop_step_info(batch)` returns, but is "
-                f"`{type(info).__name__}` instead."
-            )
+        check_type("info", info, StepInfo, "Pass what `pop_step_info(batch)` returns.")
         if info.local_sources:
             self._counts = add_counts([*self._counts.items(), *info.local_sources.items()])
 
     def shares(self, by: Literal["samples", "tokens"] = "samples") -> dict[str, float]:
-        """Return each source's part of all samples or tokens so far; they add up to 1."""
+        """Return each source's share of all samples or tokens so far; the shares add up to 1."""
         total = sum(getattr(count, by) for count in self._counts.values())
         return {name: getattr(count, by) / total for name, count in self._counts.items()}
 
     def over_ranks(self, process_group: Any = None) -> SourceReport:
-        """Return the sums over all ranks. A collective: all of them call it, at the same point.
+        """Return the sums over all ranks. A collective: all ranks call it, at the same point.
 
         Args:
-            process_group: the ranks. Default: all of the job; one where torch.distributed is not
-                initialised.
+            process_group: the ranks to sum over. Default: all of the job; this rank alone where
+                torch.distributed is not initialised.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return SourceReport(self._counts)
@@ -73,14 +70,17 @@ class SourceReport:
         return total
 
     def table(self, weights: Mapping[str, float] | None = None) -> str:
-        """Return the counts and shares as text, beside the weights if they are given.
+        """Return the counts and shares as a table of text.
+
+        Args:
+            weights: name of the source -> weight, to be shown beside its shares.
 
         Raises:
-            ValueError: there is no weight for a source.
+            TypeError, ValueError: `weights` is no dict, or has not a weight for every source.
         """
         counts = dict(self._counts)
         if weights is not None:
-            if isinstance(weights, Mapping):  # some have had none yet
+            if isinstance(weights, Mapping):  # Some sources may have no counts yet.
                 counts = dict.fromkeys(weights, SourceCount(0, 0)) | counts
             check_names("weights", weights, "sources", counts)
         total = sum(weights.values()) if weights else 1.0
@@ -101,5 +101,5 @@ class SourceReport:
         return {name: list(count) for name, count in self._counts.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, list[int]]) -> None:
-        """Go on from the counts of a checkpoint."""
+        """Continue from the counts of a checkpoint."""
         self._counts = {name: SourceCount(*count) for name, count in state_dict.items()}

@@ -17,9 +17,9 @@ from odb_nodes.integrations.huggingface.loss import base_model, shifts_labels
 from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.train_batches import TrainBatches
 from odb_nodes.integrations.resuming import load_saved_state
-from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
+from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.planning import TokenBudget
+from odb_nodes.loader.options import LoaderOptions
 
 IS_SEQ2SEQ = "is_encoder_decoder"
 NOT_SAVED = (
@@ -132,29 +132,10 @@ def check_overrides(kinds: Iterable[type]) -> None:
 
 def make_batches(trainer: Any) -> TrainBatches:
     """Return the batches of a run, from its beginning."""
-    config, args, dataset = trainer.odb, trainer.args, trainer.train_dataset
+    args, dataset = trainer.args, trainer.train_dataset
     if dataset is None:
         raise ValueError("`train_dataset` must be given to train, but is None.")
-    is_random = getattr(args, "train_sampling_strategy", "random") == "random"
-    workers: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
-    loader = ODBDataLoader(
-        dataset,
-        token_budget=config.token_budget,
-        collate_fn=collator_of(trainer),
-        shuffle=None if is_random else False,
-        seed=_seed(args),
-        window=config.window,
-        process_fn=config.process_fn,
-        observe=config.observe,
-        prefetch=config.prefetch,
-        state=config.state,
-        pin_memory=args.dataloader_pin_memory,
-        uneven=config.uneven,
-        accumulate=args.gradient_accumulation_steps,
-        round_size=config.round_size,
-        timeout_s=config.timeout_s,
-        **(workers if config.workers is None else {"workers": config.workers}),
-    )
+    loader = ODBDataLoader(dataset, **vars(_loader_options(trainer)))
     # The length of a dict is that of its datasets' names; that of a node is of one rank.
     is_counted = isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode))
     samples = len(dataset) if is_counted else None
@@ -224,16 +205,11 @@ def _steps_per_epoch(trainer: Any) -> int:
         return int(config.steps_per_epoch)
     check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
     if args.process_index == 0:
-        steps = estimate_steps(
+        steps = estimate_loader_steps(
             trainer.train_dataset,
-            budget=TokenBudget.of(config.token_budget),
-            window=config.window,
-            accumulate=args.gradient_accumulation_steps,
+            _loader_options(trainer),
             world_size=args.world_size,
-            process_fn=config.process_fn,
-            observe=config.observe,
             looked_at=config.estimate_samples,
-            seed=_seed(args),
         )
     else:
         steps = 0
@@ -241,5 +217,15 @@ def _steps_per_epoch(trainer: Any) -> int:
     return int(agreed)
 
 
-def _seed(args: Any) -> int:
-    return int(args.seed if args.data_seed is None else args.data_seed)
+def _loader_options(trainer: Any) -> LoaderOptions:
+    config, args = trainer.odb, trainer.args
+    is_random = getattr(args, "train_sampling_strategy", "random") == "random"
+    options: LoaderOptions = config.loader_options(
+        collate_fn=collator_of(trainer),
+        shuffle=None if is_random else False,
+        seed=int(args.seed if args.data_seed is None else args.data_seed),
+        num_workers=args.dataloader_num_workers if config.workers is None else 0,
+        pin_memory=args.dataloader_pin_memory,
+        accumulate=args.gradient_accumulation_steps,
+    )
+    return options

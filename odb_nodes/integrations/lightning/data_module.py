@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
-from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_steps
+from odb_nodes.integrations.step_estimate import (
+    LOOKED_AT,
+    check_can_estimate,
+    estimate_loader_steps,
+)
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import TokenBudget
 
 __all__ = ["ODBDataModule"]
@@ -23,28 +29,26 @@ class ODBDataModule(LightningDataModule):
     subclass: where there is a data module, Lightning does not ask the module.
 
     Args:
-        dataset: to train on; see `ODBDataLoader`.
+        dataset: the dataset to train on; see `ODBDataLoader`.
         token_budget: padded tokens of a batch on one rank, or a `TokenBudget`.
-        options: further arguments of `ODBDataLoader`. `accumulate` is that of the trainer.
+        options: further arguments of `ODBDataLoader`, except `accumulate`, which is that of the
+            trainer.
 
     Raises:
-        ValueError: `accumulate` is given, or `uneven="join"`, which needs a loop of your own.
+        TypeError, ValueError: an option is not valid, `accumulate` is given, or `uneven="join"`,
+            which needs a loop of your own.
     """
 
     def __init__(self, dataset: Any, *, token_budget: int | TokenBudget, **options: Any) -> None:
         super().__init__()
-        TokenBudget.of(token_budget, "token_budget")
         if "accumulate" in options:
             raise ValueError(
                 "`accumulate` must not be given: it is `accumulate_grad_batches` of the trainer."
             )
-        if options.get("uneven") == "join":
-            raise ValueError(
-                '`uneven` must be "fill" or "stop" under a `Trainer`, but is "join" instead.'
-            )
         self._dataset = dataset
-        self._budget = token_budget
-        self._options = options
+        self._options = LoaderOptions(token_budget=token_budget, **options)
+        remedy = 'A `Trainer` has no `Join`: "join" needs a loop of your own.'
+        check_choice("uneven", self._options.uneven, ("fill", "stop"), remedy)
 
     def train_dataloader(self) -> TrainBatches:
         """Return the batches of a run.
@@ -60,22 +64,18 @@ class ODBDataModule(LightningDataModule):
                 "`Trainer(callbacks=[ODBCallback()])`. (A `Tuner` takes callbacks away while it "
                 "searches: `lr_find` and `scale_batch_size` are not possible with dynamic batches.)"
             )
-        loader = ODBDataLoader(
-            self._dataset,
-            token_budget=self._budget,
-            accumulate=trainer.accumulate_grad_batches,
-            **self._options,
-        )
-        return callbacks[0].batches(loader)
+        options = self._options_of(trainer)
+        return callbacks[0].batches(ODBDataLoader(self._dataset, **vars(options)))
 
-    def estimated_steps(self, looked_at: int = 512) -> int:
+    def estimated_steps(self, looked_at: int = LOOKED_AT) -> int:
         """Return about how many optimizer steps the run will have, the same on all ranks.
 
-        For schedules, in `configure_optimizers`, on all ranks. `trainer.estimated_stepping_batches`
-        is `max_steps` where batches cannot be counted, and so -1 without that.
+        Call it for a schedule, in `configure_optimizers`, on all ranks. Lightning's
+        `trainer.estimated_stepping_batches` is `max_steps` where batches cannot be counted: -1
+        where none is given.
 
         Args:
-            looked_at: how many samples of the dataset to process for it.
+            looked_at: number of samples of the dataset to process for the estimate.
 
         Raises:
             TypeError: the dataset is not map-style with a length.
@@ -88,22 +88,19 @@ class ODBDataModule(LightningDataModule):
                 raise ValueError("`max_epochs` or `max_steps` must be given, to have an end.")
             return max_steps
         check_can_estimate(self._dataset, "Make the schedule for a number that you know.")
-        options = self._options
         steps = 0
         if trainer.is_global_zero:
-            steps = max_epochs * estimate_steps(
+            steps = max_epochs * estimate_loader_steps(
                 self._dataset,
-                budget=TokenBudget.of(self._budget),
-                window=options.get("window", 1024),
-                accumulate=trainer.accumulate_grad_batches,
+                self._options_of(trainer),
                 world_size=trainer.world_size,
-                process_fn=options.get("process_fn"),
-                observe=options.get("observe"),
                 looked_at=check_count("looked_at", looked_at),
-                seed=options.get("seed", 0),
             )
         agreed = int(trainer.strategy.broadcast(steps))
         return agreed if max_steps < 0 else min(agreed, max_steps)
+
+    def _options_of(self, trainer: Any) -> LoaderOptions:
+        return replace(self._options, accumulate=trainer.accumulate_grad_batches)
 
     def _trainer_of(self, name: str) -> Any:
         if self.trainer is None:

@@ -1,0 +1,99 @@
+"""The options of the whole graph: their defaults and their checks, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from odb_nodes._core.checks import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_count,
+    check_seconds,
+    check_type,
+)
+from odb_nodes.alignment.aligned_round import LossScaling
+from odb_nodes.collate.protocol import Collate
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.options import JobOptions, PlanOptions
+from odb_nodes.processing import WorkerOptions
+from odb_nodes.sample import Observe
+from odb_nodes.sources import Mixing
+
+PoolState = Literal["replay", "payload"]
+ProcessFn = Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(PlanOptions):
+    """What a user decides of the batches under any trainer. See `ODBDataLoader` for the fields.
+
+    Raises:
+        TypeError, ValueError: names the field that is not valid.
+    """
+
+    token_budget: int | TokenBudget
+    collate_fn: Collate | None = None
+    process_fn: ProcessFn | Mapping[str, ProcessFn] = None
+    observe: Observe | None = None
+    prefetch: int = 4
+    state: PoolState = "replay"
+    workers: WorkerOptions | None = None
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        TokenBudget.of(self.token_budget, "token_budget")
+        check_callable("collate_fn", self.collate_fn)
+        check_callable("observe", self.observe)
+        check_count("prefetch", self.prefetch, 0)
+        check_choice("state", self.state, get_args(PoolState))
+        remedy = "For 4 worker processes, pass `WorkerOptions(num_workers=4)`."
+        check_type("workers", self.workers, WorkerOptions | None, remedy)
+        check_seconds("timeout_s", self.timeout_s)
+
+    @property
+    def budget(self) -> TokenBudget:
+        """The budget that groups are formed under."""
+        return TokenBudget.of(self.token_budget)
+
+    def loader_options(self, **decided: Any) -> LoaderOptions:
+        """Return the options of a loader: these, and before them those that a trainer decides."""
+        given = {field.name: getattr(self, field.name) for field in fields(BatchOptions)}
+        return LoaderOptions(**{**given, **decided})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(BatchOptions, JobOptions):
+    """All options of an `ODBDataLoader`, which documents the fields."""
+
+    shuffle: bool | None = None
+    num_workers: int = WorkerOptions.num_workers
+    sampler: Iterable[int] | None = None
+    pin_memory: bool = False
+    process_group: Any = None
+    sharded: bool = False
+    loss_scaling: LossScaling = "exact"
+    weights: Mapping[str, float] | Mixing | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_workers", self.num_workers, 0)
+        check_bool("sharded", self.sharded)
+        check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
+        if self.workers is not None and self.num_workers:
+            raise ValueError(
+                "`num_workers` and `workers` must not both be given, but are "
+                f"{self.num_workers} and {self.workers} instead."
+            )
+
+    @property
+    def worker_options(self) -> WorkerOptions:
+        """How processing runs: with enough samples in flight to refill the whole pool."""
+        options = self.workers or WorkerOptions(num_workers=self.num_workers)
+        if options.in_flight_samples is not None:
+            return options
+        ahead = max(self.window, 4 * options.chunk_size * options.num_workers)
+        return replace(options, in_flight_samples=ahead)

@@ -1,0 +1,40 @@
+"""What decides the groups and steps of a job, beside its data and its budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from odb_nodes._core.checks import check_choice, check_count, check_integer
+from odb_nodes.planning.alignment import Uneven
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """How samples become groups, and groups the steps of all ranks. See `ODBDataLoader`.
+
+    Raises:
+        TypeError, ValueError: names the field that is not valid.
+    """
+
+    window: int = 1024
+    round_size: int = 32
+    uneven: Uneven = "fill"
+
+    def __post_init__(self) -> None:
+        check_count("window", self.window)
+        check_count("round_size", self.round_size)
+        check_choice("uneven", self.uneven, get_args(Uneven))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(PlanOptions):
+    """`PlanOptions`, and what a trainer decides for the whole job. See `ODBDataLoader`."""
+
+    accumulate: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("accumulate", self.accumulate)
+        check_integer("seed", self.seed)

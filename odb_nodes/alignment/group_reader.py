@@ -1,4 +1,4 @@
-"""Reads the groups of a round, and knows whether there are more."""
+"""The groups below an aligner: what they cost, and those of a round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.state import copy_state
+from odb_nodes.contract import copy_state
+from odb_nodes.contract.graph import find_budget
+from odb_nodes.planning.group_costs import BudgetCost, CostFn, padded_tokens
 from odb_nodes.sample import Sample
 
 
@@ -48,3 +50,9 @@ class GroupReader:
             "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
             f"{kind} instead. Put a `WindowBucketer` before it."
         )
+
+
+def cost_below(source: BaseNode[Any]) -> CostFn:
+    """Return the cost of a group under the budget below; where there is none, its padded tokens."""
+    budget = find_budget(source)
+    return padded_tokens if budget is None else BudgetCost(budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -18,7 +19,7 @@ from odb_nodes.alignment.exchange import (
 from odb_nodes.contract import StatefulNode
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
-from odb_nodes.errors import PeerError, SampleError, StateError
+from odb_nodes.errors import PeerError, StateError
 from odb_nodes.nodes.payload import encode_sample
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.sample import Sample
@@ -125,6 +126,20 @@ class Peers:
         if self._thread is not None:
             self._thread.join(_GRACE_S)
 
+    @contextmanager
+    def reporting_failure(self, where: str) -> Iterator[None]:
+        """Tell the others why this rank fails, where what is done within this context raises."""
+        try:
+            yield
+        except StopIteration:  # of `cost_fn`, say; it would end the epoch here
+            # Not `from` it: `contextmanager` would then let the StopIteration pass.
+            raised = RuntimeError(f"{where}: the source or `cost_fn` raised StopIteration.")
+            self.fail(raised, where)
+            raise raised  # noqa: B904
+        except Exception as error:
+            self.fail(error, where)
+            raise
+
     def share_filler(
         self, reports: list[CostReport], own: Sample | None, where: str
     ) -> bytes | None:
@@ -146,11 +161,8 @@ class Peers:
         donor = next(rank for rank, report in enumerate(reports) if report.groups)
         data = b""
         if self.rank == donor and own is not None:
-            try:
+            with self.reporting_failure(f"{where}, sending a sample to a rank that has none"):
                 data = encode_sample(own)
-            except SampleError as error:
-                self.fail(error, f"{where}, sending a sample to a rank that has none")
-                raise
         received = self._channel.gather_bytes(data, where)[donor]
         return None if reports[self.rank].has_filler else received
 

@@ -10,28 +10,27 @@ from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_count, check_integer, check_node
+from odb_nodes._core.checks import (
+    check_choice,
+    check_count,
+    check_integer,
+    check_node,
+    check_seconds,
+)
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.aligner_state import AlignerState
-from odb_nodes.alignment.group_reader import GroupReader
+from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.peers import Peers
 from odb_nodes.contract import EpochNode, copy_state
-from odb_nodes.contract.graph import find_budget, remaining_samples
+from odb_nodes.contract.graph import remaining_samples
 from odb_nodes.contract.state import allow_mismatch
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.planning.alignment import CostReport, SplitLadder, Uneven, make_report, plan_round
 from odb_nodes.planning.budget import round_up
-from odb_nodes.planning.group_costs import (
-    BudgetCost,
-    CostFn,
-    GroupCostEstimator,
-    best_filler,
-    padded_tokens,
-    tokens_of,
-)
+from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler, tokens_of
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup
@@ -96,14 +95,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     ) -> None:
         super().__init__()
         check_node("source", source)
-        for name, value, known in (
-            ("uneven", uneven, get_args(Uneven)),
-            ("loss_scaling", loss_scaling, get_args(LossScaling)),
-        ):
-            if value not in known:
-                raise ValueError(f"`{name}` must be one of {known}, but is {value!r} instead.")
-        if not timeout_s > 0:
-            raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s!r} instead.")
+        check_choice("uneven", uneven, get_args(Uneven))
+        check_choice("loss_scaling", loss_scaling, get_args(LossScaling))
+        check_seconds("timeout_s", timeout_s)
         self._estimator = GroupCostEstimator(cost_fn or cost_below(source), modalities)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
@@ -141,12 +135,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._peers.begin()
         self._rule = replace(self._rule, world_size=self._peers.world_size)
         self._clear()
-        try:
+        with self._peers.reporting_failure("reset"):
             self._peers.check_source(self.source)
             super().reset(initial_state)
-        except Exception as error:
-            self._peers.fail(error, "reset")
-            raise
 
     def _clear(self) -> None:
         self._at = AlignerState()
@@ -273,17 +264,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 self._peers.answer_until_all_end(self._report([], 0)[0])
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
-        try:
+        with self._peers.reporting_failure(where):
             most = self._round_steps()
             groups = [] if at.drained else self._reader.read(most)
             report, ladder = self._report(groups, most)
-        except StopIteration as error:  # of `cost_fn`, say; it would end the epoch here
-            raised = RuntimeError(f"{where}: the source or `cost_fn` raised StopIteration.")
-            self._peers.fail(raised, where)
-            raise raised from error
-        except Exception as error:
-            self._peers.fail(error, where)
-            raise
         self._agree()
         reports = self._peers.reports(report, where)
         if not (at.step or any(one.groups for one in reports)):
@@ -368,9 +352,3 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "cost_fn": stable_name(self._estimator.cost_fn),
             "modalities": list(self._estimator.modalities),
         }
-
-
-def cost_below(source: BaseNode[Any]) -> CostFn:
-    """Return the cost of a group under the budget below; where there is none, its padded tokens."""
-    budget = find_budget(source)
-    return padded_tokens if budget is None else BudgetCost(budget)

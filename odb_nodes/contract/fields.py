@@ -19,7 +19,7 @@ __all__ = [
     "SourceState",
     "SourceStates",
     "check_fields",
-    "mutable_fields",
+    "source_fields",
 ]
 
 _MAX_INT64 = 2**63 - 1
@@ -82,10 +82,10 @@ def _checks_of(declared: Any) -> dict[str, Check]:
 
 
 @cache
-def mutable_fields(declared: Any) -> tuple[str, ...]:
-    """Return the names of the fields that may hold what changes later, sources' states left out."""
+def source_fields(declared: Any) -> frozenset[str]:
+    """Return the names of the fields that hold the states of sources."""
     hints = get_type_hints(declared, include_extras=True)
-    return tuple(one.name for one in fields(declared) if _is_mutable(hints[one.name]))
+    return frozenset(name for name, hint in hints.items() if hint in (SourceState, SourceStates))
 
 
 def check_fields(declared: Any, values: dict[str, Any]) -> dict[str, str]:
@@ -100,16 +100,6 @@ def check_fields(declared: Any, values: dict[str, Any]) -> dict[str, str]:
     """
     broken = {name: check(values[name]) for name, check in _checks_of(declared).items()}
     return {name: rule for name, rule in broken.items() if rule is not None}
-
-
-def _is_mutable(hint: Any) -> bool:
-    if hint in (SourceState, SourceStates):
-        return False
-    parts = get_args(hint)
-    if get_origin(hint) is Annotated:
-        parts = parts[:1]
-    kind = get_origin(hint) or hint
-    return kind in (Any, list, dict) or any(map(_is_mutable, parts))
 
 
 def _check_of(hint: Any) -> Check:

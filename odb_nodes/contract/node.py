@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.fields import mutable_fields
+from odb_nodes.contract.fields import source_fields
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.state import NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
@@ -178,11 +178,13 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         return self.next()
 
     def _saved_values(self) -> dict[str, Any]:
-        values = dict(vars(self.save()))
+        # The state of a source is new already; what else may be a list or dict of the node's own.
         declared: Any = self.STATE
-        for name in mutable_fields(declared):
-            values[name] = copy_state(values[name])
-        return values
+        sources = source_fields(declared)
+        return {
+            name: value if name in sources else copy_state(value)
+            for name, value in vars(self.save()).items()
+        }
 
 
 def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:

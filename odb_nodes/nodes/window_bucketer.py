@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
-from odb_nodes._core.checks import check_count, check_node
+from odb_nodes._core.checks import check_choice, check_count, check_node
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.errors import SampleError, StateError
@@ -57,8 +57,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         state: Literal["replay", "payload"] = "replay",
     ) -> None:
         super().__init__()
-        if state not in POOL_MODES:
-            raise ValueError(f'`state` must be "replay" or "payload", but is {state!r} instead.')
+        check_choice("state", state, POOL_MODES)
         check_node("source", source)
         self.source = source
         self._budget = TokenBudget.of(budget)

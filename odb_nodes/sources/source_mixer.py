@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_node
+from odb_nodes._core.checks import check_choice, check_node
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
@@ -318,9 +318,8 @@ class PerSource:
 
 
 def _check_rules(by: Unit, stop: Stop) -> None:
-    for option, value, known in (("by", by, get_args(Unit)), ("stop", stop, get_args(Stop))):
-        if value not in known:
-            raise ValueError(f"`{option}` must be one of {known}, but is {value!r} instead.")
+    check_choice("by", by, get_args(Unit))
+    check_choice("stop", stop, get_args(Stop))
 
 
 def _checked(

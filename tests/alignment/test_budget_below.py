@@ -5,7 +5,7 @@ from in_process_hub import InProcessHub
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import Loader, RankAligner, Sample, TokenBudget, WindowBucketer
-from odb_nodes.alignment.rank_aligner import cost_below
+from odb_nodes.alignment.group_reader import cost_below
 from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
 
 BUDGETS = [

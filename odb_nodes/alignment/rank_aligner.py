@@ -148,7 +148,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
         self.source.reset(None)
-        self._hold_source()
+        self._at.source = copy_state(self.source.state_dict())
 
     def restore(self, state: AlignerState) -> None:
         """Go to a step of a round, and read the groups of the round again.
@@ -309,7 +309,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = self._at
         if at.last:
             self._steps.fill([], None)
-            self._hold_source()
+            self._at.source = copy_state(self.source.state_dict())
             return
         self._steps = AlignedRound()
         at.emitted, at.plan, at.splits = 0, None, 0
@@ -317,9 +317,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at.drained = self._reader.ahead is None
         if not at.drained:  # Else the source's state stays: the filler comes from there.
             at.source = self._reader.next_state
-
-    def _hold_source(self) -> None:
-        self._at.source = copy_state(self.source.state_dict())
 
     def _round_steps(self) -> int:
         return round_steps(
@@ -330,9 +327,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         )
 
     def _count_unemitted(self, left: list[list[Sample]]) -> None:
-        unemitted = sum(map(len, left)) + remaining_samples(self.source)
-        self._at.unemitted_samples = unemitted
-        if unemitted:
+        self._at.unemitted_samples = sum(map(len, left)) + remaining_samples(self.source)
+        if unemitted := self._at.unemitted_samples:
             warnings.warn(
                 f'`uneven="stop"`: another rank has ended, so {unemitted} samples of rank '
                 f"{self._peers.rank} are not emitted in epoch {self._epochs.epoch}.",

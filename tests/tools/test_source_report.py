@@ -73,5 +73,5 @@ def test_without_other_ranks_it_is_what_there_is():
 
 
 def test_what_is_no_step_info_is_refused():
-    with pytest.raises(TypeError, match="`info` must be what `pop_step_info.batch.` returns, but"):
+    with pytest.raises(TypeError, match="`info` must be a `StepInfo`, but.*`pop_step_info.batch.`"):
         SourceReport().add({"input_ids": []})

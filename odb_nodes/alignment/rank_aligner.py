@@ -31,6 +31,7 @@ from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.planning.alignment import CostReport, SplitLadder, Uneven, make_report, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler, tokens_of
+from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup
@@ -83,11 +84,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self,
         source: BaseNode[list[Sample]],
         process_group: Any = None,
-        round_size: int = 32,
-        uneven: Uneven = "fill",
+        round_size: int = JobOptions.round_size,
+        uneven: Uneven = JobOptions.uneven,
         loss_scaling: LossScaling = "exact",
-        accumulate: int = 1,
-        seed: int = 0,
+        accumulate: int = JobOptions.accumulate,
+        seed: int = JobOptions.seed,
         timeout_s: float = 1800.0,
         *,
         cost_fn: CostFn | None = None,
@@ -319,12 +320,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             at.source = self._reader.next_state
 
     def _round_steps(self) -> int:
-        return round_steps(
-            self._at.round,
-            round_size=self._round_size,
-            accumulate=self._rule.accumulate,
-            world_size=self._rule.world_size,
-        )
+        shared = {"accumulate": self._rule.accumulate, "world_size": self._rule.world_size}
+        return round_steps(self._at.round, round_size=self._round_size, **shared)
 
     def _count_unemitted(self, left: list[list[Sample]]) -> None:
         self._at.unemitted_samples = sum(map(len, left)) + remaining_samples(self.source)

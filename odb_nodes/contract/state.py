@@ -185,8 +185,8 @@ def _check_config(
             change = f"`{name}` was {before} when saved, but is {now} now"
             if name in fixed and not _strict.get():
                 raise StateError(
-                    f"{change}: {node} can change it only between epochs. Load a state that was "
-                    "saved after the last step of an epoch."
+                    f"{change}: it can change only between epochs. Load a state that was saved "
+                    "after the last step of an epoch."
                 )
             changed.append(change)
     if not changed:

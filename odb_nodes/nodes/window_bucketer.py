@@ -19,6 +19,7 @@ from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.options import PlanOptions
 from odb_nodes.sample import Sample, Skipped
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self,
         source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
-        window: int = 1024,
+        window: int = PlanOptions.window,
         state: Literal["replay", "payload"] = "replay",
     ) -> None:
         super().__init__()

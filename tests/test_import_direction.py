@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import resolve_name
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,7 +140,7 @@ def circles(modules: Mapping[str, str]) -> list[str]:
     def visit(module: str, path: list[str]) -> None:
         if module in path:
             circle = [*path[path.index(module) :], module]
-            steps = [f"{a}, line {needs[a][b]}" for a, b in zip(circle, circle[1:], strict=False)]
+            steps = [f"{a}, line {needs[a][b]}" for a, b in pairwise(circle)]
             rooms = sorted({room_of(one) for one in circle})
             found.append(f"circle in {rooms}: {' -> '.join(steps)} -> {module}")
         elif module not in done:

@@ -1,6 +1,7 @@
 """Names of callables, for fingerprints."""
 
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,25 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 def stable_name(function: Any) -> str:
     """Return a name for a callable that is the same in every run of the same program.
 
-    That of a `functools.partial` has its arguments: the plain ones whole, a tokenizer by its
-    vocabulary, the others by their type. Not to be called often: a vocabulary takes a while.
+    An object whose settings decide what it returns declares them in a string attribute or property
+    `fingerprint_name`. The name of a `functools.partial` has its arguments: plain values as they
+    are, a tokenizer by its vocabulary, others by their type. Listing a vocabulary takes a while, so
+    call this once per node.
     """
     if isinstance(function, partial):
         named = [f"{key}={_show(value)}" for key, value in sorted(function.keywords.items())]
         return f"{stable_name(function.func)}({', '.join([*map(_show, function.args), *named])})"
+    declared = getattr(function, "fingerprint_name", None)
+    if isinstance(
+        declared, str
+    ):  # not the property itself, which a class in place of an object has
+        return declared
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def stable_names(functions: Mapping[str, Any]) -> str:
+    """Return the stable names of several callables, each with its key: `"a=crop, b=tokenize"`."""
+    return ", ".join(f"{key}={stable_name(function)}" for key, function in functions.items())
 
 
 def tokenizer_name(tokenizer: Any) -> str:

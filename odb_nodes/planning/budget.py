@@ -6,10 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_choice, check_count
 
+Layout = Literal["padded", "packed"]
+Oversize = Literal["alone", "error", "drop"]
 Shape = tuple[int, int]
 """Rows and width, in tokens, of a batch."""
 
@@ -44,8 +46,8 @@ class TokenBudget:
     max_samples: int | None = None
     max_patches: int | None = None
     pad_to_multiple_of: int = 1
-    layout: Literal["padded", "packed"] = "padded"
-    oversize: Literal["alone", "error", "drop"] = "alone"
+    layout: Layout = "padded"
+    oversize: Oversize = "alone"
     shapes: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,14 +55,8 @@ class TokenBudget:
             value = getattr(self, name)
             if value is not None or name in ("tokens", "pad_to_multiple_of"):
                 object.__setattr__(self, name, check_count(name, value))
-        if self.layout not in ("padded", "packed"):
-            raise ValueError(
-                f'`layout` must be "padded" or "packed", but is {self.layout!r} instead.'
-            )
-        if self.oversize not in ("alone", "error", "drop"):
-            raise ValueError(
-                f'`oversize` must be "alone", "error" or "drop", but is {self.oversize!r} instead.'
-            )
+        check_choice("layout", self.layout, get_args(Layout))
+        check_choice("oversize", self.oversize, get_args(Oversize))
         if self.pad_to_multiple_of > self.tokens:
             raise ValueError(
                 f"`pad_to_multiple_of` must be at most `tokens` ({self.tokens}), "

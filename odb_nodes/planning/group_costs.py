@@ -1,4 +1,4 @@
-"""What other ranks need to know of a group, and which sample is best to fill with."""
+"""Costs of groups, as other ranks are told them, and the choice of the sample to fill with."""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ def tokens_of(sample: Sample) -> int:
 
 
 class BudgetCost:
-    """Group -> the tokens that its batch has under a budget, padding included.
+    """Maps a group to the tokens of its batch, padding included.
 
     Args:
-        budget: of the groups.
+        budget: the budget that the groups are formed under.
     """
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget
-        self.__qualname__ = f"{budget.layout}_tokens"  # for fingerprints
+
+    @property
+    def fingerprint_name(self) -> str:
+        """The budget's layout; its sizes are in the fingerprint of the `WindowBucketer`."""
+        return f"{self._budget.layout}_tokens"
 
     def __call__(self, group: Sequence[Sample]) -> int:
-        """Return the tokens of a group's batch."""
+        """Return the tokens of a group's batch, padding included."""
         return self._budget.cost([sample.tokens for sample in group])
 
 
 class GroupCostEstimator:
-    """Measures groups.
+    """Measures groups: samples, targets, cost and modalities.
 
     Args:
-        cost_fn: group -> what a step with it takes.
-        modalities: name -> whether a sample has it. `None`: images.
+        cost_fn: group -> cost of a step with it, an integer in any unit.
+        modalities: name -> function that tells whether a sample has it. `None`: images.
 
     Raises:
         TypeError, ValueError: names the argument of `RankAligner` that is not valid.
@@ -66,7 +70,7 @@ class GroupCostEstimator:
             )
 
     def __call__(self, group: Sequence[Sample]) -> GroupCost:
-        """Return samples, targets, cost and modalities of a group."""
+        """Return the samples, targets, cost and modalities of a group."""
         return GroupCost(
             samples=len(group),
             targets=sum(sample.targets for sample in group),
@@ -80,6 +84,6 @@ class GroupCostEstimator:
 
 
 def best_filler(groups: Sequence[Sequence[Sample]]) -> Sample:
-    """Return the sample that is best to fill with: one that has a loss, and is short."""
+    """Return the best sample to fill with: one with targets, few patches and few tokens."""
     samples = (sample for group in groups for sample in group)
     return min(samples, key=lambda one: (one.targets == 0, one.patches, one.tokens))

@@ -26,7 +26,11 @@ def test_an_integer_stands_for_padded_tokens():
         ({"tokens": 8, "pad_to_multiple_of": 0}, ValueError, "`pad_to_multiple_of`"),
         ({"tokens": 8, "pad_to_multiple_of": None}, TypeError, "`pad_to_multiple_of`"),
         ({"tokens": 8, "pad_to_multiple_of": 16}, ValueError, "at most `tokens`"),
-        ({"tokens": 8, "layout": "flat"}, ValueError, "`layout` must be .padded. or .packed."),
+        (
+            {"tokens": 8, "layout": "flat"},
+            ValueError,
+            r"`layout` must be one of \(.padded., .packed.\), but is",
+        ),
         ({"tokens": 8, "shapes": 0}, ValueError, "`shapes`"),
         ({"tokens": 8, "oversize": "skip"}, ValueError, "`oversize`"),
     ],

@@ -16,8 +16,7 @@ class LengthRuns:
 
     The table is in order of length, so the last sample of a run decides the width of its rows, and
     with it how many rows the budget holds. For each sample there is thus one full run that ends
-    with it, and only these are compared: as many as there are samples, and none leaves room for a
-    sample that would make it no wider.
+    with it, and only these are compared, as many as there are samples.
 
     Args:
         budget: what a group may cost.

@@ -1,4 +1,4 @@
-"""Which collate function makes the batches of a budget."""
+"""Choose the collate function that makes the batches of a budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OF_THE_BUDGET = ("pad_to_multiple_of", "shapes", "max_samples")
 
 
 def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Collate:
-    """Return the collate function for the groups of a budget: `collate_fn`, or the default one.
+    """Return `collate_fn`, or by default the collate function for the groups of a budget.
 
     Raises:
         ValueError: `collate_fn` is one of ours, but of another layout, multiple or shapes.

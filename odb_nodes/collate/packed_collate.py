@@ -1,4 +1,4 @@
-"""The collate function of packed groups: text samples one after the other in one row."""
+"""The collate function of packed groups: all text samples in one row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_bool, check_count
@@ -34,22 +35,23 @@ class PackedCollate(TokenRows):
     `cu_seq_lens_q`, or by `position_ids`.
 
     Args:
-        pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
+        pad_token_id: the value that fills `input_ids`; `labels` are filled with -100, other keys
+            with 0.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
         pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
-        shapes: the only (1, T) that batches have: `TokenBudget.shape_ladder()`. Only an oversize
-            sample has another. `()`: any.
+        shapes: the only (1, T) that batches have, from `TokenBudget.shape_ladder()`; `()` for any.
+            An oversize sample has its own.
         max_samples: most samples of a group, which bounds the shape of `cu_seq_lens` too.
-        model_arguments: adds what transformers' models take beside: `cu_seq_lens_q` and
-            `cu_seq_lens_k`, (n + 1,) int32, where each sample begins and the last one ends, the
-            padding after them as one sample more; `max_length_q` and `max_length_k`, the longest of
-            them in tokens; and `use_cache=False`, since with a cache the models do not tell samples
-            apart. With `shapes`, `cu_seq_lens` is filled up to `max_samples + 2` with samples of no
-            tokens; where there is no `max_samples`, it is left out, and so are the lengths.
-        mask_dtype: adds an `attention_mask`, (1, 1, T, T), that allows each token those of its own
-            sample up to itself, for models that do not go by `position_ids`. `torch.bool`: what
-            may be attended, for "sdpa". The model's dtype: what is added to the scores, for "eager"
-            and "sdpa". `None`: there is none.
+        model_arguments: whether to add further arguments of transformers' models: `cu_seq_lens_q`
+            and `cu_seq_lens_k`, (n + 1,) int32, the starts of the samples and the end of the last
+            one, with the padding as one sample more; `max_length_q` and `max_length_k`, the longest
+            of them in tokens; and `use_cache=False`, since with a cache the models do not tell
+            samples apart. With `shapes`, `cu_seq_lens` is filled up to `max_samples + 2` with
+            samples of no tokens; without `max_samples` it is left out, and so are the lengths.
+        mask_dtype: dtype of an `attention_mask`, (1, 1, T, T), that lets each token attend to its
+            own sample up to itself, for models that do not use `position_ids`. `torch.bool` for
+            "sdpa": True where a token may attend. The model's dtype for "eager" and "sdpa": a mask
+            to add to the scores. `None` for no mask.
     """
 
     max_samples: int | None = None
@@ -69,18 +71,8 @@ class PackedCollate(TokenRows):
 
     @classmethod
     def of(cls, budget: TokenBudget, **options: Any) -> PackedCollate:
-        """Return the collate function for the groups of a packed budget.
-
-        Args:
-            budget: of the groups.
-            options: further arguments of `PackedCollate`.
-        """
-        return cls(
-            pad_to_multiple_of=budget.pad_to_multiple_of,
-            shapes=budget.shape_ladder(),
-            max_samples=budget.max_samples,
-            **options,
-        )
+        """Return the collate function for the groups of a budget. See `TokenRows.of`."""
+        return super().of(budget, max_samples=budget.max_samples, **options)
 
     def prepare(self, sample: Any) -> Any:
         """Return a sample with its values per token as (L,) arrays; see `TokenRows.prepare`.
@@ -115,7 +107,7 @@ class PackedCollate(TokenRows):
             except SampleError as error:
                 raise of_group(error, index) from error
         batch = {
-            key: self._collate(key, [sample[key] for sample in samples], lengths, width)
+            key: self.join(key, [sample[key] for sample in samples], lengths, (1, width))
             for key in samples[0]
             if key not in ("attention_mask", "position_ids")
         }
@@ -131,18 +123,13 @@ class PackedCollate(TokenRows):
             batch["attention_mask"] = _block_mask(starts, width, self.mask_dtype)
         return batch
 
-    def _collate(self, key: str, values: list[Any], lengths: list[int], width: int) -> Any:
-        if all(map(is_number, values)):
-            return torch.as_tensor(np.asarray(values))
-        if key not in self.token_keys:
-            return values
-        rows = self.rows_of(key, values, lengths)
-        packed = self.blank(key, (1, width), rows)
-        np.concatenate(rows, out=packed[0, : sum(lengths)], casting="same_kind")
-        return torch.from_numpy(packed)
+    def place(self, _key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
+        """Write the rows one after the other. See `TokenRows.place`."""
+        total = sum(map(len, rows))
+        np.concatenate(rows, out=joined[0, :total], casting="same_kind")
 
     def _check_packable(self, sample: Mapping[str, Any]) -> None:
-        """Refuse what a packed row cannot honour: a mask or positions of a sample's own, images."""
+        """Refuse images, and a mask or positions that a packed row cannot keep."""
         for key in _IMAGE_KEYS:
             if key in sample:
                 raise SampleError(
@@ -184,8 +171,14 @@ class PackedCollate(TokenRows):
 
 
 def _block_mask(starts: IntArray, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the (1, 1, T, T) mask of causal attention within each sample; padding sees itself."""
-    owner = torch.arange(len(starts), width + len(starts))  # of padding: itself
+    """Return the (1, 1, T, T) mask of causal attention within each sample.
+
+    Args:
+        starts: where each sample begins, and the end of the last one.
+        width: T, tokens in the row, padding included.
+        dtype: dtype of the mask, see `PackedCollate.mask_dtype`.
+    """
+    owner = torch.arange(len(starts), width + len(starts))  # each token of padding is alone
     owner[: starts[-1]] = torch.from_numpy(np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
     allowed = (owner[:, None] == owner[None]).tril()[None, None]
     if dtype is torch.bool:

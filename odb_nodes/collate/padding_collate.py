@@ -1,4 +1,4 @@
-"""The collate function of padded groups: text samples into a batch of a row each."""
+"""The collate function of padded groups: a row of the batch for each text sample."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from odb_nodes.collate.token_rows import TokenRows, is_number
-from odb_nodes.planning.budget import Shape, TokenBudget, fit_shape
+from odb_nodes._core.checks import check_choice
+from odb_nodes.collate.token_rows import TokenRows
+from odb_nodes.planning.budget import Shape, fit_shape
 from odb_nodes.sample import IGNORE_INDEX
 
 
@@ -23,33 +25,21 @@ class PaddingCollate(TokenRows):
     other key becomes a list of n values. B is n, the number of samples, unless there are `shapes`.
 
     Args:
-        pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
+        pad_token_id: the value that fills `input_ids`; `labels` are filled with -100, other keys
+            with 0.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
         pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
-        side: where the padding goes, `"right"` or `"left"`. On the left, the first label of each
-            sample becomes -100: the causal shift would have it predicted from padding.
-        shapes: the only (B, T) that batches have: `TokenBudget.shape_ladder()`. Rows without a
-            sample are all padding. Only a sample wider than all of them has another shape. `()`:
-            any.
+        side: the side of a row that is padded, `"right"` or `"left"`. On the left, the first label
+            of each sample becomes -100: the causal shift would have it predicted from padding.
+        shapes: the only (B, T) that batches have, from `TokenBudget.shape_ladder()`; `()` for any.
+            Rows without a sample are all padding. A sample wider than all shapes has its own.
     """
 
     side: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.side not in ("right", "left"):
-            raise ValueError(f'`side` must be "right" or "left", but is {self.side!r} instead.')
-
-    @classmethod
-    def of(cls, budget: TokenBudget, **options: Any) -> PaddingCollate:
-        """Return the collate function for the groups of a padded budget.
-
-        Args:
-            budget: of the groups.
-            options: further arguments of `PaddingCollate`.
-        """
-        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
-        return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
+        check_choice("side", self.side, ("right", "left"))
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`.
@@ -64,7 +54,7 @@ class PaddingCollate(TokenRows):
         lengths = self.lengths_of(samples)
         shape = self._shape(lengths)
         batch = {
-            key: self._collate(key, [sample[key] for sample in samples], lengths, shape)
+            key: self.join(key, [sample[key] for sample in samples], lengths, shape)
             for key in samples[0]
         }
         if "attention_mask" not in batch:
@@ -81,22 +71,15 @@ class PaddingCollate(TokenRows):
             )
         return rows, width
 
-    def _collate(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> Any:
-        if all(map(is_number, values)):
-            return torch.as_tensor(np.asarray(values))
-        return self._pad(key, values, lengths, shape) if key in self.token_keys else values
-
-    def _pad(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> torch.Tensor:
-        rows = self.rows_of(key, values, lengths)
-        padded = self.blank(key, shape, rows)
-        for target, row, length in zip(padded, rows, lengths, strict=False):
+    def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
+        """Write each row at its end of a row of `joined`. See `TokenRows.place`."""
+        for target, row in zip(joined, rows, strict=False):
             if self.side == "right":
-                target[:length] = row
-            else:
-                target[shape[1] - length :] = row
-                if key == "labels" and length:
-                    target[shape[1] - length] = IGNORE_INDEX  # padding would predict it
-        return torch.from_numpy(padded)
+                target[: len(row)] = row
+            elif len(row):
+                target[-len(row) :] = row
+                if key == "labels":
+                    target[-len(row)] = IGNORE_INDEX  # padding would predict it
 
     def _attention_mask(self, lengths: list[int], shape: Shape) -> torch.Tensor:
         mask = np.zeros(shape, dtype=np.int64)

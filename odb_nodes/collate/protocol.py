@@ -1,4 +1,4 @@
-"""What a collate function is."""
+"""Collate functions: of samples alone, or of samples and the step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Collate = Callable[[list[Any]], MutableMapping[str, Any]]
 
 @runtime_checkable
 class StepCollate(Protocol):
-    """A collate function that also looks at the step: a batch may need what other ranks have."""
+    """A collate function that also takes the step, since a batch may depend on other ranks."""
 
     def collate_step(self, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-        """Return the batch of `samples` for this step; takes the place of calling the function."""
+        """Return the batch of `samples` for this step; called in place of the function itself."""
 
 
 def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-    """Return the batch of a step, from a collate function that looks at it or does not."""
+    """Return the batch of a step, from a collate function of either kind."""
     if isinstance(collate, StepCollate):
         return collate.collate_step(samples, info)
     return collate(samples)

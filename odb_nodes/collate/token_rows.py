@@ -1,11 +1,11 @@
-"""Values per token of processed samples: what the collate functions check and convert alike."""
+"""Values per token of samples: the base of all collate functions for text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,10 @@ import torch
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.budget import Shape
+from odb_nodes.planning.budget import Shape, TokenBudget
 from odb_nodes.sample import IGNORE_INDEX
+
+Rows = TypeVar("Rows", bound="TokenRows")
 
 TOKEN_KEYS = (
     "input_ids",
@@ -29,13 +31,14 @@ TOKEN_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """What all collate functions for text know of samples.
+    """Checks, converts and joins the values per token of the samples of a group.
 
     Args:
-        pad_token_id: fills `input_ids`; `labels` are filled with -100, other keys with 0.
+        pad_token_id: the value that fills `input_ids`; `labels` are filled with -100, other keys
+            with 0.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
         pad_to_multiple_of: tokens; the width of a batch is a multiple of it.
-        shapes: the only rows and widths that batches have, from the narrowest up; `()`: any.
+        shapes: the only shapes of batches, rows and width, from the narrowest up; `()` for any.
     """
 
     pad_token_id: int = 0
@@ -52,11 +55,22 @@ class TokenRows:
                 "Make them with `TokenBudget.shape_ladder()`."
             )
 
+    @classmethod
+    def of(cls: type[Rows], budget: TokenBudget, **options: Any) -> Rows:
+        """Return the collate function for the groups of a budget.
+
+        Args:
+            budget: the budget that the groups are formed under.
+            options: further arguments of the class.
+        """
+        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
+        return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
+
     def prepare(self, sample: Any) -> Any:
         """Return a sample with its values per token as (L,) arrays, which collating only copies.
 
-        `ODBDataLoader` calls this in its workers: lists take long to convert. What is no mapping is
-        returned as it is, and so is a sample that has nothing to convert.
+        `ODBDataLoader` calls this in its workers, since lists take long to convert. Anything but a
+        mapping is returned as it is, and so is a sample that has nothing to convert.
 
         Raises:
             SampleError: values per token are not numbers, `input_ids` no integers, or there are not
@@ -76,7 +90,7 @@ class TokenRows:
         return {**sample, **rows} if converted else sample
 
     def lengths_of(self, samples: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the lengths of samples that go together.
+        """Return the lengths of the samples of a group, in tokens.
 
         Raises:
             TypeError: a sample is no mapping with `input_ids`.
@@ -92,7 +106,7 @@ class TokenRows:
                     "have images, use a collate function of `odb_nodes.vision`.",
                     index,
                 )
-        return [len(flatten_row("input_ids", sample["input_ids"])) for sample in samples]
+        return list(map(length_of, samples))
 
     def check_mappings(self, samples: Sequence[Any]) -> None:
         """Raise a `TypeError` unless all samples are mappings with `input_ids`."""
@@ -103,13 +117,23 @@ class TokenRows:
                     f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
                 )
 
-    def rows_of(self, key: str, values: list[Any], lengths: list[int]) -> list[Any]:
-        """Return the values per token under `key` as arrays, one for each sample.
+    def join(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> Any:
+        """Return what a batch has under `key`: a tensor of `shape`, one of (n,), or a list.
+
+        Args:
+            key: the key, the same in all samples.
+            values: the samples' values, in their order.
+            lengths: the samples' lengths, in tokens.
+            shape: rows and width of a tensor with a value per token.
 
         Raises:
-            SampleError: they are not numbers, `input_ids` no integers, or there are not as many of
-                them.
+            SampleError: values per token are not numbers, `input_ids` no integers, or there are
+                not as many as tokens.
         """
+        if all(map(is_number, values)):
+            return torch.as_tensor(np.asarray(values))
+        if key not in self.token_keys:
+            return values
         rows: list[Any] = []
         try:
             for value, length in zip(values, lengths, strict=True):
@@ -118,20 +142,27 @@ class TokenRows:
                 rows.append(row)
         except SampleError as error:
             raise of_group(error, len(rows)) from error
-        return rows
-
-    def blank(self, key: str, shape: tuple[int, int], rows: list[Any]) -> npt.NDArray[Any]:
-        """Return an array of padding, of the dtype that holds all `rows`."""
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
         dtype = np.result_type(*{row.dtype for row in rows})
         if dtype.kind in "iu":
             dtype = np.dtype(np.int64)  # what embeddings and losses take
-        return np.full(shape, fill, dtype=dtype)
+        joined = np.full(shape, fill, dtype=dtype)
+        self.place(key, joined, rows)
+        return torch.from_numpy(joined)
+
+    def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
+        """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
+        raise NotImplementedError
 
 
 def of_group(error: SampleError, index: int) -> SampleError:
     """Return the error of a sample as that of sample `index` of a group."""
     return SampleError(f"sample {index} of the group: {error}", index)
+
+
+def length_of(sample: Mapping[str, Any]) -> int:
+    """Return the length of a sample, in tokens."""
+    return len(flatten_row("input_ids", sample["input_ids"]))
 
 
 def _check_length(key: str, row: Any, tokens: int) -> None:
@@ -143,7 +174,7 @@ def _check_length(key: str, row: Any, tokens: int) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is one number, not one per token."""
+    """Tell whether a value is a single number, not a value per token."""
     return isinstance(value, Number) or getattr(value, "ndim", None) == 0
 
 

@@ -1,4 +1,4 @@
-"""Decide which samples form a group, and which groups a step. Knows integers and numpy alone."""
+"""Decide which samples form a group, and which groups form a step. Needs numpy alone."""
 
 from odb_nodes.planning.alignment import (
     CostReport,

@@ -1,8 +1,8 @@
-"""Which group of which rank goes to which step, decided by every rank alike from a few integers.
+"""Plan the steps of a round: every rank computes the same plan from a few integers of each.
 
 A rank reports its groups of a round, and a ladder of splits: what its groups would become if it had
-to make one more of them, and one more again. Every rank then knows how every other will split, so
-one exchange settles a round, the tail of the data included.
+to make one more of them, and one more again. Every rank then knows how every other rank will split,
+so one exchange settles a round, even at the end of the data.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ Uneven = Literal["fill", "join", "stop"]
 
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
-"""Integers per group of an report."""
-OFFER_HEADER = 4
+"""Integers per row of a report."""
+HEADER = 4
+"""Integers before the rows in a report's message."""
 FLAG_BITS = 30
+"""Most modalities: the flags of two groups share one integer."""
 _FLAG_MASK = (1 << FLAG_BITS) - 1
 FILLER = -1
-"""In place of the index of a group: the rank has none left for this step."""
+"""Stands for a group where a rank has none left for a step."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class GroupCost:
     """What the other ranks need to know of a group.
 
     Attributes:
-        samples: how many there are.
+        samples: number of samples.
         targets: supervised tokens.
-        cost: what a step with it takes, in any unit that all ranks share.
-        flags: bit mask of the modalities in it.
+        cost: the cost of a step with the group, in any unit that all ranks share.
+        flags: bit mask of the modalities in the group.
     """
 
     samples: int
@@ -55,9 +57,9 @@ class CostReport:
         table: (groups + splits, 5) int64. A row of a group holds samples, targets, cost, 0, flags.
             A row of a split holds the same of the part that is split off, in column 3 the cost of
             the rest, and in column 4 the flags of both.
-        groups: how many rows are groups.
-        ended: the rank has no more after these.
-        has_filler: the rank has, or has had, a sample.
+        groups: number of rows that are groups; the rows after them are splits.
+        ended: whether the rank has no more groups after these.
+        has_filler: whether the rank has, or has had, a sample that it can fill steps with.
     """
 
     table: IntArray
@@ -66,21 +68,21 @@ class CostReport:
     has_filler: bool = True
 
     def to_message(self) -> IntArray:
-        """Return the report as integers, (4 + 5 rows,)."""
+        """Return the report as (4 + 5 * rows,) int64."""
         header = (len(self.table), self.groups, self.ended, self.has_filler)
         return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
 
     @classmethod
     def from_message(cls, message: IntArray) -> CostReport:
-        """Return the report of a message, which may be longer."""
-        rows, groups, ended, has_filler = message[:OFFER_HEADER].tolist()
-        table = message[OFFER_HEADER : OFFER_HEADER + COLUMNS * rows].reshape(rows, COLUMNS)
+        """Return the report that a message begins with."""
+        rows, groups, ended, has_filler = message[:HEADER].tolist()
+        table = message[HEADER : HEADER + COLUMNS * rows].reshape(rows, COLUMNS)
         return cls(table, groups, bool(ended), bool(has_filler))
 
     @staticmethod
     def message_size(steps: int) -> int:
-        """Return how many integers the message of a round of `steps` steps can have."""
-        return OFFER_HEADER + COLUMNS * steps
+        """Return the most integers in a message about a round of `steps` steps."""
+        return HEADER + COLUMNS * steps
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ class RoundPlan:
     """The steps of a round.
 
     Attributes:
-        totals: samples, targets and flags of all ranks, (steps, 3) int64.
-        groups: for each rank and step the index of its group, or `FILLER`, (ranks, steps) int64.
-        costs: of those, (ranks, steps) int64.
-        splits: by rank, how many steps of its ladder it has to go.
-        last: the epoch ends with this round.
+        totals: samples, targets and flags of each step over all ranks, (steps, 3) int64.
+        groups: index of the group of each rank and step, or `FILLER`, (ranks, steps) int64.
+        costs: cost of the group of each rank and step, (ranks, steps) int64.
+        splits: number of splits that each rank has to make.
+        last: whether the epoch ends with this round.
     """
 
     totals: IntArray
@@ -112,16 +114,16 @@ def make_report(
     measure: Callable[[Sequence[T]], GroupCost],
     tokens: Callable[[T], int],
 ) -> tuple[CostReport, SplitLadder[T]]:
-    """Return what a rank reports for a round, and its groups as they will be split.
+    """Return what a rank reports for a round, and the ladder that its groups are split by.
 
     Args:
-        groups: of this rank, in the order they came.
-        most: steps of a full round: the ladder does not go further.
-        ended: there are no more groups after these.
-        has_filler: the rank has had groups before, if it has none now.
-        may_split: report splits, once `ended`.
-        measure: group -> its cost.
-        tokens: sample -> its length, by which a group is split.
+        groups: the groups of this rank, in the order they came.
+        most: steps of a full round; the ladder has no more groups than this.
+        ended: whether there are no more groups after these.
+        has_filler: whether the rank has had groups before; needed only if it has none now.
+        may_split: whether to report splits once the rank has `ended`.
+        measure: maps a group to its cost.
+        tokens: maps a sample to its length, by which a group is split.
     """
     ladder = SplitLadder(groups, measure, tokens)
     rows = [(one.samples, one.targets, one.cost, 0, one.flags) for one in ladder.costs]
@@ -138,7 +140,13 @@ class SplitLadder(Generic[T]):
     """Groups, and what they become when they are split one after the other.
 
     Each split takes the group of the highest cost that has two samples or more, orders it by
-    length, and cuts it in the middle: the shorter half becomes a group of its own, at the end.
+    length, and cuts it in the middle: the shorter half becomes a group of its own, at the end. So
+    what a rank splits next follows from costs and numbers of samples, which all ranks are told.
+
+    Args:
+        groups: the groups to split.
+        measure: maps a group to its cost.
+        tokens: maps a sample to its length.
     """
 
     def __init__(
@@ -155,8 +163,8 @@ class SplitLadder(Generic[T]):
         self._after = list(self.costs)
 
     def split(self) -> tuple[GroupCost, GroupCost] | None:
-        """Go one split further and return the costs of both parts; `None` where none is left."""
-        parent = _parent(
+        """Split once more and return the costs of both parts; `None` if no group can be split."""
+        parent = _next_to_split(
             np.array([one.cost for one in self._after], np.int64),
             np.array([one.samples for one in self._after], np.int64),
         )
@@ -170,7 +178,7 @@ class SplitLadder(Generic[T]):
         return costs
 
     def groups(self, splits: int) -> list[list[T]]:
-        """Return the groups after that many splits."""
+        """Return the groups after `splits` splits."""
         groups = list(self._groups)
         for parent, off, rest in self._parts[:splits]:
             groups[parent] = rest
@@ -178,7 +186,7 @@ class SplitLadder(Generic[T]):
         return groups
 
     def _halves(self, group: list[T]) -> tuple[list[T], list[T]]:
-        """Return the shorter and the longer half, each in the order of the group."""
+        """Return the shorter and the longer samples, each half in the order of the group."""
         by_length = sorted(range(len(group)), key=lambda index: self._tokens(group[index]))
         short = set(by_length[: len(group) // 2])
         return (
@@ -190,16 +198,16 @@ class SplitLadder(Generic[T]):
 def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> RoundPlan:
     """Return the plan of a round, the same on every rank.
 
-    Steps are matched by cost: each rank's dearest group goes to the same step as every other's, its
-    second to the same, and so on, which makes the sum of the dearest groups of all steps as small
-    as it can be. Then one permutation shuffles the steps.
+    Groups are matched by cost: the dearest groups of all ranks share a step, so do the second
+    dearest, and so on. That minimizes the sum, over steps, of the dearest group of a step. One
+    permutation then shuffles the steps.
 
     Args:
-        reports: by rank.
-        uneven: what happens where ranks have different numbers of groups. `"fill"`: those with
-            fewer split, then fill. `"stop"`: all end with the first. `"join"`: each ends with its
-            own last group.
-        key: of the permutation; any integer.
+        reports: the reports of all ranks, in order of rank.
+        uneven: what happens if ranks have different numbers of groups. `"fill"`: ranks with fewer
+            split theirs, then fill. `"stop"`: all ranks end with the first one. `"join"`: each
+            rank ends with its own last group.
+        key: any integer; decides the permutation.
     """
     ended = [report.ended for report in reports]
     steps, last = max(report.groups for report in reports), all(ended)
@@ -218,8 +226,8 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
         pieces[rank, : len(rows)] = rows
         sizes[rank] = len(rows)
     if len(reports) == 1 or (uneven == "join" and any(ended)):
-        # In the order they came: there is nothing to match, or a rank leaves within the round,
-        # and must have gone through all of its groups by then.
+        # Groups stay in the order they came: a single rank has nothing to match, and a rank that
+        # leaves within the round must come to all of its groups before it does.
         order = np.broadcast_to(np.arange(steps), (len(reports), steps))
     else:
         order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
@@ -234,17 +242,17 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
 
 
 def shuffled(count: int, key: int) -> IntArray:
-    """Return a permutation of `range(count)` that depends on nothing but integers."""
+    """Return a permutation of `range(count)` that depends on `key` alone, on no library."""
     return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
 
 
 def _apply(report: CostReport, splits: int) -> IntArray:
-    """Return the rows of an report's groups after that many splits."""
+    """Return the rows of a report's groups after `splits` splits."""
     rows = report.table[: report.groups].copy()
     for row in report.table[report.groups : report.groups + splits]:
-        parent = _parent(rows[:, COST], rows[:, SAMPLES])
+        parent = _next_to_split(rows[:, COST], rows[:, SAMPLES])
         if parent is None:
-            raise ValueError("an report must not hold more splits than its groups allow.")
+            raise ValueError("a report must not hold more splits than its groups allow.")
         off, rest = row.copy(), rows[parent].copy()
         off[REST_COST], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
         rest[:REST_COST] -= off[:REST_COST]
@@ -254,8 +262,8 @@ def _apply(report: CostReport, splits: int) -> IntArray:
     return rows
 
 
-def _parent(costs: IntArray, samples: IntArray) -> int | None:
-    """Return which group is split next; `None` where none has two samples."""
+def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
+    """Return the index of the group to split next; `None` if none has two samples."""
     candidates = np.where(samples > 1, costs, -1)
     parent = int(candidates.argmax()) if len(candidates) else -1
     return parent if parent >= 0 and candidates[parent] >= 0 else None

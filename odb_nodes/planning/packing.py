@@ -1,4 +1,4 @@
-"""Groups of packed samples: those that wait longest, and what fills the rest of the row best."""
+"""Groups of packed samples: the oldest, and those that fill the rest of the row best."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
 MAX_EXCHANGED = 3
-"""So many of the samples that came by age may be exchanged for others that fill better."""
+"""Most of the oldest samples that may give way to others that fill the row better."""
 _NO_LIMIT = 2**62
 
 
 class _Room(NamedTuple):
-    """What a group still has room for."""
+    """How much more a group may hold."""
 
     tokens: int
     samples: int
@@ -23,7 +23,7 @@ class _Room(NamedTuple):
 
 
 class _Filling(NamedTuple):
-    """One or two samples, or none, and how many tokens they fill."""
+    """At most two samples, by their columns, and the tokens that they fill."""
 
     tokens: int
     columns: tuple[int, ...]
@@ -49,11 +49,15 @@ class Packing:
 
     def choose(self, table: IntArray, _youngest_anchor: int) -> IntArray:
         """Return the columns of the next group. It holds the oldest sample, whatever the anchor."""
+        # Each round keeps the `count` oldest samples, one fewer than the round before, and fills
+        # what they leave with one or two of all the others, those given up included. `count` ends
+        # at 1 or above, so the oldest sample stays; a round whose filling is empty still yields a
+        # group, so there is always a best one. Of equally full groups the first wins, which keeps
+        # the most of the oldest.
         oldest = self._oldest(table)
         free = np.ones(table.shape[1], dtype=bool)
         free[oldest] = False
-        best, kept = _Filling(-1, ()), len(oldest)
-        best_tokens = -1
+        best, kept, best_tokens = _Filling(0, ()), len(oldest), -1
         for count in range(len(oldest), max(len(oldest) - MAX_EXCHANGED, 1) - 1, -1):
             free[oldest[count:]] = True
             room = self._room_beside(table, oldest[:count])
@@ -75,7 +79,7 @@ class Packing:
         return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
 
     def _oldest(self, table: IntArray) -> IntArray:
-        """Return the columns of the oldest samples that fit together, one at least, by age."""
+        """Return the columns of the oldest samples that fit together, at least one, by age."""
         ordinals, pooled, count = table[ORDINALS], table.shape[1], 32
         while True:
             count = min(2 * count, pooled)
@@ -97,7 +101,13 @@ class Packing:
 
 
 def _fill(table: IntArray, columns: IntArray, room: _Room) -> _Filling:
-    """Return the one or two of these samples, in order of length, that fill a room best."""
+    """Return the one or two samples that fill a room best.
+
+    Args:
+        table: the pool's table.
+        columns: the columns to choose from, in order of length.
+        room: what the samples must fit into.
+    """
     if room.samples < 1:
         return _Filling(0, ())
     tokens, patches = table[TOKENS, columns], table[PATCHES, columns]
@@ -111,7 +121,8 @@ def _fill(table: IntArray, columns: IntArray, room: _Room) -> _Filling:
     one = _Filling(int(tokens[fitting - 1]), (int(columns[fitting - 1]),))
     if room.samples < 2 or one.tokens == room.tokens:
         return one
-    # The shorter of two is at most half of the room, and so the longer is not before it.
+    # The shorter of two takes at most half the room, so a sample of its own length still fits: its
+    # longest partner is never before it, and is itself where no other fits, which is no pair.
     shorter = tokens[: np.searchsorted(tokens, room.tokens // 2, side="right")]
     longer = np.searchsorted(tokens[:fitting], room.tokens - shorter, side="right") - 1
     sums = shorter + tokens[longer]

@@ -1,4 +1,4 @@
-"""The rolling pool: which of the waiting samples form the next group."""
+"""The rolling pool: chooses which waiting samples form the next group."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ MAX_AGE_WINDOWS = 5
 class RollingPool(Generic[T]):
     """Waiting samples in order of length, from which groups are taken one at a time.
 
-    Which samples form a group is up to the layout of the budget: `LengthRuns` where it is padded,
-    `Packing` where it is packed. Every group holds one of the oldest `ANCHORS` samples, and beyond
-    that the choice is left to efficiency. Once the oldest is `FORCED_AGE_WINDOWS` windows old, it
-    alone is the anchor; and `room` lets nothing in that would make it older than `MAX_AGE_WINDOWS`
-    windows. That bounds the age of every sample for any lengths, and bounds the work of a replay
-    with it.
+    A padded budget is grouped by `LengthRuns`, a packed one by `Packing`. Every group holds an
+    anchor, one of the `ANCHORS` oldest samples, and apart from that is chosen for efficiency. Once
+    the oldest sample is `FORCED_AGE_WINDOWS` windows old, it alone is the anchor, and `room` lets
+    no sample in that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the age of
+    every sample, whatever the lengths, and with it the work of a replay.
 
-    The pool uses no random numbers, and what it does depends only on what is in it.
+    The pool uses no random numbers: what it does depends on its content alone.
 
     Args:
-        budget: what a group may cost.
-        window: samples; how many wait in the pool.
+        budget: the budget that groups are formed under.
+        window: number of samples that wait in the pool.
     """
 
     def __init__(self, budget: TokenBudget, window: int) -> None:
         self._grouping = Packing(budget) if budget.layout == "packed" else LengthRuns(budget)
         self._window = window
         self.pulled = 0
-        """Samples of the stream so far, dropped ones included: the ordinal of the next. The caller
-        counts them."""
+        """Samples of the stream so far, dropped ones included, and so the ordinal of the next one.
+        The caller counts them."""
         self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
         self._table: IntArray = np.empty((3, 0), dtype=np.int64)
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
@@ -59,7 +58,7 @@ class RollingPool(Generic[T]):
         return next(iter(self._items), self.pulled)
 
     def room(self) -> int:
-        """Return how many samples may come in now."""
+        """Return the number of samples that may be added now."""
         youngest_allowed = self.oldest + MAX_AGE_WINDOWS * self._window
         return min(self._window - len(self._items), youngest_allowed - self.pulled)
 
@@ -92,8 +91,8 @@ class RollingPool(Generic[T]):
         """Remove and return the next group, oldest sample first.
 
         Args:
-            draining: the source has ended. What is left is then partitioned as a whole, longest
-                first, and goes out in order of the oldest sample of each group.
+            draining: whether the source has ended. The rest is then partitioned as a whole,
+                longest first, and its groups are taken in order of their oldest samples.
 
         Raises:
             IndexError: the pool is empty.
@@ -117,7 +116,8 @@ class RollingPool(Generic[T]):
     def _next_of_tail(self) -> IntArray:
         """Return the group of the oldest sample in the partition of the tail.
 
-        It is made once. A pool that is restored makes that of what is left, which is the same.
+        The partition is made once. A pool that is restored partitions what is left, with the same
+        groups: see `first_fit`.
         """
         if self._tail is None:
             groups = self._grouping.partition(self._table)

@@ -1,4 +1,4 @@
-"""Groups of padded rows: contiguous runs in order of length, so that little of them is padding."""
+"""Groups of padded rows: contiguous runs in order of length, which have little padding."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.table import ORDINALS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1
-"""Fixed cost of a step, as a share of the budget: what makes fuller groups worth some padding."""
+"""Fixed cost of a step, as a share of the budget. It makes a fuller group worth some padding."""
 
 
 class LengthRuns:
     """Chooses the run with the most real tokens for its cost plus the fixed cost of a step.
+
+    The table is in order of length, so the last sample of a run decides the width of its rows, and
+    with it how many rows the budget holds. For each sample there is thus one full run that ends
+    with it, and only these are compared, as many as there are samples.
 
     Args:
         budget: what a group may cost.
@@ -24,7 +28,7 @@ class LengthRuns:
         self._ladder_rows, self._ladder_widths = ladder.T
 
     def choose(self, table: IntArray, youngest_anchor: int) -> slice:
-        """Return the best full run that holds a sample as old as `youngest_anchor`, or older."""
+        """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`."""
         tokens, ordinals, _ = table
         first, costs = self._runs(table)
         total = np.concatenate(([0], np.cumsum(tokens)))
@@ -32,17 +36,20 @@ class LengthRuns:
         score = real / (costs + STEP_COST_SHARE * self._budget.tokens)
 
         anchors = np.concatenate(([0], np.cumsum(ordinals <= youngest_anchor)))
+        # A run without an anchor counts none more at its end than before its first sample. The run
+        # that ends with an anchor holds it, so one run at least keeps its score.
         score[anchors[1:] == anchors[first]] = -1.0
         best = int(score.argmax())
         return slice(int(first[best]), best + 1)
 
     def partition(self, table: IntArray) -> list[IntArray]:
-        """Return the ordinals of the groups that all samples make: cut longest first.
+        """Return the ordinals of the groups that all samples make, cut from the longest down.
 
-        That needs the fewest groups. Without one of them, the partition is that of the others. So
-        it has to be with `max_patches`, too, under which runs would not do: what follows a run that
-        its patches end may fit into it once its neighbour is gone. See `first_fit`.
+        This makes the fewest groups, and without one of them the partition of the rest is the
+        others: a pool that is restored in the middle of its tail makes the same groups again.
         """
+        # Runs lack that property under `max_patches`: a sample that did not fit into the run before
+        # it may fit once its neighbour is gone. `first_fit` has it.
         if self._budget.max_patches is not None:
             tokens, _, patches = table
             capacities = self._shapes(tokens)[1]
@@ -58,7 +65,7 @@ class LengthRuns:
         return groups
 
     def _runs(self, table: IntArray) -> tuple[IntArray, IntArray]:
-        """Return first and cost of the longest run that ends at each pooled sample."""
+        """Return, for each sample, the first index and the cost of the longest run it ends."""
         tokens, _, patches = table
         budget = self._budget
         widths, capacities = self._shapes(tokens)
@@ -68,15 +75,15 @@ class LengthRuns:
             total = np.concatenate(([0], np.cumsum(patches)))
             fits = np.searchsorted(total, total[1:] - budget.max_patches, side="left")
             first = np.maximum(first, np.minimum(fits, last))
-        # On a ladder, a run that is part-filled costs as much as a full one.
+        # On a ladder, a run that does not fill its shape costs as much as one that does.
         rows = last + 1 - first if budget.shapes is None else capacities
         return first, rows * widths
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """Return width and most samples of a group whose longest is each of the pooled samples."""
+        """Return, for each sample, the width and most samples of a group of which it is longest."""
         budget, multiple = self._budget, self._budget.pad_to_multiple_of
         widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
-        # An oversize sample fits no group: it gets one of its own.
+        # At least 1, since an oversize sample gets a group of its own.
         capacities = np.maximum(budget.tokens // widths, 1)
         if budget.max_samples is not None:
             np.minimum(capacities, budget.max_samples, out=capacities)

@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 TOKENS, ORDINALS, PATCHES = range(3)
-"""Its rows."""
+"""The rows of the table."""
 
 
 def first_fit(needs: IntArray, rooms: IntArray) -> list[list[int]]:
-    """Return all columns in groups: each, the longest first, in the first group that has room.
+    """Return all columns in groups: each column, from the last, goes to the first group with room.
 
-    Without one of the groups, the others are the same: no sample of a later group fitted into it,
-    and no sample of an earlier one came to it.
+    If one of the groups is taken out, the rest makes the others again: a sample of a later group
+    did not fit into it, and a sample of an earlier group never came to it.
 
     Args:
-        needs: (limits, samples) int64, what each sample takes of each limit.
-        rooms: (limits, samples) int64, what a group has that each sample begins.
+        needs: what each sample takes of each limit, (limits, samples) int64.
+        rooms: the limits of a group that a sample begins, (limits, samples) int64.
     """
     left = np.empty(rooms.shape, dtype=np.int64)
     groups: list[list[int]] = []

@@ -1,42 +1,14 @@
-"""Streams of Hugging Face `datasets`, as an `IterableSource` can resume and share them out.
-
-`datasets` itself is not imported here: who has such a stream has imported it.
-"""
+"""Streams of Hugging Face `datasets`, as an `IterableSource` can resume and share them out."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_SPLIT_BY_SHARDS = {
-    "ArrowExamplesIterable",
-    "BufferShuffledExamplesIterable",
-    "ExamplesIterable",
-    "FilteredExamplesIterable",
-    "FormattedExamplesIterable",
-    "MappedExamplesIterable",
-    "RebatchedArrowExamplesIterable",
-    "SelectColumnsIterable",
-    "ShuffledDataSourcesArrowExamplesIterable",
-    "ShuffledDataSourcesExamplesIterable",
-}
-"""Stages that give ranks with shards of their own all that one rank would get. Not `take`: it takes
-of each."""
-
-_RESTORABLE = _SPLIT_BY_SHARDS - {"BufferShuffledExamplesIterable"} | {
-    "CyclingMultiSourcesExamplesIterable",
-    "RandomlyCyclingMultiSourcesExamplesIterable",
-    "RepeatExamplesIterable",
-    "SkipExamplesIterable",
-    "TakeExamplesIterable",
-    "VerticallyConcatenatedMultiSourcesExamplesIterable",
-}
-"""Stages whose own state brings back all that comes after it. Not a shuffle buffer: `datasets`
-fills it anew, so that what was in it is lost."""
+from odb_nodes._compat import datasets as hf_datasets
 
 
 def is_stream(dataset: Any) -> bool:
@@ -47,62 +19,61 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Stream:
-    """A stream that begins where it is told to, and by reading again where it cannot.
+    """A stream that begins each epoch anew; it resumes by reading again what came before.
 
     Args:
         dataset: an `IterableDataset` of `datasets`.
-        rank: this rank.
-        world_size: ranks that share it; those get whole shards where that divides them evenly.
+        rank: this process's rank, in `range(world_size)`.
+        world_size: number of ranks that share the stream. Each reads whole shards of its own where
+            their number is a multiple of it.
 
     Attributes:
-        split: each rank reads shards of its own.
+        split: whether each rank reads shards of its own.
+        restorable: whether the stream's own state brings it back to where it stood.
 
     Raises:
-        ValueError: it was split over ranks already.
+        ValueError: the stream was split over ranks already.
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        if world_size > 1 and getattr(dataset, "_distributed", None) is not None:
+        if world_size > 1 and hf_datasets.is_split(dataset):
             raise ValueError(
                 "the stream was split over ranks already (`split_dataset_by_node`), and would be "
                 "split again. Pass it unsplit, or say `sharded=True` (`rank=0, world_size=1` for "
                 "an `IterableSource`)."
             )
-        self._stages = list(_stages(getattr(dataset, "_ex_iterable", None)))
-        kinds = {type(stage).__name__ for stage in self._stages}
-        shards = int(dataset.num_shards)
-        self.split = world_size > 1 and shards % world_size == 0 and kinds <= _SPLIT_BY_SHARDS
+        self._stages = hf_datasets.stages_of(dataset)
+        self._shards = int(dataset.num_shards)
+        self.split = (
+            world_size > 1
+            and self._shards % world_size == 0
+            and hf_datasets.consists_of(self._stages, hf_datasets.SPLIT_BY_SHARDS)
+        )
         if self.split:
-            distributed = importlib.import_module("datasets.distributed")
-            dataset = distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)
+            dataset = hf_datasets.split_over_ranks(dataset, rank, world_size)
         self.dataset = dataset
-        self.restorable = kinds <= _RESTORABLE
-        self._shards = shards
+        self.restorable = hf_datasets.consists_of(self._stages, hf_datasets.RESTORABLE)
 
     def __iter__(self) -> Iterator[Any]:
-        # It would go on from the state loaded last whenever that epoch is iterated.
+        # A state that was loaded once would be applied to every iteration of its epoch.
         self.dataset.load_state_dict(None)
         return iter(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is of."""
+        """Set the epoch of the next iteration."""
         self.dataset.set_epoch(epoch)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the order of the stream."""
-        generators = [
-            json.dumps(stage.generator.bit_generator.state, default=str)
-            for stage in self._stages
-            if hasattr(stage, "generator")
-        ]
+        states = [json.dumps(one, default=str) for one in hf_datasets.shuffle_states(self._stages)]
         return {
             "num_shards": self._shards,
-            "shuffle_seed": zlib.crc32(" ".join(generators).encode()) if generators else None,
+            "shuffle_seed": zlib.crc32(" ".join(states).encode()) if states else None,
         }
 
 
 class RestorableStream(Stream):
-    """A stream that goes on from its own state."""
+    """A stream that resumes from its own state, without reading again."""
 
     _pending: dict[str, Any] | None = None
 
@@ -112,7 +83,7 @@ class RestorableStream(Stream):
         return iter(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration stands; as text, since it may hold integers of 128 bits."""
+        """Return the position of the iteration, as text: it may hold integers of 128 bits."""
         return {"json": json.dumps(self.dataset.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,18 +92,8 @@ class RestorableStream(Stream):
 
 
 def as_stream(dataset: Iterable[Any], rank: int, world_size: int) -> Stream | None:
-    """Return a stream of `datasets` as one that can be resumed; `None` for anything else."""
+    """Return the `Stream` of a dataset; `None` for anything but an `IterableDataset`."""
     if not is_stream(dataset):
         return None
     stream = Stream(dataset, rank, world_size)
     return RestorableStream(dataset, rank, world_size) if stream.restorable else stream
-
-
-def _stages(stage: Any) -> Iterator[Any]:
-    """Yield the stages of a stream, from its end to its beginning. Feature-detected: not public."""
-    if stage is None:
-        return
-    yield stage
-    yield from _stages(getattr(stage, "ex_iterable", None))
-    for source in getattr(stage, "ex_iterables", ()):
-        yield from _stages(source)

@@ -172,7 +172,7 @@ def test_an_attention_mask_of_the_samples_own_is_kept():
 
 
 def test_a_side_that_is_none_is_refused():
-    with pytest.raises(ValueError, match='`side` must be "right" or "left"'):
+    with pytest.raises(ValueError, match='`side` must be one of \\("right", "left"\\)'):
         PaddingCollate(side="top")
 
 

@@ -1,4 +1,4 @@
-"""Integers between ranks. Knows torch.distributed; does not know what they mean."""
+"""Exchange integers among ranks over torch.distributed, whatever they mean."""
 
 from odb_nodes.alignment.exchange.base import Exchange, Interrupted, LocalExchange
 from odb_nodes.alignment.exchange.channel import Channel

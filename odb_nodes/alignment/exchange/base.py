@@ -1,4 +1,4 @@
-"""The interface of an exchange, and the one of a single rank."""
+"""The interface of an exchange among ranks, and the exchange of a rank that is alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IntArray = NDArray[np.int64]
 
 
 class Interrupted(RuntimeError):
-    """A wait was given up, because the graph is reset or closed."""
+    """A wait was given up because the graph is reset or closed."""
 
 
 @runtime_checkable
@@ -23,9 +23,9 @@ class Exchange(Protocol):
     counts: the others receive what it sent, and the next call of the rank meets their next one.
 
     Attributes:
-        rank: this one, in `range(world_size)`.
-        world_size: how many there are.
-        ranks: what the job calls them, for errors.
+        rank: this process's rank, in `range(world_size)`.
+        world_size: number of ranks that take part.
+        ranks: the ranks' numbers in the whole job, for errors.
         timeout_s: seconds until a call gives up.
     """
 
@@ -35,7 +35,10 @@ class Exchange(Protocol):
     timeout_s: float
 
     def connect(self, size: int) -> None:
-        """Meet the other ranks; all of them give the `size` of their rows. Later calls do nothing.
+        """Connect to the other ranks; later calls do nothing.
+
+        Args:
+            size: integers in a row of this rank, the same on all ranks.
 
         Raises:
             PeerError: a rank did not come within `timeout_s`.
@@ -51,7 +54,7 @@ class Exchange(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Make calls raise, also one that waits on another thread now, until `resume`."""
+        """Make every call raise until `resume`, one that waits on another thread included."""
 
     def resume(self) -> None:
         """Take `interrupt` back."""

@@ -1,4 +1,4 @@
-"""Messages of ranks that can tell a beginning, a round and a failure from each other."""
+"""Messages among ranks, which tell a beginning, a round and a failure apart."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from numpy.typing import NDArray
 from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
 from odb_nodes.errors import PeerError, StateError
 
-_HELLO, _ROUND, _FAILED, _BAD_STATE = 1, 2, 3, 4
-_KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3
-_MIN_CAPACITY = 64  # integers, for the text of an error
+_HELLO, _ROUND, _FAILED, _BAD_STATE = 1, 2, 3, 4  # kinds of messages
+_KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3  # columns of a message; its payload follows
+_MIN_CAPACITY = 64  # integers, so that the text of an error fits
 _PAUSE_S = 0.02  # between two greetings
-_SETTLED_S = 2.0  # of equal greetings from all ranks, until they are taken as they are
-_DOUBTFUL_S = 60.0  # the same, where that would be an error
+_SETTLED_S = 2.0  # greetings that stay the same for so long are accepted
+_DOUBTFUL_S = 60.0  # the same, if to accept them is an error
 
 
 class Channel:
     """Rounds of messages among ranks, all of one size.
 
-    What a rank has sent cannot be taken back, also if it begins anew before the others have come.
-    Because all messages are of one size, one that was given up can meet any other of the others',
-    and because each says its *generation*, which a rank counts up whenever it begins anew,
-    everybody sees what met: a rank whose hello meets something older says hello again.
+    A message that was sent cannot be taken back, even if its rank begins anew before the others
+    have answered. Two things make that harmless. All messages have one size, so a message that was
+    given up can meet any message of the others. And each carries its *generation*, which a rank
+    counts up whenever it begins anew, so every rank sees what met, and a rank whose hello met an
+    older message says hello again.
 
     Args:
-        exchange: among the ranks.
-        capacity: integers that a message can carry, at least.
+        exchange: the exchange that carries the messages.
+        capacity: integers that a message must be able to carry; it may carry more.
     """
 
     def __init__(self, exchange: Exchange, capacity: int) -> None:
@@ -40,7 +41,7 @@ class Channel:
         self._size = _HEADER + max(capacity, _MIN_CAPACITY)
         self._generation = 0
         self.agreed = False
-        """Whether all ranks go on from the same place, since the last `begin`."""
+        """Whether `agree` has succeeded since the last `begin`."""
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.wait_s = 0.0
         """Seconds spent in exchanges so far."""
@@ -51,7 +52,7 @@ class Channel:
         return self._size - _HEADER
 
     def begin(self) -> None:
-        """Leave what the ranks agreed on: the next `agree` begins anew."""
+        """Begin anew: the ranks have to `agree` again."""
         self._generation += 1
         self.agreed = False
 
@@ -59,11 +60,11 @@ class Channel:
         """Make sure, after `begin`, that all ranks go on from the same place.
 
         Args:
-            config: what all ranks must have in common, by name, as JSON has it; one level of
-                mappings within is compared field by field.
+            config: what must be equal on all ranks, as JSON data by name. The fields of a mapping
+                in it are compared one by one.
 
         Raises:
-            StateError: they do not; the same error on all ranks, naming field, ranks and values.
+            StateError: the ranks differ; the same error on all of them, with fields and values.
             PeerError: a rank failed, or did not come.
         """
         text = json.dumps(config, sort_keys=True, default=str).encode()
@@ -85,8 +86,8 @@ class Channel:
         """Return the payloads of all ranks: (n,) int64 -> (world_size, capacity) int64.
 
         Args:
-            payload: up to `capacity` integers; the rest is 0.
-            where: for errors.
+            payload: up to `capacity` integers; the rest of a row is 0.
+            where: what this exchange is for, in errors.
 
         Raises:
             PeerError: a rank failed, left, or did not come.
@@ -101,7 +102,11 @@ class Channel:
         return rows[:, _HEADER:]
 
     def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
-        """Return the bytes of all ranks, of any lengths. Takes as many rounds as the longest needs.
+        """Return the bytes of all ranks, in as many rounds as the longest needs.
+
+        Args:
+            data: bytes of this rank, of any length.
+            where: what this exchange is for, in errors.
 
         Raises:
             PeerError: a rank failed, left, or did not come.
@@ -116,7 +121,7 @@ class Channel:
         return [_as_bytes(row)[:size] for row, size in zip(whole, sizes, strict=True)]
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell the other ranks why this one fails. Does not raise what they say."""
+        """Tell the other ranks why this one fails; raises nothing of theirs."""
         kind = _BAD_STATE if isinstance(error, StateError) else _FAILED
         text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
         try:
@@ -128,13 +133,20 @@ class Channel:
             return
 
     def _greet(self, kind: int, payload: IntArray, where: str) -> IntArray:
-        """Say the first message of a generation until all ranks do; return what they said.
-
-        All ranks decide by the same rows, so all end with the same call. Where generations stay
-        different, a rank has begun more often than another without a step: it was asked for a
-        state, say. What is said again and again is not left behind, but may be about to be left,
-        by a thread that reads ahead: only waiting can tell, and longer where it is an error else.
-        """
+        """Send the first message of a generation until all ranks do, and return their messages."""
+        # Why all ranks end together: a call returns the same rows on every rank, and a rank that
+        # enters the loop changes its own (another generation or kind), so all ranks count the same
+        # rows as unchanged, and leave after the same call.
+        #
+        # When they end: usually once all greet in one generation. A lower generation is either a
+        # message that its rank has given up, which the next call replaces, or the present one of a
+        # rank that has begun less often (this one was asked for a state in between, say). Only time
+        # tells these apart: rows that stay the same are present. They are waited for longer if they
+        # mean an error, since a thread that reads ahead may be about to leave what it says.
+        #
+        # Why it ends at all: rows change only when a rank begins anew, fails or takes part in a
+        # round, and without a change the count of equal rows reaches the limit. A rank that sends
+        # nothing makes the exchange raise.
         self._exchange.connect(self._size)
         before, unchanged = np.empty(0, dtype=np.int64), 0
         while True:
@@ -167,7 +179,7 @@ class Channel:
             self.wait_s += time.perf_counter() - start
 
     def _raise_failures(self, rows: IntArray) -> None:
-        """Raise if a rank says that it has failed."""
+        """Raise an error if a rank has sent that it failed."""
         failed = np.flatnonzero(rows[:, _KIND] >= _FAILED).tolist()
         if not failed:
             return
@@ -179,7 +191,7 @@ class Channel:
         raise PeerError(causes)
 
     def _differences(self, configs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return, for each field that ranks have different values of, which have which."""
+        """Return a text for each field that differs: its values, and the ranks that have each."""
         flat = list(map(_flat, configs))
         found = []
         for name in dict.fromkeys(name for one in flat for name in one):
@@ -193,7 +205,7 @@ class Channel:
         return found
 
     def _ranks_that(self, do: NDArray[np.bool_]) -> str:
-        """Return the ranks, as the job numbers them, whose place in a mask is true."""
+        """Return the ranks, as the job numbers them, where a mask is true."""
         return ", ".join(str(self._exchange.ranks[index]) for index in np.flatnonzero(do).tolist())
 
 
@@ -211,7 +223,7 @@ def _as_bytes(integers: IntArray) -> bytes:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values by `name`, or `name.field`, as text."""
+    """Return the values as JSON text by `name`, or by `name.field` for those in a mapping."""
     found: dict[str, str] = {}
     for name, value in config.items():
         fields = value.items() if isinstance(value, Mapping) else [("", value)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import hashlib
 import os
 import threading
@@ -16,13 +15,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from odb_nodes._compat import torch_distributed as compat
 from odb_nodes.alignment.exchange.base import IntArray, Interrupted
 from odb_nodes.errors import PeerError, StateError
 
-_SLICE = timedelta(milliseconds=50)  # of a wait, after which it looks whether it is interrupted
-_POLL_S = 1.0  # between looks whether another rank has reported a failure
-_GRACE_S = 5.0  # for all ranks to report, so that the missing ones can be named
-_EXIT_S = 1.0
+_SLICE = timedelta(milliseconds=50)  # of a wait, between two looks at `interrupt`
+_POLL_S = 1.0  # between two looks at the store, whether another rank has reported a failure
+_GRACE_S = 5.0  # for all ranks to report, so that an error can name those that do not
+_EXIT_S = 1.0  # for a thread to leave gloo before the interpreter ends
 
 _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
 
@@ -30,14 +30,26 @@ _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
 class GlooExchange:
     """An all-gather among the ranks of a process group, over gloo connections of their own.
 
-    Nothing that the group itself does meanwhile is disturbed, whatever its backend and thread. The
-    connections are made once and serve all epochs. They are not registered with torch.distributed,
-    so that no other rank of the job has to take part, and they close with this object.
+    The group itself may be in use meanwhile, with any backend and on any thread. The connections
+    are made once, serve all epochs, and close with this object.
 
     Args:
-        process_group: whose ranks take part; each makes its exchanges over it in the same order.
+        process_group: the process group whose ranks take part. Each rank must make its exchanges
+            over it in the same order.
         timeout_s: seconds until a call gives up.
     """
+
+    # Why calls meet: gloo matches the n-th all-gather of a group on one rank with the n-th on every
+    # other. A call cannot be taken back, so one that is interrupted stays pending, and the next
+    # call first waits for it: at most one is under way, and no rank ever skips one.
+    #
+    # Why every wait ends: gloo is waited for in slices. After each, the waiting thread looks
+    # whether it is interrupted and whether its time is up, and now and then whether another rank
+    # has reported a failure to the store. An exchange that has failed once is broken for good:
+    # each later call raises at once, so no rank can meet the remains of an earlier call.
+    #
+    # Threads: `_idle` lets one thread at a time into a call. `interrupt` and `resume` only touch an
+    # event and take no lock, so another thread can always get the one inside out.
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
         self.rank = dist.get_rank(process_group)
@@ -45,31 +57,27 @@ class GlooExchange:
         self.timeout_s = timeout_s
         self._grace_s = min(_GRACE_S, timeout_s / 4)
         self.ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
-        # Numbered here, where the order is that of the program, and not in `connect`, which threads
-        # of several loaders may call in any order: their ranks would meet those of another loader.
+        # The n-th exchange of one rank meets the n-th of the others. They are counted here, in the
+        # order of the program. `connect` is called by threads, whose order may differ between
+        # ranks: it would connect ranks of one loader to those of another.
         ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
         try:
-            job_store = _own_connection(dist.distributed_c10d._get_default_store())
-            count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)  # of exchanges of these
+            job_store = compat.job_store()
+            count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)
         except dist.DistError as error:
             raise PeerError(
                 "the store of the job, which lives with rank 0 or torchrun, does not answer "
                 f"({_first_line(error)}). Restart all ranks."
             ) from error
-        self._store = _prefixed(f"odb_nodes/{ranks}/{count}", job_store)
+        self._store = dist.PrefixStore(f"odb_nodes/{ranks}/{count}", job_store)
         self._advice = (
             "Build and iterate the same graphs on all ranks, in the same order: this is number "
             f"{count} of this rank. Then restart all ranks."
         )
-        # All waits are ours. gloo would count on for a call that was given up, and close a
-        # connection that nobody waits for.
-        self._options = dist.distributed_c10d.AllgatherOptions()
-        self._options.timeout = timedelta(days=365)
         self._group: Any = None
-        self._pending: Any = None  # a call that was given up, but cannot be taken back
-        # What the last call reads and writes, kept while it is under way and beyond: were gloo's
-        # thread the last to let go of it, it would need the interpreter for that, and abort the
-        # process at its end.
+        self._pending: Any = None  # the work of a call that was interrupted
+        # What the last call reads and writes. If gloo's thread were the last to hold it, deleting
+        # it would need the interpreter, and abort a process that is ending.
         self._held: Any = None
         self._broken: str | None = None
         self._interrupted = threading.Event()
@@ -110,15 +118,11 @@ class GlooExchange:
                 f"{dict(zip(self.ranks, sizes, strict=True))}: `round_size` or `accumulate` "
                 f"differ between them. {self._advice}"
             )
-        # All ranks are here: what follows takes long only where one is lost meanwhile.
+        # All ranks are here: connecting takes long only if one of them is lost meanwhile.
         left_s = max(deadline - time.monotonic(), self._grace_s)
+        store = dist.PrefixStore("gloo", self._store)
         try:
-            self._group = dist.ProcessGroupGloo(
-                _prefixed("gloo", self._store),
-                self.rank,
-                self.world_size,
-                timedelta(seconds=left_s),
-            )
+            self._group = compat.gloo_group(store, self.rank, self.world_size, left_s)
         except RuntimeError as error:
             raise PeerError(
                 "a rank was lost while the ranks connected to each other: it was killed, or had "
@@ -131,12 +135,13 @@ class GlooExchange:
             if self._broken is not None:
                 raise PeerError(self._broken)
             self._check_interrupted()
+            # The grace is for `_fail`, so that the whole call takes `timeout_s` at most.
             deadline = time.monotonic() + self.timeout_s - self._grace_s
             if self._pending is not None:
                 self._await(self._pending, deadline)
             rows = torch.empty((self.world_size, len(row)), dtype=torch.int64)
             parts, own = list(rows.unbind()), torch.from_numpy(row.copy())
-            work = self._group.allgather([parts], [own], self._options)
+            work = compat.begin_all_gather(self._group, parts, own)
             self._held = (work, parts, own)
             self._set_pending(work)
             self._await(work, deadline)
@@ -152,12 +157,17 @@ class GlooExchange:
         self._interrupted.clear()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no thread is inside of a call."""
+        """Wait until no thread is inside a call."""
         if self._idle.acquire(timeout=timeout_s):
             self._idle.release()
 
     def _await(self, work: Any, deadline: float) -> None:
-        """Wait until a call is done, in slices: gloo itself cannot be interrupted."""
+        """Wait in slices until a call is done, since gloo itself cannot be interrupted.
+
+        Raises:
+            PeerError: the call failed, `deadline` has passed, or another rank has failed.
+            Interrupted: `interrupt` was called; the call stays pending.
+        """
         next_poll = time.monotonic() + _POLL_S
         while True:
             self._check_interrupted()
@@ -166,7 +176,9 @@ class GlooExchange:
                 self._set_pending(None)
                 return
             except RuntimeError as error:
-                if work.is_completed() and not _is_timeout(error):
+                # A call may complete between the timeout of its slice and this line: it has failed
+                # only if the error is its own.
+                if work.is_completed() and not compat.is_wait_timeout(error):
                     self._set_pending(None)
                     self._fail(f"lost a connection ({_first_line(error)})")
             now = time.monotonic()
@@ -178,7 +190,7 @@ class GlooExchange:
                     self._fail("was told by another rank")
 
     def _fail(self, what: str) -> NoReturn:
-        """Tell the other ranks, find out which of them is missing, and raise."""
+        """Report to the other ranks, find out which of them do not report, and raise."""
         try:
             self._store.set(f"report/{self.rank}", what)
             self._store.set("failed", "1")
@@ -206,13 +218,13 @@ class GlooExchange:
         raise PeerError(self._broken)
 
     def _wait_for(self, what: str, timeout_s: float) -> list[int]:
-        """Wait until every rank has set its key, and return the ranks that have not."""
+        """Wait until every rank has set its key, and return those that have not in time."""
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout_s
         pause_s = 0.005
         while (left_s := deadline - time.monotonic()) > 0:
             self._check_interrupted()
-            # Not the store's own wait, which prints warnings when it is in vain.
+            # Not by the store's own `wait`, which prints a warning when it times out.
             if self._store.check(keys):
                 return []
             self._interrupted.wait(min(pause_s, left_s))
@@ -236,19 +248,17 @@ class GlooExchange:
             return True
 
     def _set_pending(self, work: Any) -> None:
-        """Keep the group while a call is under way; also past the end of the interpreter.
-
-        A group that is deleted waits for what it has begun, and that may need the other ranks.
-        """
+        """Set the work under way, or None. While there is one, the group cannot be deleted."""
         if self._pending is None and work is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            compat.keep_group(self._group)
         elif self._pending is not None and work is None:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+            compat.release_group(self._group)
         self._pending = work
 
 
-# A forked process must never delete a group, which would join threads that are not there. It may
-# collect garbage as soon as it runs, so they are held from before the fork, and there for ever.
+# A forked child must never delete a group: that joins threads which exist only in the parent. Its
+# first garbage collection may come at once, so all groups are held from before the fork: in the
+# parent until it is over, in the child for ever.
 _held: list[list[GlooExchange]] = []
 
 if hasattr(os, "register_at_fork"):
@@ -257,31 +267,11 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _interrupt_all() -> None:
-    """Get all threads out of gloo: one that is inside of it at the very end aborts the process."""
+    """Get all threads out of gloo: one that is inside at the very end aborts the process."""
     for exchange in list(_live):
         exchange.interrupt()
     for exchange in list(_live):
         exchange.settle(_EXIT_S)
-
-
-def _own_connection(store: Any) -> Any:
-    """Return a store like `store` that nobody else waits for.
-
-    A store serves one call at a time, and gloo waits for other ranks within one. Two threads that
-    share it, in another order on another rank, would wait for each other.
-    """
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # one in this process, or old torch
-        return store
-
-
-def _prefixed(prefix: str, store: Any) -> Any:
-    return dist.PrefixStore(prefix, store)
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    return "Operation timed out!" in str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,9 +12,11 @@ from odb_nodes.alignment.exchange.gloo import GlooExchange
 
 
 def group_rank(process_group: Any) -> tuple[int, int]:
-    """Return rank and size within a process group, a 1-d `DeviceMesh` or an `Exchange`.
+    """Return this process's rank in a process group, and the number of ranks in it.
 
-    `None` stands for all ranks of the job.
+    Args:
+        process_group: a process group, a 1-d `DeviceMesh` or an `Exchange`; `None` for all ranks of
+            the job.
 
     Raises:
         ValueError: this rank is not one of the group's.
@@ -37,8 +39,8 @@ def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
     """Return the exchange among the ranks of `process_group`.
 
     Args:
-        process_group: a process group of any backend, a 1-d `DeviceMesh`, or an `Exchange`. `None`
-            stands for all ranks of the job.
+        process_group: a process group of any backend, a 1-d `DeviceMesh`, or an `Exchange`; `None`
+            for all ranks of the job.
         timeout_s: seconds until an exchange gives up.
 
     Raises:

@@ -1,0 +1,71 @@
+"""What we rely on inside of Hugging Face `datasets`: the stages that a stream is made of.
+
+`datasets` itself is imported only for somebody who has a stream of it, and so has imported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+SPLIT_BY_SHARDS = {
+    "ArrowExamplesIterable",
+    "BufferShuffledExamplesIterable",
+    "ExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "MappedExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "ShuffledDataSourcesArrowExamplesIterable",
+    "ShuffledDataSourcesExamplesIterable",
+}
+"""Stages that yield, over ranks with shards of their own, exactly what they yield on one rank. Not
+`take`, which would take its number on each rank."""
+
+RESTORABLE = SPLIT_BY_SHARDS - {"BufferShuffledExamplesIterable"} | {
+    "CyclingMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "RepeatExamplesIterable",
+    "SkipExamplesIterable",
+    "TakeExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
+"""Stages whose own state brings back all that comes after it. Not a shuffle buffer: `datasets`
+fills it anew, so what was in it is lost."""
+
+
+def stages_of(stream: Any) -> list[Any]:
+    """Return the stages of a stream, from its end to its beginning; none where they are unknown."""
+    return list(_walk(getattr(stream, "_ex_iterable", None)))
+
+
+def consists_of(stages: list[Any], names: set[str]) -> bool:
+    """Tell whether the stages are known, and the class of each is one of `names`."""
+    return bool(stages) and all(type(stage).__name__ in names for stage in stages)
+
+
+def is_split(stream: Any) -> bool:
+    """Tell whether a stream was split over ranks already, by `split_dataset_by_node`."""
+    return getattr(stream, "_distributed", None) is not None
+
+
+def split_over_ranks(stream: Any, rank: int, world_size: int) -> Any:
+    """Return the share of one rank."""
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(stream, rank=rank, world_size=world_size)
+
+
+def shuffle_states(stages: list[Any]) -> list[Any]:
+    """Return the states of the random generators that stages shuffle or mix by."""
+    return [stage.generator.bit_generator.state for stage in stages if hasattr(stage, "generator")]
+
+
+def _walk(stage: Any) -> Iterator[Any]:
+    if stage is None:
+        return
+    yield stage
+    yield from _walk(getattr(stage, "ex_iterable", None))
+    for source in getattr(stage, "ex_iterables", ()):
+        yield from _walk(source)

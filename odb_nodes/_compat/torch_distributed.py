@@ -1,0 +1,85 @@
+"""What we rely on inside of torch.distributed: gloo groups that are built by hand.
+
+`torch.distributed.new_group` would need every rank of the job to take part, and would register the
+group with the job. A `ProcessGroupGloo` needs only its own ranks, and closes when it is deleted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FOREVER = timedelta(days=365)
+
+
+def job_store() -> Any:
+    """Return a connection to the store of the job that nobody else uses.
+
+    A store serves one call at a time, and gloo waits for other ranks within a call. Two threads
+    that shared a store, in another order on another rank, would wait for each other.
+
+    Raises:
+        RuntimeError, ValueError: torch.distributed is not initialised, or the store is gone.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # of this process, or of old torch
+        return store
+
+
+def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return a gloo group of the ranks that meet at `store`, not registered with the job.
+
+    Args:
+        store: the store where the ranks exchange their addresses; no other group may use it.
+        rank: this process's rank in the group.
+        world_size: number of ranks in the group.
+        timeout_s: seconds that connecting may take.
+
+    Raises:
+        RuntimeError: a rank did not connect in time.
+    """
+    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+
+
+def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Any:
+    """Start an all-gather without waiting for it, and return its work.
+
+    It never times out within gloo, which would count on for a call that the caller has given up,
+    and close the connection.
+
+    Args:
+        group: the group, from `gloo_group`.
+        parts: one tensor for each rank, to be written; to be kept until the work is done.
+        own: the tensor that this rank sends; to be kept likewise.
+    """
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.timeout = _FOREVER
+    return group.allgather([list(parts)], [own], options)
+
+
+def is_wait_timeout(error: RuntimeError) -> bool:
+    """Tell whether `work.wait(timeout)` raised because the work is not done yet.
+
+    gloo raises a `RuntimeError` for this and for work that has failed.
+    """
+    return "Operation timed out!" in str(error)
+
+
+def keep_group(group: Any) -> None:
+    """Keep a group from being deleted, also at the end of the interpreter, until `release_group`.
+
+    Deleting a group waits for the work that it has begun, and that may need the other ranks.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def release_group(group: Any) -> None:
+    """Take `keep_group` back."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))

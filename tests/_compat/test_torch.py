@@ -1,0 +1,35 @@
+"""Canaries: what we rely on inside of torch."""
+
+from collections import namedtuple
+
+import torch
+from canary import relies_on
+
+Pair = namedtuple("Pair", ("a", "b"))
+
+
+class Pinned:
+    def pin_memory(self):
+        return "pinned"
+
+
+def test_pin_memory_reaches_into_any_nesting_and_leaves_the_rest():
+    used_in = "_compat/torch.py (batches of `ODBDataLoader`)"
+    with relies_on("torch", "torch.utils.data._utils.pin_memory.pin_memory", used_in):
+        from odb_nodes._compat.torch import pin_memory
+
+        batch = {"a": Pinned(), "b": [Pinned(), 1], "c": Pair(Pinned(), "text"), "d": None}
+        expected = {"a": "pinned", "b": ["pinned", 1], "c": Pair("pinned", "text"), "d": None}
+        pinned = pin_memory(batch)
+        assert pinned == expected, pinned
+        assert type(pinned["c"]) is Pair, pinned
+
+
+def test_the_default_generator_is_the_one_that_is_seeded():
+    with relies_on("torch", "torch.default_generator", "_core/seeds.py"):
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(7)
+        first = torch.rand(3)
+        torch.manual_seed(7)
+        assert torch.equal(first, torch.rand(3))
+        torch.set_rng_state(before)

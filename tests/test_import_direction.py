@@ -1,0 +1,265 @@
+"""Imports go one way through the rooms of the package, in no circle, and private rooms stay so.
+
+Every import is read from the source with `ast`, those within functions and under `TYPE_CHECKING`
+too, and modules that are imported by name (`import_module("x")`, `import_extra("x", ...)`).
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import resolve_name
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "odb_nodes"
+
+ROOMS = (
+    "errors",
+    "_compat",  # what we rely on inside of other libraries
+    "_core",
+    "sample",
+    "planning",
+    "step_info",
+    "contract",
+    "sources",
+    "processing",
+    "collate",
+    "nodes",
+    "alignment.exchange",
+    "alignment",
+    "loader",
+    "testing",
+    "vision",
+    "tools",
+    "integrations",
+    "",  # odb_nodes/__init__.py
+)
+"""The rooms: each imports from those before it, and from itself."""
+
+FRAMEWORKS = {
+    "PIL": ("_compat", "integrations", "vision"),
+    "accelerate": ("_compat", "integrations"),
+    "datasets": ("_compat", "integrations"),
+    "lightning": ("_compat", "integrations"),
+    "llamafactory": ("_compat", "integrations"),
+    "transformers": ("_compat", "integrations", "vision"),
+}
+"""Optional package -> the rooms that may import it."""
+
+PURE = "planning"
+PURE_NEEDS = {"numpy", *sys.stdlib_module_names}
+PRIVATE = re.compile(rf"{PACKAGE}\.(_core|_compat)\b|from {PACKAGE} import .*\b(_core|_compat)\b")
+
+
+class Import(NamedTuple):
+    line: int
+    name: str
+    late: bool  # within a function: not needed to import the module
+
+
+def sources_of(root: Path) -> dict[str, str]:
+    """Return the source of each module of the package by its dotted name."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = path.read_text()
+    return found
+
+
+def imports_of(module: str, modules: Mapping[str, str]) -> Iterator[Import]:
+    """Yield what a module imports: modules of ours by their full name, others as they are named."""
+    is_package = any(other.startswith(f"{module}.") for other in modules)
+    parent = module if is_package else module.rpartition(".")[0]
+    tree = ast.parse(modules[module])
+    in_functions = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), parent)
+            members = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name for name in members if name in modules]
+            names += [base] * (len(names) < len(members))
+        elif isinstance(node, ast.Call) and node.args:
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            first = node.args[0]
+            if function in ("import_module", "import_extra") and isinstance(first, ast.Constant):
+                names = [first.value]
+        yield from (Import(node.lineno, name, id(node) in in_functions) for name in names)
+
+
+def room_of(module: str) -> str:
+    """Return the innermost room that a module of ours is in."""
+    inside = module.removeprefix(PACKAGE).removeprefix(".")
+    rooms = [room for room in ROOMS if inside == room or (room and inside.startswith(f"{room}."))]
+    if not rooms:
+        raise ValueError(f"`{module}` is in no room: add its folder to `ROOMS`, in its place.")
+    return max(rooms, key=len)
+
+
+def upward_imports(modules: Mapping[str, str]) -> list[str]:
+    """Return the imports of a later room, and of a framework where it does not belong."""
+    found = []
+    for module in modules:
+        room = room_of(module)
+        for line, name, _ in imports_of(module, modules):
+            package = name.partition(".")[0]
+            where = f"{module}, line {line}: {room or PACKAGE!r} imports"
+            if package == PACKAGE:
+                other = room_of(name)
+                if ROOMS.index(other) > ROOMS.index(room):
+                    found.append(f"{where} `{name}` of the later room {other or PACKAGE!r}")
+            elif room not in FRAMEWORKS.get(package, (room,)):
+                found.append(f"{where} `{name}`, which only {FRAMEWORKS[package]} may")
+            elif room == PURE and package not in PURE_NEEDS:
+                found.append(f"{where} `{name}`, but may import numpy alone")
+    return found
+
+
+def circles(modules: Mapping[str, str]) -> list[str]:
+    """Return the circles of imports: each as the modules on it, and the lines that close it."""
+    needs = {
+        module: {one.name: one.line for one in imports_of(module, modules) if one.name in modules}
+        for module in modules
+    }
+    found = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            circle = [*path[path.index(module) :], module]
+            steps = [f"{a}, line {needs[a][b]}" for a, b in pairwise(circle)]
+            rooms = sorted({room_of(one) for one in circle})
+            found.append(f"circle in {rooms}: {' -> '.join(steps)} -> {module}")
+        elif module not in done:
+            for other in needs[module]:
+                visit(other, [*path, module])
+            done.add(module)
+
+    for module in modules:
+        visit(module, [])
+    return found
+
+
+def needed_by_room(room: str, modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the packages that importing a room's modules imports, each with a module that does."""
+    packages: dict[str, str] = {}
+    waiting = [module for module in modules if room_of(module) == room]
+    seen = set(waiting)
+    while waiting:
+        module = waiting.pop()
+        for _, name, late in imports_of(module, modules):
+            if name in modules and not late and name not in seen:
+                seen.add(name)
+                waiting.append(name)
+            elif name not in modules and not late:
+                packages.setdefault(name.partition(".")[0], module)
+    return packages
+
+
+def private_uses(text: str) -> list[str]:
+    """Return the lines that import from a private room."""
+    return [line.strip() for line in text.splitlines() if PRIVATE.search(line)]
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return sources_of(ROOT)
+
+
+def test_every_import_goes_to_the_same_or_an_earlier_room(modules):
+    found = upward_imports(modules)
+    assert not found, "\n".join(found)
+
+
+def test_no_modules_import_each_other_in_a_circle(modules):
+    found = circles(modules)
+    assert not found, "\n".join(found)
+
+
+def test_planning_needs_numpy_alone_whatever_it_imports(modules):
+    packages = needed_by_room(PURE, modules)
+    assert set(packages) <= PURE_NEEDS, packages
+
+
+def test_examples_use_no_private_room():
+    for path in (ROOT / "examples").rglob("*.py"):
+        assert not private_uses(path.read_text()), path
+
+
+def test_code_blocks_of_the_documents_use_no_private_room():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    blocks = [
+        (page, block)
+        for page in pages
+        for block in re.findall(r"```\w+[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    assert len(blocks) > 20  # or the pattern has lost them
+    for page, block in blocks:
+        assert not private_uses(block), page
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"nodes.batcher": "from odb_nodes.loader import Loader"}, "later room 'loader'"),
+        ({"nodes.batcher": "def f():\n    import odb_nodes.loader"}, "batcher, line 2"),
+        ({"nodes.batcher": "import odb_nodes"}, "later room 'odb_nodes'"),
+        ({"nodes.batcher": "from .. import loader"}, "later room 'loader'"),
+        ({"_core": "from odb_nodes import sample"}, "'_core' imports `odb_nodes.sample`"),
+        ({"_core": "from odb_nodes.sample import Sample"}, "later room 'sample'"),
+        (
+            {"_core": "if TYPE_CHECKING:\n    from odb_nodes.sample import Sample"},
+            "later room 'sample'",
+        ),
+        ({"alignment.exchange": "import odb_nodes.alignment"}, "later room 'alignment'"),
+        ({"planning": "import torch"}, "may import numpy alone"),
+        ({"loader": "import transformers.trainer"}, "only ('_compat', 'integrations', 'vision')"),
+        ({"loader": 'importlib.import_module("datasets.x")'}, "only ('_compat', 'integrations')"),
+    ],
+)
+def test_an_import_that_goes_the_wrong_way_is_named(changed, expected):
+    (found,) = upward_imports(package_with(changed))
+    assert expected in found
+
+
+def test_a_circle_is_named_with_its_lines():
+    changed = {"nodes.a": "import odb_nodes.nodes.b", "nodes.b": "\nfrom odb_nodes.nodes import a"}
+    (found,) = circles(package_with(changed))
+    assert "odb_nodes.nodes.a, line 1 -> odb_nodes.nodes.b, line 2 -> odb_nodes.nodes.a" in found
+
+
+def test_what_planning_imports_by_way_of_others_is_found():
+    changed = {"planning": "import odb_nodes._core", "_core": "import torch"}
+    packages = needed_by_room("planning", package_with(changed))
+    assert packages == {"torch": "odb_nodes._core"}
+
+
+def test_a_module_in_no_room_is_an_error():
+    with pytest.raises(ValueError, match="`odb_nodes.attic` is in no room"):
+        upward_imports(package_with({"attic": ""}))
+
+
+@pytest.mark.parametrize(
+    "line", ["from odb_nodes._core.checks import check_count", "from odb_nodes import _compat"]
+)
+def test_a_use_of_a_private_room_is_found(line):
+    assert private_uses(f"import torch\n{line}\n") == [line]
+
+
+def package_with(changed: Mapping[str, str]) -> dict[str, str]:
+    """Return a small package of these modules, and of an empty one for each room."""
+    empty = {f"{PACKAGE}.{room}".rstrip("."): "" for room in ROOMS}
+    return empty | {f"{PACKAGE}.{name}": source for name, source in changed.items()}

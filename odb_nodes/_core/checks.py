@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 MAX_COUNT = 2**31 - 1
 """Largest count: state stores counts as 32-bit integers."""
@@ -46,6 +47,44 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
+def check_choice(name: str, value: object, choices: Sequence[str], remedy: str = "") -> None:
+    """Raise a `ValueError` unless `value` is one of `choices`.
+
+    Args:
+        name: the argument's name.
+        value: the argument's value.
+        choices: the strings allowed, such as `get_args` of a `Literal`.
+        remedy: a sentence that says what to do, added to the message.
+    """
+    if value not in choices:
+        allowed = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(_message(name, f"one of ({allowed})", repr(value), remedy))
+
+
+def check_type(name: str, value: object, expected: type | UnionType, remedy: str = "") -> None:
+    """Raise a `TypeError` unless `value` is an instance of `expected`.
+
+    Args:
+        name: the argument's name.
+        value: the argument's value.
+        expected: a class, or several, as in `int | None`.
+        remedy: a sentence that says what to do, added to the message.
+    """
+    if not isinstance(value, expected):
+        allowed = " or ".join(map(_class_name, get_args(expected) or (expected,)))
+        raise TypeError(_message(name, allowed, describe(value), remedy))
+
+
+def describe(value: object) -> str:
+    """Return what an error says of a value: plain values as they are, others by their class."""
+    if isinstance(value, type):
+        return f"the class `{value.__name__}`"
+    if isinstance(value, (str, int, float, dict, list, tuple, NoneType)):
+        return f"{value!r:.80}"
+    function = getattr(value, "__name__", "")
+    return f"the {type(value).__name__} `{function}`" if function else _class_name(type(value))
+
+
 def check_iterable(name: str, value: object) -> None:
     """Raise a `TypeError` unless `value` can be iterated again and again."""
     if isinstance(value, Iterator) or not isinstance(value, Iterable):
@@ -70,3 +109,13 @@ def check_node(name: str, value: Any) -> None:
             f"`{name}` must be a `torchdata.nodes.BaseNode`, but is `{type(value).__name__}` "
             "instead. Wrap an iterable in `IterableSource`."
         )
+
+
+def _message(name: str, rule: str, seen: str, remedy: str) -> str:
+    return f"`{name}` must be {rule}, but is {seen} instead.{remedy and f' {remedy}'}"
+
+
+def _class_name(kind: type) -> str:
+    if kind is NoneType:
+        return "None"
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} `{kind.__name__}`"

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakSet
 
 from odb_nodes._compat import accelerate as compat
+from odb_nodes._core.checks import check_type
 from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.metrics import StepMeter, timed
@@ -165,11 +166,7 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
     Raises:
         TypeError, ValueError: an argument is not what is said above.
     """
-    if not isinstance(loader, ODBDataLoader):
-        raise TypeError(
-            f"`loader` must be an `ODBDataLoader`, but is `{type(loader).__name__}` instead. "
-            "See `ODBDataLoader.from_dataloader`."
-        )
+    check_type("loader", loader, ODBDataLoader, "See `ODBDataLoader.from_dataloader`.")
     _check_accumulation(accelerator.gradient_accumulation_steps, loader)
     if not compat.backward_divides(accelerator):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_choice, check_count
 
 __all__ = ["LrScaling", "follow"]
 
@@ -36,8 +36,7 @@ class LrScaling:
 
     def __post_init__(self) -> None:
         check_count("reference_samples", self.reference_samples)
-        if self.rule not in get_args(Rule):
-            raise ValueError(f"`rule` must be one of {get_args(Rule)}, but is {self.rule!r}.")
+        check_choice("rule", self.rule, get_args(Rule))
 
     def factor(self, samples: int) -> float:
         """Return the learning-rate multiplier for a step of `samples` samples."""
@@ -78,8 +77,8 @@ def follow(scheduler: LRScheduler, position: Callable[[], float]) -> LambdaLR:
     """
     if not isinstance(scheduler, LambdaLR):
         raise TypeError(
-            "`scheduler` must be a `LambdaLR` to follow samples, as `linear`, `cosine` and "
-            f"`constant_with_warmup` are, but is `{type(scheduler).__name__}` instead."
+            f"`scheduler` must be a `LambdaLR`, but is a `{type(scheduler).__name__}` instead. "
+            "`linear`, `cosine` and `constant_with_warmup` of transformers are."
         )
 
     def followed(shape: Callable[[Any], float]) -> Callable[[int], float]:

@@ -215,6 +215,7 @@ def test_the_progress_in_a_checkpoint_has_the_counters_that_we_set(tmp_path):
         for name, ready in (("total", BATCHES + 3), ("current", 3)):
             done = {"ready": ready, "started": ready - 1, "processed": ready - 1}
             assert batches[name] == done | {"completed": ready - 1}, batches
+        assert batches["is_last_batch"] is False
         compat.set_progress(progress, epoch=1, steps=2, total_steps=BATCHES + 2)
         for name, done in (("total", BATCHES + 2), ("current", 2)):
             assert {*batches[name].values()} == {done}, batches

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes._core.checks import check_choice, check_type
 from odb_nodes.integrations.huggingface.config import ODBConfig
 
 
@@ -18,8 +19,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
     Raises:
         TypeError, ValueError: names the argument and what to do.
     """
-    if not isinstance(config, ODBConfig):
-        raise TypeError(f"`odb` must be an `ODBConfig`, but is {config!r} instead.")
+    check_type("odb", config, ODBConfig)
     args = trainer.args
     if args.n_gpu > 1:
         raise ValueError(
@@ -31,12 +31,12 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "`auto_find_batch_size` must be False, but is True: dynamic batches have no fixed size "
             "to search for. Lower `token_budget` instead."
         )
-    strategy = compat.sampling_strategy(args)
-    if strategy not in ("random", "sequential"):
-        raise ValueError(
-            '`train_sampling_strategy` must be "random" or "sequential", but is '
-            f"{strategy!r} instead: dynamic batches already group samples of like length."
-        )
+    check_choice(
+        "train_sampling_strategy",
+        compat.sampling_strategy(args),
+        ("random", "sequential"),
+        "Dynamic batches already group samples of like length.",
+    )
     for name, size in compat.parallel_sizes(trainer).items():
         if size > 1:
             raise ValueError(

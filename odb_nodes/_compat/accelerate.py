@@ -9,15 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "backward_divides",
-    "deepspeed_config",
-    "drop_partial_step",
-    "loader_base",
-    "steps_at_epoch_end",
-    "unwrap_model",
-]
-
 
 def loader_base() -> Any:
     """Return the base class of a loader that tells the accelerator where an epoch ends.

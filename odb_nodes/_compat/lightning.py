@@ -11,17 +11,6 @@ from typing import Any
 
 from odb_nodes.errors import StateError
 
-__all__ = [
-    "batches_begun",
-    "epochs_processed",
-    "is_fitting",
-    "is_logged",
-    "loop_progress",
-    "loss_divisor",
-    "set_progress",
-    "steps_at_epoch_end",
-]
-
 _EPOCHS = "epoch_progress"
 _BATCHES = "epoch_loop.batch_progress"
 

@@ -14,31 +14,6 @@ from typing import Any
 
 from odb_nodes._compat.accelerate import deepspeed_config, unwrap_model
 
-__all__ = [
-    "base_model",
-    "bounded_loop",
-    "checkpoint_folder",
-    "constructed_without_length",
-    "deepspeed_has_scheduler",
-    "finish_at_this_step",
-    "has_length",
-    "is_default_collator",
-    "is_encoder_decoder",
-    "keep_columns",
-    "loss_divisor",
-    "model_columns",
-    "num_items_divisor",
-    "parallel_sizes",
-    "plan_steps",
-    "prepend_callback",
-    "sampling_strategy",
-    "set_samples_per_second",
-    "shifts_labels",
-    "stop_epoch",
-    "takes_num_items",
-]
-
-
 # --- the loop -------------------------------------------------------------------------------------
 
 

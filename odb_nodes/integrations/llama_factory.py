@@ -193,25 +193,20 @@ def _check_kind(given: _Arguments) -> None:
         ("pt", "sft"),
         "In other stages a sample has several sequences, which a token budget does not count.",
     )
-    if given.flag("group_by_length"):
-        raise ValueError(
-            "`group_by_length` must be False, but is True: dynamic batches already group samples "
-            "of like length."
-        )
-    if given.flag("dataloader_drop_last"):
-        raise ValueError(
-            "`dataloader_drop_last` must be False, but is True: dynamic batches have no fixed size "
-            "that the last one could fall short of, and every sample comes once per epoch."
-        )
+    for name, reason in (
+        ("group_by_length", "dynamic batches already group samples of like length"),
+        ("dataloader_drop_last", "no batch is short of a fixed size, and every sample is used"),
+    ):
+        if given.flag(name):
+            raise ValueError(f"`{name}` must be False, but is True: {reason}.")
 
 
 def _is_packed(given: _Arguments) -> bool:
     """Return whether batches are to be packed."""
-    is_neat = given.flag("neat_packing")
     packing = given.get("packing")
     if packing is not None:
         check_bool("packing", packing)
-    if is_neat:
+    if given.flag("neat_packing"):
         if packing is False:
             raise ValueError(
                 "`packing` must not be False where `neat_packing` is True. Drop one of them."
@@ -232,13 +227,10 @@ def _is_packed(given: _Arguments) -> bool:
 
 def _without_packing(data_args: Any) -> Any:
     """Return a copy of `data_args` in which packing is off."""
-    is_mapping = isinstance(data_args, Mapping)
-    changed = dict(data_args) if is_mapping else copy.copy(data_args)
-    for name in ("packing", "neat_packing"):
-        if is_mapping:
-            changed[name] = False
-        else:
-            setattr(changed, name, False)
+    if isinstance(data_args, Mapping):
+        return {**data_args, "packing": False, "neat_packing": False}
+    changed = copy.copy(data_args)
+    changed.packing = changed.neat_packing = False
     return changed
 
 

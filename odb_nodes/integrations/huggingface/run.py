@@ -39,30 +39,23 @@ class Run:
         trainer: the trainer that runs.
         batches: the batches of the run.
         steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
-        columns: the keys that a batch may have; None for all.
-        shift: whether the first label of a row is no target.
     """
 
     BATCHES_KEY = "batches"
     STEPS_KEY = "steps_per_epoch"
 
-    def __init__(
-        self,
-        trainer: Any,
-        batches: TrainBatches,
-        *,
-        steps_per_epoch: int | None,
-        columns: set[str] | None,
-        shift: bool,
-    ) -> None:
+    def __init__(self, trainer: Any, batches: TrainBatches, steps_per_epoch: int | None) -> None:
+        shift = trainer.odb.shift_labels
+        if shift is None:
+            shift = compat.shifts_labels(trainer.model)
         self._trainer = trainer
         self.batches = batches
         self.losses = LossWeigher(trainer, shift=shift)
         self.meter = StepMeter()
         self.optimizer_samples = 0
         self._steps_per_epoch = steps_per_epoch
-        self._columns = columns
-        self._arguments = self._present_arguments()
+        self._columns = compat.model_columns(trainer)
+        self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
 
     # --- how far it is ----------------------------------------------------------------------------
@@ -76,11 +69,10 @@ class Run:
     def epoch(self) -> float:
         """Epochs done, with the share of this one: by its samples, or else by its steps."""
         batches, steps = self.batches, self._steps_per_epoch
-        progress: float = batches.progress
         if batches.samples_per_epoch is not None or steps is None:
-            return progress
+            return batches.progress
         share: float = batches.steps / (steps * self._trainer.args.gradient_accumulation_steps)
-        return progress + min(share, MOST_OF_AN_EPOCH)
+        return batches.progress + min(share, MOST_OF_AN_EPOCH)
 
     @property
     def total_steps(self) -> int:
@@ -88,8 +80,7 @@ class Run:
         args = self._trainer.args
         if self._steps_per_epoch is None:
             return int(args.max_steps)
-        steps: int = math.ceil(self._steps_per_epoch * args.num_train_epochs)
-        return steps
+        return int(math.ceil(self._steps_per_epoch * args.num_train_epochs))
 
     @property
     def most_steps(self) -> int:
@@ -99,8 +90,8 @@ class Run:
         samples = self.batches.samples_per_epoch
         if samples is None:
             return NO_BOUND
-        epochs: int = math.ceil(self._trainer.args.num_train_epochs)
-        return max(self.total_steps, epochs * samples) + 1
+        epochs = math.ceil(self._trainer.args.num_train_epochs)
+        return max(self.total_steps, int(epochs * samples)) + 1
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
         """Warn, once, where a learning-rate schedule by steps does not end with the run.
@@ -135,16 +126,14 @@ class Run:
         Raises:
             ValueError: names the argument.
         """
-        for name, value in self._present_arguments().items():
-            if value != self._arguments[name]:
+        for name, before in self._arguments.items():
+            value = getattr(self._trainer.args, name)
+            if value != before:
                 raise ValueError(
-                    f"`{name}` must stay as it was when `train` was called "
-                    f"({self._arguments[name]}), but is {value} now. A hyperparameter search "
-                    "cannot have it in its space: make a trainer for each value."
+                    f"`{name}` must stay as it was when `train` was called ({before}), but is "
+                    f"{value} now. A hyperparameter search cannot have it in its space: make a "
+                    "trainer for each value."
                 )
-
-    def _present_arguments(self) -> dict[str, Any]:
-        return {name: getattr(self._trainer.args, name) for name in FIXED_ARGUMENTS}
 
     # --- an optimizer step ------------------------------------------------------------------------
 
@@ -220,14 +209,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
             f"as `{type(trainer.train_dataset).__name__}` does not."
         )
-    shift = trainer.odb.shift_labels
-    return Run(
-        trainer,
-        batches,
-        steps_per_epoch=steps_per_epoch,
-        columns=compat.model_columns(trainer),
-        shift=compat.shifts_labels(trainer.model) if shift is None else shift,
-    )
+    return Run(trainer, batches, steps_per_epoch)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

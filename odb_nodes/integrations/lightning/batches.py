@@ -11,8 +11,6 @@ from odb_nodes.integrations.resuming import begin_or_resume, changed_arguments_r
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo, pop_step_info
 
-__all__ = ["Fetched", "TrainBatches"]
-
 CHANGED = changed_arguments_remedy(
     names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
     "or of your `ODBDataLoader`",

@@ -47,7 +47,7 @@ class ODBCallback(Callback):
     def __init__(self, *, log_metrics: bool = True) -> None:
         self._log_metrics = log_metrics
         self._batches: TrainBatches | None = None
-        self._run = Run(Position())
+        self._run = Run(None, Position())
         self._meter = StepMeter()
 
     def batches(self, loader: ODBDataLoader) -> TrainBatches:
@@ -83,7 +83,7 @@ class ODBCallback(Callback):
         if stage == "fit":
             check_trainer(trainer)
             self._batches = None
-            self._run = Run(Position(epoch=trainer.current_epoch))
+            self._run = Run(trainer, Position(epoch=trainer.current_epoch))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loader, and start the metrics."""
@@ -95,15 +95,8 @@ class ODBCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin the batch: find its `StepInfo` and the loader's state after it."""
-        self._run.begin(
-            self._required_batches(),
-            batch_idx,
-            epoch=trainer.current_epoch,
-            total_steps=compat.batches_begun(trainer),
-            optimizer_steps=trainer.global_step,
-        )
-        fetched = self._run.current
-        if fetched is not None and self._log_metrics:
+        fetched = self._run.begin(self._required_batches(), batch_idx)
+        if self._log_metrics:
             self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
 
     def on_before_backward(
@@ -126,9 +119,8 @@ class ODBCallback(Callback):
         batch_idx: int,
     ) -> None:
         """Check that the optimizer has stepped where the loader expects it, and log metrics."""
-        has_stepped = self._run.has_stepped(trainer.global_step)
-        check_optimizer_step(trainer, self._run, has_stepped=has_stepped)
-        if has_stepped and self._log_metrics and compat.is_logged(trainer):
+        check_optimizer_step(trainer, self._run)
+        if self._run.has_stepped and self._log_metrics and compat.is_logged(trainer):
             self._log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -159,7 +151,7 @@ class ODBCallback(Callback):
         if self._batches is None:
             return  # Nothing was trained here.
         progress = compat.loop_progress(checkpoint)
-        position = self._run.settle(trainer.global_step)
+        position = self._run.settle()
         after = self._run.state_after(self._batches)
         if after is not None and compat.epochs_processed(progress) > position.epoch:
             epoch = position.epoch + 1
@@ -184,7 +176,7 @@ class ODBCallback(Callback):
             return
         states = check_states(trainer, checkpoint.get(self.STATE_KEY))
         start = Position(**states[trainer.global_rank])
-        self._run = Run(start)
+        self._run = Run(trainer, start)
         if self._batches is None:
             return
         # Some strategies load a checkpoint only after the module has made the optimizers.

@@ -9,14 +9,6 @@ from odb_nodes._compat import lightning as compat
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import Run
 
-__all__ = [
-    "check_epoch_end",
-    "check_one_loader",
-    "check_optimizer_step",
-    "check_states",
-    "check_trainer",
-]
-
 
 def check_trainer(trainer: Any) -> None:
     """Reject arguments of a trainer that would silently change the steps or the data.
@@ -65,20 +57,19 @@ def check_one_loader(loaders: Any) -> None:
         )
 
 
-def check_optimizer_step(trainer: Any, run: Run, *, has_stepped: bool) -> None:
+def check_optimizer_step(trainer: Any, run: Run) -> None:
     """Check that the optimizer has stepped exactly where the loader ends an optimizer step.
 
     Args:
         trainer: the trainer.
         run: its run, whose current batch was trained on.
-        has_stepped: whether the optimizer has stepped after that batch.
 
     Raises:
-        RuntimeError: it stepped elsewhere, or on losses that were not weighed.
+        RuntimeError: the optimizer stepped elsewhere, or on losses that were not weighed.
     """
     if run.current is None or trainer.fast_dev_run:
         return
-    info = run.current.info
+    info, has_stepped = run.current.info, run.has_stepped
     if has_stepped != info.ends_optimizer_step:
         found, expected = ("", "not ") if has_stepped else ("not ", "")
         raise RuntimeError(

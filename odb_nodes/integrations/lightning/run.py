@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from odb_nodes._compat import lightning as compat
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
-
-__all__ = ["Position", "Run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +37,12 @@ class Run:
     """Follows a run from its start, or from the position of a checkpoint.
 
     Args:
+        trainer: the Lightning `Trainer` that runs.
         start: the position that the run begins at.
     """
 
-    def __init__(self, start: Position) -> None:
+    def __init__(self, trainer: Any, start: Position) -> None:
+        self._trainer = trainer
         self.start = start
         self.current: Fetched | None = None
         """The batch that is being trained on, or was last."""
@@ -54,30 +55,19 @@ class Run:
         self._total_steps = start.total_steps
         self._optimizer_steps = 0  # before the current batch
 
-    def begin(
-        self,
-        batches: TrainBatches,
-        batch_idx: int,
-        *,
-        epoch: int,
-        total_steps: int,
-        optimizer_steps: int,
-    ) -> None:
-        """Make the next batch the current one.
+    def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
+        """Make the next batch the current one, and return it.
 
         Args:
             batches: the batches that the trainer iterates.
             batch_idx: number of the batch in the epoch, by the trainer's count.
-            epoch: number of the epoch, by the trainer's count.
-            total_steps: batches of the run up to this one, by the trainer's count.
-            optimizer_steps: optimizer steps that were taken before this batch.
 
         Raises:
             StateError: the loader's count differs.
         """
         if self.current is None and self.start.rngs is not None:
             _set_rngs(self.start.rngs)
-        self._settled = self.settle(optimizer_steps)
+        self._settled = self.settle()
         fetched = batches.take()
         info = fetched.info
         if info.step != batch_idx:
@@ -85,12 +75,15 @@ class Run:
                 f"Lightning is at batch {batch_idx} of the epoch, but the loader at {info.step}: "
                 "the checkpoint was changed, or an epoch was left before its end."
             )
+        self._epoch = self._trainer.current_epoch
+        self._total_steps = compat.batches_begun(self._trainer)
+        self._optimizer_steps = self._trainer.global_step
         if info.step == 0:
             self._settled = replace(
                 self._settled,
-                epoch=epoch,
+                epoch=self._epoch,
                 steps=0,
-                total_steps=total_steps - 1,
+                total_steps=self._total_steps - 1,
                 samples=0,
                 loader=batches.start_state,
             )
@@ -99,30 +92,23 @@ class Run:
             self.backwards = 0
         self.current = fetched
         self.epoch_samples += info.local_samples
-        self._epoch, self._optimizer_steps = epoch, optimizer_steps
-        self._total_steps = total_steps
+        return fetched
 
-    def has_stepped(self, optimizer_steps: int) -> bool:
-        """Return whether the optimizer has taken the current batch.
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the optimizer has taken the current batch."""
+        return bool(self._trainer.global_step > self._optimizer_steps)
 
-        Args:
-            optimizer_steps: optimizer steps that were taken so far.
-        """
-        return optimizer_steps > self._optimizer_steps
-
-    def settle(self, optimizer_steps: int) -> Position:
+    def settle(self) -> Position:
         """Return the position after the last optimizer step.
 
         It goes by what the optimizer did, not by which hooks have run: another callback may save a
         checkpoint before our hook is called, or after an exception.
-
-        Args:
-            optimizer_steps: optimizer steps that were taken so far.
         """
         if self.current is None:
             return self._settled
         info = self.current.info
-        if not info.ends_optimizer_step or not self.has_stepped(optimizer_steps):
+        if not info.ends_optimizer_step or not self.has_stepped:
             return self._settled
         return Position(
             epoch=self._epoch,

@@ -9,20 +9,21 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The last optimizer step of an epoch, which may be shorter, is taken too.
+The optimizer also steps at the end of an epoch, where fewer micro-steps may be left.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+from odb_nodes._compat import accelerate as compat
+from odb_nodes._core.checks import check_type
 from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.integrations.metrics import StepMeter, timed
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
 from odb_nodes.loader.checkpoint import save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -31,9 +32,8 @@ from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 import_extra("accelerate", "accelerate")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.data_loader import DataLoaderStateMixin  # noqa: E402
 from accelerate.state import GradientState  # noqa: E402
-from accelerate.utils import DistributedType, send_to_device  # noqa: E402
+from accelerate.utils import send_to_device  # noqa: E402
 
 __all__ = ["AcceleratedLoader", "configure_accelerator"]
 
@@ -47,27 +47,27 @@ CHANGED = (
     "strict=False)`."
 )
 
-_configured: WeakSet[Accelerator] = WeakSet()  # those that have a loader
+_configured: WeakSet[Accelerator] = WeakSet()  # accelerators that have a loader
 
 
-class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
-    """The batches of a loader, on the accelerator's device; made by `configure_accelerator`.
+class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
+    """Yields the batches of a loader on the accelerator's device; made by `configure_accelerator`.
 
-    `accelerator.accumulate` steps where an optimizer step ends, the shorter last one of an epoch
-    included. `StepInfo.loss_scale` is times what `accelerator.backward` divides a loss by.
-    `accelerator.prepare` leaves it as it is.
+    `accelerator.accumulate` steps the optimizer where the loader ends an optimizer step, also at
+    the end of an epoch. `StepInfo.loss_scale` makes up for the division in `accelerator.backward`.
+    `accelerator.prepare` returns this loader unchanged.
 
     Args:
-        accelerator: of the training loop.
-        loader: of this rank, with the accelerator's `gradient_accumulation_steps`.
+        accelerator: the accelerator of the training loop.
+        loader: this rank's loader, with the accelerator's `gradient_accumulation_steps`.
     """
 
     def __init__(self, accelerator: Accelerator, loader: ODBDataLoader) -> None:
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
-        self._estimator = StepMeter()
-        self._last: StepInfo | None = None  # of the batch that is out
+        self._meter = StepMeter()
+        self._last: StepInfo | None = None  # of the batch that was yielded last
         self._handles = (
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -75,43 +75,41 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     @property
     def dataset(self) -> Any:
-        """What the samples come from."""
+        """The dataset of the `ODBDataLoader`."""
         return self.loader.dataset
 
     def __len__(self) -> int:
-        """Raise, as that of the `ODBDataLoader` does."""
+        """Raise the `TypeError` of `ODBDataLoader.__len__`."""
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one that begins; a loaded state within an epoch wins."""
+        """Make `epoch` the next one that begins; a loaded state within an epoch takes precedence.
+
+        Args:
+            epoch: number of the epoch, from 0.
+        """
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on from a loaded state."""
+        """Begin the next epoch, or continue from a loaded state."""
         it, self._last = begin_or_resume(self.loader, CHANGED), None
-        accelerator = self._accelerator
-        # Where the last epoch was left within an optimizer step.
-        accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
+        compat.drop_partial_step(self._accelerator)  # where the last epoch was left within one
         self.begin()
         try:
-            while True:
-                start_s = time.perf_counter()
-                batch = next(it, None)
-                if batch is None:
-                    self._last = None
-                    return
-                yield self._prepared(batch, time.perf_counter() - start_s)
+            for batch, wait_s in timed(it):
+                yield self._prepared(batch, wait_s)
+            self._last = None
         finally:
             self.end()
 
     def _prepared(self, batch: Any, wait_s: float) -> Any:
         accelerator = self._accelerator
         info = pop_step_info(batch)
-        self._estimator.add(batch, info, wait_s)
+        self._meter.add(batch, info, wait_s)
         self._last = info
         steps = accelerator.gradient_accumulation_steps
-        _check_accumulation(steps, self.loader)  # which can be set at any time
-        # The accelerator counts to `steps`; this is how it learns that fewer are left.
+        _check_accumulation(steps, self.loader)  # Users can set it at any time.
+        # The accelerator counts to `steps`: tell it where the optimizer steps with fewer.
         self.end_of_dataloader = info.ends_optimizer_step and info.micro_steps < steps
         if accelerator.device_placement:
             batch = send_to_device(batch, accelerator.device)
@@ -121,11 +119,9 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     def take_metrics(self) -> dict[str, float]:
         """Return `odb/*` of the steps since the last call; see `summarize`.
 
-        All ranks call it at the same step; log the result with `accelerator.log`.
+        All ranks call it at the same step. Log the result with `accelerator.log`.
         """
-        rows, steps, seconds = self._estimator.take()
-        gathered = self._accelerator.gather(rows.to(self._accelerator.device)[None])
-        return summarize(gathered.cpu(), steps, seconds)
+        return self._meter.take_metrics(self._accelerator.gather, self._accelerator.device)
 
     def close(self) -> None:
         """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent."""
@@ -145,8 +141,9 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         if last is not None and not last.ends_optimizer_step:
             raise StateError(
                 f"`save_state` must be called between optimizer steps, but step {last.step} is "
-                f"micro-step {last.micro_step + 1} of {last.micro_steps}: gradients are not in a "
-                "checkpoint. Save where `accelerator.sync_gradients` is True, after the optimizer."
+                f"micro-step {last.micro_step + 1} of {last.micro_steps}, and a checkpoint holds "
+                "no gradients. Save where `accelerator.sync_gradients` is True, after the "
+                "optimizer step."
             )
         save_rank_state(self.loader.state_dict(), output_dir)
 
@@ -156,36 +153,35 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
 
 def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> AcceleratedLoader:
-    """Return a loader whose batches and checkpoints are those of the accelerator.
+    """Return a loader for the training loop, and include its state in the checkpoints.
 
-    `accelerator.save_state` and `load_state` then include the loader, one file per rank. Only one
-    loader of an accelerator can be configured.
+    `accelerator.save_state` and `load_state` then save and load the loader, one file per rank. An
+    accelerator can have one configured loader at a time.
 
     Args:
-        accelerator: of the training loop.
-        loader: made on every rank after the accelerator, with `accumulate` equal to the
-            accelerator's `gradient_accumulation_steps`.
+        accelerator: the accelerator of the training loop.
+        loader: an `ODBDataLoader` that every rank has made after the accelerator, with
+            `accumulate` equal to the accelerator's `gradient_accumulation_steps`.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above.
     """
-    if not isinstance(loader, ODBDataLoader):
-        raise TypeError(
-            f"`loader` must be an `ODBDataLoader`, but is `{type(loader).__name__}` instead. "
-            "See `ODBDataLoader.from_dataloader`."
-        )
+    check_type("loader", loader, ODBDataLoader, "See `ODBDataLoader.from_dataloader`.")
     _check_accumulation(accelerator.gradient_accumulation_steps, loader)
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        raise ValueError("Megatron-LM makes its own batches, and does not call `backward`.")
-    if not accelerator.gradient_state.sync_with_dataloader:
+    if not compat.backward_divides(accelerator):
+        raise ValueError(
+            "`accelerator` must not use Megatron-LM, which makes its own batches and does not "
+            "call `backward`."
+        )
+    if not compat.steps_at_epoch_end(accelerator):
         raise ValueError(
             "`sync_with_dataloader` must be True, but is False: the last optimizer step of an "
-            "epoch, which may be shorter, would be merged with the next epoch's first."
+            "epoch, which may be shorter, would be merged with the first of the next epoch."
         )
     if accelerator in _configured:
         raise ValueError(
-            "`accelerator` must have one configured loader, but has one already, whose states "
-            "would be lost in its checkpoints. Close that one first."
+            "`accelerator` must have one configured loader, but has one already, whose state "
+            "would be missing in its checkpoints. Close that one first."
         )
     _configured.add(accelerator)
     return AcceleratedLoader(accelerator, loader)

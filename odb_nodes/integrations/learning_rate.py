@@ -1,4 +1,4 @@
-"""Learning rates for users who come from fixed batches: by samples instead of by steps."""
+"""Learning rates that go by samples instead of steps, for recipes tuned on fixed batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_choice, check_count
 
 __all__ = ["LrScaling", "follow"]
 
@@ -22,8 +22,8 @@ class LrScaling:
     """Scales the learning rate of each optimizer step by its number of samples.
 
     Args:
-        reference_samples: of the optimizer step that the learning rate was tuned for, over all
-            ranks and micro-steps.
+        reference_samples: number of samples per optimizer step, over all ranks and micro-steps,
+            that the learning rate was tuned for.
         rule: `"linear"` (as for SGD: Goyal et al., 2017) or `"sqrt"` (as for Adam: Malladi et al.,
             2022).
 
@@ -36,11 +36,10 @@ class LrScaling:
 
     def __post_init__(self) -> None:
         check_count("reference_samples", self.reference_samples)
-        if self.rule not in get_args(Rule):
-            raise ValueError(f"`rule` must be one of {get_args(Rule)}, but is {self.rule!r}.")
+        check_choice("rule", self.rule, get_args(Rule))
 
     def factor(self, samples: int) -> float:
-        """Return what the learning rate of an optimizer step of so many samples is times."""
+        """Return the learning-rate multiplier for a step of `samples` samples."""
         ratio = samples / self.reference_samples
         return ratio if self.rule == "linear" else math.sqrt(ratio)
 
@@ -49,8 +48,8 @@ class LrScaling:
         """Scale the learning rates of an optimizer within a `with` block.
 
         Args:
-            optimizer: of torch, or a wrapper with its `param_groups`.
-            samples: of this optimizer step: `StepInfo.optimizer_samples`.
+            optimizer: an optimizer of torch, or a wrapper with its `param_groups`.
+            samples: number of samples of this optimizer step: `StepInfo.optimizer_samples`.
         """
         before = [group["lr"] for group in optimizer.param_groups]
         factor = self.factor(samples)
@@ -64,22 +63,22 @@ class LrScaling:
 
 
 def follow(scheduler: LRScheduler, position: Callable[[], float]) -> LambdaLR:
-    """Return a scheduler of the same shape that stands where `position` says, not where it counts.
+    """Return a schedule of the same shape whose position is `position()`, not a count of steps.
 
-    So a schedule made for 1000 steps follows the samples with
-    `position=lambda: 1000 * samples_done / samples_in_all`.
+    A schedule made for 1000 steps follows the samples with
+    `position=lambda: 1000 * samples_done / total_samples`.
 
     Args:
-        scheduler: a `LambdaLR`; it is not to be used any more.
-        position: -> where to stand, in the scheduler's steps.
+        scheduler: a `LambdaLR`; do not use it any more.
+        position: a function that returns the present position, in steps of `scheduler`.
 
     Raises:
-        TypeError: `scheduler` is no `LambdaLR`.
+        TypeError: `scheduler` is not a `LambdaLR`.
     """
     if not isinstance(scheduler, LambdaLR):
         raise TypeError(
-            "a schedule by samples needs a `LambdaLR`, as `linear`, `cosine` and "
-            f"`constant_with_warmup` are, but got `{type(scheduler).__name__}` instead."
+            f"`scheduler` must be a `LambdaLR`, but is a `{type(scheduler).__name__}` instead. "
+            "`linear`, `cosine` and `constant_with_warmup` of transformers are."
         )
 
     def followed(shape: Callable[[Any], float]) -> Callable[[int], float]:

@@ -1,10 +1,10 @@
-"""Dynamic batches by the arguments of LLaMA-Factory, and of what is configured like it.
+"""Dynamic batches from the arguments of LLaMA-Factory, or of projects with the same names.
 
     batches = DynamicBatches.of(data_args, training_args, finetuning_args)
     ...  # load the dataset with `batches.data_args`, make the trainer
     batches.configure(trainer)
 
-Neither package nor trainer class is imported: what counts is the names of the arguments.
+Only the names of the arguments count: neither LLaMA-Factory nor its trainers are imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.checks import check_bool, check_choice, check_count
 from odb_nodes.collate import PackedCollate
 from odb_nodes.planning import TokenBudget
 
@@ -23,20 +23,19 @@ __all__ = ["DynamicBatches"]
 
 _ABSENT = object()
 _MEDIA = ("images", "videos", "audios")
-_STAGES = ("pt", "sft")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicBatches:
-    """Dynamic batches as a set of arguments asks for them.
+    """Dynamic batches that a set of arguments describes; made by `of`.
 
     Attributes:
-        budget: of a batch on one rank: `cutoff_len` x `per_device_train_batch_size` tokens, so at
-            most the memory of the fixed batches. Packed, if `neat_packing` is.
-        accumulate: batches of an optimizer step.
-        shuffle: the training data.
-        data_args: to load the dataset with: a copy in which nothing is packed, since packing is
-            done online here.
+        budget: the budget of a batch on one rank: `cutoff_len` x `per_device_train_batch_size`
+            tokens, which need at most the memory of the fixed batches. Packed with `neat_packing`.
+        accumulate: batches per optimizer step.
+        shuffle: whether to shuffle the training data.
+        data_args: the arguments to load the dataset with: a copy without packing, which is done
+            here while training.
     """
 
     budget: TokenBudget
@@ -46,19 +45,19 @@ class DynamicBatches:
 
     @classmethod
     def of(cls, *arguments: Any, token_budget: int | None = None) -> DynamicBatches:
-        """Return what these arguments come to.
+        """Return the dynamic batches that the arguments describe.
 
         Args:
-            arguments: objects or mappings with `cutoff_len`, `per_device_train_batch_size`,
+            arguments: `data_args`, `training_args` and `finetuning_args`, or one mapping of a YAML
+                file. Read are `cutoff_len`, `per_device_train_batch_size`,
                 `gradient_accumulation_steps`, `packing`, `neat_packing`, `stage`,
-                `disable_shuffling`, `group_by_length`, `dataloader_drop_last`, as `data_args`,
-                `training_args` and `finetuning_args` have them, or one mapping as a YAML file has
-                them. Those without a default must be among them.
+                `disable_shuffling`, `group_by_length` and `dataloader_drop_last`. The first is
+                required; so is the second without `token_budget`.
             token_budget: tokens of a batch on one rank, in place of the product.
 
         Raises:
             TypeError, ValueError: an argument is missing, is not what it must be, contradicts
-                another one, or does not go with dynamic batches; names it and what to do.
+                another one, or cannot be used with dynamic batches; names it and what to do.
         """
         given = _Arguments(arguments)
         cutoff = check_count("cutoff_len", given.required("cutoff_len"))
@@ -84,17 +83,17 @@ class DynamicBatches:
         )
 
     def configure(self, trainer: Any, **options: Any) -> Any:
-        """Give these dynamic batches to a trainer of transformers, of any class; returns it.
+        """Give these dynamic batches to a trainer of transformers, and return it.
 
         Args:
-            trainer: made with the same arguments, and not training.
+            trainer: a trainer of any class, made with the same arguments, that is not training.
             options: further fields of `ODBConfig`.
 
         Raises:
             ImportError: transformers is not installed.
-            ValueError: the trainer has other arguments, or a packed dataset.
+            ValueError: the trainer was made with other arguments, or has a packed dataset.
         """
-        integration = import_module("odb_nodes.integrations.huggingface")  # late: it is heavy
+        integration = import_module("odb_nodes.integrations.huggingface")  # imports transformers
         accumulate = trainer.args.gradient_accumulation_steps
         if accumulate != self.accumulate:
             raise ValueError(
@@ -110,7 +109,7 @@ class DynamicBatches:
         return integration.configure_trainer(trainer, token_budget=budget, **options)
 
     def _padded_as(self, collator: Any) -> TokenBudget:
-        """Return the budget, in multiples of what the collator pads to."""
+        """Return the budget, rounded up to a multiple of what the collator pads to."""
         multiple = getattr(collator, "pad_to_multiple_of", None) or 1
         if self.budget.layout == "packed" or multiple == 1:
             return self.budget
@@ -119,10 +118,10 @@ class DynamicBatches:
 
 
 class _PackedText:
-    """Packs the rows of its datasets, which have columns for media: empty ones, in text.
+    """Packs text, in rows that have empty columns for media.
 
     Args:
-        collate: of samples without them.
+        collate: the collate function for rows without these columns.
     """
 
     def __init__(self, collate: PackedCollate) -> None:
@@ -137,21 +136,25 @@ class _PackedText:
         for name in _MEDIA:
             if any(sample.get(name) for sample in samples):
                 raise ValueError(
-                    f"`neat_packing` must be False where samples have `{name}`: what is packed "
-                    "here is text. Without it, short samples share a batch anyway."
+                    f"`neat_packing` must be False where samples have `{name}`: only text can be "
+                    "packed. Without it, short samples share a batch anyway."
                 )
         rows = ({key: row[key] for key in row if key not in _MEDIA} for row in samples)
         return self._collate(list(rows))
 
 
 class _Arguments:
-    """Several objects or mappings, looked at as one."""
+    """Several objects or mappings, read as one.
+
+    Args:
+        holders: the objects or mappings.
+    """
 
     def __init__(self, holders: tuple[Any, ...]) -> None:
         self._holders = holders
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument; all that have it must agree."""
+        """Return the value of an argument, on which all holders that have it must agree."""
         found = [value for one in self._holders if (value := _read(one, name)) is not _ABSENT]
         for value in found[1:]:
             if value != found[0]:
@@ -172,7 +175,7 @@ class _Arguments:
         return False if value is None else check_bool(name, value)
 
     def holder_of(self, name: str) -> Any:
-        """Return the object or mapping that has an argument."""
+        """Return the first object or mapping that has the argument."""
         return next(one for one in self._holders if _read(one, name) is not _ABSENT)
 
 
@@ -183,31 +186,27 @@ def _read(holder: Any, name: str) -> Any:
 
 
 def _check_kind(given: _Arguments) -> None:
-    """Refuse training and batches that cannot be dynamic."""
-    stage = given.get("stage", "sft")
-    if stage not in _STAGES:
-        raise ValueError(
-            f"`stage` must be one of {_STAGES}, but is {stage!r} instead: its batches hold several "
-            "sequences per sample, which a budget per sample does not count."
-        )
-    if given.flag("group_by_length"):
-        raise ValueError(
-            "`group_by_length` must be False: samples of like length are grouped here already."
-        )
-    if given.flag("dataloader_drop_last"):
-        raise ValueError(
-            "`dataloader_drop_last` must be False: every sample comes once per epoch, and there is "
-            "no last batch that is smaller than the others."
-        )
+    """Reject kinds of training and of batches that cannot be dynamic."""
+    check_choice(
+        "stage",
+        given.get("stage", "sft"),
+        ("pt", "sft"),
+        "In other stages a sample has several sequences, which a token budget does not count.",
+    )
+    for name, reason in (
+        ("group_by_length", "dynamic batches already group samples of like length"),
+        ("dataloader_drop_last", "no batch is short of a fixed size, and every sample is used"),
+    ):
+        if given.flag(name):
+            raise ValueError(f"`{name}` must be False, but is True: {reason}.")
 
 
 def _is_packed(given: _Arguments) -> bool:
-    """Tell whether batches are to be packed."""
-    is_neat = given.flag("neat_packing")
+    """Return whether batches are to be packed."""
     packing = given.get("packing")
     if packing is not None:
         check_bool("packing", packing)
-    if is_neat:
+    if given.flag("neat_packing"):
         if packing is False:
             raise ValueError(
                 "`packing` must not be False where `neat_packing` is True. Drop one of them."
@@ -215,8 +214,8 @@ def _is_packed(given: _Arguments) -> bool:
         return True
     if packing:
         raise ValueError(
-            "`packing` must be False, or `neat_packing` True: with `packing` alone, samples of a "
-            "row attend to each other. Without either, short samples share a batch anyway."
+            "`packing` must be False, or `neat_packing` True: with `packing` alone, the samples of "
+            "a row attend to each other. Without either, short samples share a batch anyway."
         )
     if packing is None and given.get("stage", "sft") == "pt":
         raise ValueError(
@@ -227,25 +226,22 @@ def _is_packed(given: _Arguments) -> bool:
 
 
 def _without_packing(data_args: Any) -> Any:
-    """Return a copy of arguments with which a dataset is loaded sample by sample."""
-    is_mapping = isinstance(data_args, Mapping)
-    changed = dict(data_args) if is_mapping else copy.copy(data_args)
-    for name in ("packing", "neat_packing"):
-        if is_mapping:
-            changed[name] = False
-        else:
-            setattr(changed, name, False)
+    """Return a copy of `data_args` in which packing is off."""
+    if isinstance(data_args, Mapping):
+        return {**data_args, "packing": False, "neat_packing": False}
+    changed = copy.copy(data_args)
+    changed.packing = changed.neat_packing = False
     return changed
 
 
 def _check_not_packed(dataset: Any) -> None:
-    """Refuse rows that hold several samples already, which their masks number from 1."""
+    """Reject a dataset whose rows hold several samples, which their masks number from 1."""
     if not hasattr(dataset, "__getitem__") or not len(dataset):
         return
     row = dataset[0]
     mask = row.get("attention_mask") if isinstance(row, Mapping) else None
     if mask is not None and len(mask) and max(mask) > 1:
         raise ValueError(
-            "the dataset of the trainer is packed already. Load it with `data_args` of "
-            "`DynamicBatches`, in which packing is off, and without an old `tokenized_path`."
+            "`train_dataset` of the trainer must not be packed, but is packed already. Load it "
+            "with `data_args` of `DynamicBatches`, and without an old `tokenized_path`."
         )

@@ -1,30 +1,40 @@
-"""What dynamic batches come to: counted per micro-step on each rank, summed up over all ranks."""
+"""Metrics of dynamic batches: counted per micro-step on each rank, summarized over all ranks."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["StepMeter", "summarize"]
+__all__ = ["StepMeter", "summarize", "timed"]
 
 _MICROSECONDS = 1e6
 _COLUMNS = 5
 
 
+def timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+    """Yield each batch with the seconds that were spent waiting for it."""
+    while True:
+        start_s = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - start_s
+
+
 class StepMeter:
     """Counts the micro-steps of this rank until they are taken.
 
-    All ranks count the same number of micro-steps, so what `take` returns has one shape on all.
+    All ranks count the same number of micro-steps, so `take` returns the same shape on all.
     """
 
     def __init__(self) -> None:
-        self._rows = array("q")  # 40 bytes a row: nobody may ever take them
+        self._rows = array("q")  # 40 bytes per micro-step, since they may never be taken.
         self._start_s = time.perf_counter()
         self._optimizer_steps = 0
 
@@ -35,9 +45,9 @@ class StepMeter:
         """Count a micro-step.
 
         Args:
-            batch: with `input_ids`, (B, T), and `attention_mask` where there is padding. Without
-                them its tokens count as none.
-            info: of the step.
+            batch: a batch with `input_ids`, (B, T), and `attention_mask` where there is padding.
+                Without `input_ids` it counts 0 tokens.
+            info: the `StepInfo` of the batch.
             wait_s: seconds that the trainer waited for the batch.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
@@ -50,11 +60,12 @@ class StepMeter:
         self._optimizer_steps += info.ends_optimizer_step
 
     def take(self) -> tuple[torch.Tensor, int, float]:
-        """Return what was counted, and begin anew.
+        """Return the counts since the last call, and start again from zero.
 
         Returns:
-            (S, 5) int64 for S micro-steps: samples, real tokens, padded tokens, whether it is
-            filler, microseconds of waiting; the number of optimizer steps; the seconds it took.
+            (S, 5) int64 for S micro-steps: samples, real tokens, padded tokens, 1 for a filler
+            step, microseconds of waiting; then the number of optimizer steps, and the seconds
+            since the last call.
         """
         now_s = time.perf_counter()
         taken = torch.tensor(self._rows, dtype=torch.int64).reshape(-1, _COLUMNS)
@@ -62,22 +73,36 @@ class StepMeter:
         self._rows, self._optimizer_steps, self._start_s = array("q"), 0, now_s
         return taken, steps, seconds
 
+    def take_metrics(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+    ) -> dict[str, float]:
+        """Return the metrics since the last call, over all ranks. All ranks call it together.
+
+        Args:
+            gather: the trainer's function that returns the tensors of all ranks, stacked or
+                concatenated along the first dimension.
+            device: the device that `gather` needs.
+        """
+        rows, steps, seconds = self.take()
+        of_ranks = gather(rows.to(device)[None])
+        return summarize(of_ranks.flatten(0, -3).cpu(), steps, seconds)
+
 
 def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[str, float]:
-    """Return the metrics of some steps of all ranks.
+    """Return the metrics of some micro-steps, over all ranks.
 
-    - `odb/padding_share`: of all tokens that were computed, filler steps included.
-    - `odb/rank_balance`: what the ranks computed, over what they would have computed had each been
-      as busy as the busiest in every step.
-    - `odb/filler_share`: of the micro-steps.
-    - `odb/data_wait_share`: of the time, mean over ranks.
-    - `odb/real_tokens_per_step`, `odb/samples_per_step`: of an optimizer step of all ranks.
-    - `odb/real_tokens_per_s`, `odb/samples_per_s`: of all ranks.
+    - `odb/padding_share`: share of padding among the tokens computed, filler steps included.
+    - `odb/rank_balance`: tokens that the ranks computed, divided by what they would have computed
+      had each been as busy in every step as the busiest.
+    - `odb/filler_share`: share of filler steps among the micro-steps.
+    - `odb/data_wait_share`: share of the time spent waiting for batches, mean over ranks.
+    - `odb/real_tokens_per_step`, `odb/samples_per_step`: per optimizer step, all ranks together.
+    - `odb/real_tokens_per_s`, `odb/samples_per_s`: per second, all ranks together.
 
     Args:
-        rows: (R, S, 5), what `StepMeter.take` returned on each of R ranks.
-        optimizer_steps: in these S micro-steps.
-        seconds: that they took.
+        rows: (R, S, 5) int64, what `StepMeter.take` returned on each of R ranks.
+        optimizer_steps: number of optimizer steps in these S micro-steps.
+        seconds: duration of these S micro-steps.
     """
     ranks, micro_steps, _ = rows.shape
     samples, real, padded, filler, wait = rows.sum(dim=(0, 1)).tolist()

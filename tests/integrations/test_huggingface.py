@@ -32,6 +32,7 @@ from transformers import (  # noqa: E402
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 
 from odb_nodes import PaddingCollate, StateError, TokenBudget  # noqa: E402
+from odb_nodes._compat.transformers import model_columns, shifts_labels  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
     LrScaling,
     ODBConfig,
@@ -40,8 +41,7 @@ from odb_nodes.integrations.huggingface import (  # noqa: E402
     ODBTrainerMixin,
     configure_trainer,
 )
-from odb_nodes.integrations.huggingface.building import check_trainer, model_columns  # noqa: E402
-from odb_nodes.integrations.huggingface.loss import shifts_labels  # noqa: E402
+from odb_nodes.integrations.huggingface.checks import check_trainer  # noqa: E402
 
 SIZE = 40
 IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport trainer_jobs as t\n"
@@ -136,7 +136,7 @@ def test_a_subclass_that_normalises_again_is_refused(tmp_path):
         def training_step(self, model, inputs, num_items_in_batch=None):
             return super().training_step(model, inputs, num_items_in_batch=torch.tensor(7))
 
-    with pytest.raises(ValueError, match="would be normalised twice"):
+    with pytest.raises(ValueError, match="would be normalized twice"):
         t.make_trainer(tmp_path, model="Averaging", kind=Again).train()
 
 
@@ -663,7 +663,7 @@ def test_a_checkpoint_without_a_state_is_refused(tmp_path):
     trainer = t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1)
     trainer.train()
     (tmp_path / "checkpoint-3" / "odb_nodes-rank00000-of-00001.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="has no states of batches: .* `save_only_model`"):
+    with pytest.raises(FileNotFoundError, match="has no state of a loader: .* `save_only_model`"):
         t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     with pytest.raises(FileNotFoundError, match="is no folder"):
         t.make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -753,8 +753,8 @@ def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, accumulate,
 
 def test_two_ranks_probe_the_same_micro_step(tmp_path):
     body = """
-        from odb_nodes.integrations.huggingface import run
-        found, steps, find, probe = [], [], run.Run._find_normalizer, run.find_normalizer
+        from odb_nodes.integrations.huggingface import weighing as w
+        found, steps, find, probe = [], [], w.LossWeigher._find_normalizer, w.find_normalizer
 
         def find_noting(self, batches, of_ranks):
             steps.append(batches)
@@ -764,7 +764,7 @@ def test_two_ranks_probe_the_same_micro_step(tmp_path):
             found.append([one is batch for one in steps[-1]].index(True))
             return probe(loss_of, batch, **options)
 
-        run.Run._find_normalizer, run.find_normalizer = find_noting, probe_noting
+        w.LossWeigher._find_normalizer, w.find_normalizer = find_noting, probe_noting
         options = dict(gradient_accumulation_steps=4, max_steps=1, size=24)
         for seed in range(5):  # Batches of one sample: some have no targets.
             odb = dict(token_budget=4)

@@ -26,7 +26,7 @@ def test_arguments_are_checked():
         LrScaling(reference_samples=8, rule="cubic")
     with pytest.raises(ValueError, match="`reference_samples` must be"):
         LrScaling(reference_samples=0)
-    with pytest.raises(TypeError, match="needs a `LambdaLR`"):
+    with pytest.raises(TypeError, match="must be a `LambdaLR`"):
         follow(StepLR(optimizer(), 3), lambda: 0)
 
 

@@ -43,7 +43,9 @@ class Recorder(TrainerCallback):
         append(self.path, entry)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.fillers = [micro_step.info.is_filler for micro_step in self.trainer.odb_run.waiting]
+        self.fillers = [
+            micro_step.info.is_filler for micro_step in self.trainer.odb_run.losses.waiting
+        ]
         if state.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 

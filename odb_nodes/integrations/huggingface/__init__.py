@@ -3,7 +3,7 @@
     trainer = ODBTrainer(model, args, train_dataset=dataset, odb=ODBConfig(token_budget=16384))
     trainer.train(resume_from_checkpoint=True)
 
-`configure_trainer` gives them to a trainer that exists already.
+`configure_trainer` gives dynamic batches to an existing trainer.
 """
 
 from odb_nodes._core.extras import import_extra

@@ -1,22 +1,17 @@
-"""One normalisation of the loss, the `Trainer`'s own or ours, and never both."""
+"""Finds out who normalizes a loss: the model, by the number of targets, or nobody yet."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_nodes.sample import IGNORE_INDEX
-from odb_nodes.step_info import StepInfo
 
-SAME = 1e-4  # relative; a loss that is normalised halves instead
-INVERSE = 5e-2  # relative; leaves room for half precision
+SAME = 1e-4  # relative tolerance of "unchanged"; a normalized loss would halve instead
+INVERSE = 5e-2  # relative tolerance of "inversely proportional"; leaves room for half precision
 
 
 class Normalizer(enum.IntEnum):
@@ -24,55 +19,16 @@ class Normalizer(enum.IntEnum):
 
     UNKNOWN = 0  # until a batch has supervised tokens
     TRAINER = 1  # the model or `compute_loss_func`, by `num_items_in_batch`
-    OURS = 2  # the loss is a mean, and is weighed by its share
-    NEITHER = 3  # it is neither
-
-
-@dataclass(kw_only=True)
-class MicroStep:
-    """A batch on its way through the `Trainer`.
-
-    Attributes:
-        info: of the step.
-        factor: what its loss is multiplied by.
-        is_scaled: the loss was.
-    """
-
-    info: StepInfo
-    factor: float
-    is_scaled: bool = False
-
-    def scale(self, result: Any) -> Any:
-        """Return what `compute_loss` returned, a loss or (loss, outputs), with the loss scaled."""
-        self.is_scaled = True
-        if isinstance(result, tuple):
-            return (result[0] * self.factor, *result[1:])
-        return result * self.factor
-
-
-def base_model(model: Any) -> Any:
-    """Return what is within the wrappers of sharding, of compilation and of adapters."""
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    get_base_model = getattr(model, "get_base_model", None)  # of adapters
-    return model if get_base_model is None else get_base_model()
-
-
-def shifts_labels(model: Any) -> bool:
-    """Whether position i of a model predicts label i + 1, so that the first label is no target."""
-    base = base_model(model)
-    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
-        return False
-    if not isinstance(base, PreTrainedModel):
-        return True
-    return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+    OURS = 2  # the loss is a mean, and is weighed by its share of the targets
+    NEITHER = 3  # the loss is neither: an error
 
 
 def count_targets(batch: Mapping[str, Any], *, shift: bool) -> int | None:
-    """Return how many targets a batch has, or `None` where its labels do not say.
+    """Return how many targets a batch has, or None where its labels do not say.
 
     Args:
-        batch: with `labels`, (B, T), (B,) or of any other shape; or `shift_labels`.
-        shift: the first label of a row is no target.
+        batch: a batch with `labels`, (B, T), (B,) or of any other shape; or `shift_labels`.
+        shift: whether the first label of a row is no target.
     """
     labels = batch.get("shift_labels")
     if labels is None:
@@ -83,16 +39,18 @@ def count_targets(batch: Mapping[str, Any], *, shift: bool) -> int | None:
 
 
 def give_targets(batch: MutableMapping[str, Any]) -> None:
-    """Make the mean over the targets of a batch that has none finite; it is to weigh nothing."""
+    """Give a batch without targets some, so that its mean loss, weighed by 0, is not NaN."""
     for key in ("labels", "shift_labels"):
         if isinstance(labels := batch.get(key), torch.Tensor):
             batch[key] = torch.zeros_like(labels)
 
 
 def sample_with_targets(batch: Mapping[str, Any], *, shift: bool) -> dict[str, Any] | None:
-    """Return a batch of one sample that has targets, or `None` where samples cannot be told apart.
+    """Return a batch of one sample that has targets.
 
-    They can where all tensors have one row per sample.
+    Returns:
+        None where the samples of the batch cannot be told apart, since not every value is a tensor
+        with one row per sample, or where no sample has targets.
     """
     rows = {len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim}
     if len(rows) != 1 or not all(isinstance(v, torch.Tensor) and v.ndim for v in batch.values()):
@@ -114,21 +72,23 @@ def find_normalizer(
     """Find out whether a loss is divided by the number of targets that it is told.
 
     Args:
-        loss_of: batch, number of targets -> loss, always the same for the same.
-        batch: with targets.
-        targets: to tell; also two and four times as many.
-        shift: the first label of a row is no target.
+        loss_of: a deterministic function (batch, number of targets to tell) -> loss.
+        batch: a batch with targets.
+        targets: the number of targets to tell first; then twice and four times as many.
+        shift: whether the first label of a row is no target.
     """
     sample = sample_with_targets(batch, shift=shift)
     one, two, four = (loss_of(sample or batch, targets * times) for times in (1, 2, 4))
-    # Computed in any case: all ranks compute as often, as their collectives need.
+    # Always computed, so that all ranks make the same number of collective calls.
     again = batch if sample is None else {key: torch.cat((v, v)) for key, v in sample.items()}
     twice = loss_of(again, targets)
     size = max(abs(one), abs(two), abs(four))
     if abs(one - two) <= SAME * size and abs(two - four) <= SAME * size:
+        # A mean does not change where its sample comes twice; a sum doubles.
         is_mean = sample is None or abs(twice - one) <= INVERSE * size
         return Normalizer.OURS if is_mean else Normalizer.NEITHER
-    # a / n + b, where b is for instance the loss of a router
+    # The loss is a / n + b for n targets told, where b may be the loss of a router: the first
+    # difference is a / 2n, the second a / 4n. With its sample twice, a sum becomes 2a / n + b.
     share = 2 * (one - two)
     is_inverse = abs(share - 4 * (two - four)) <= INVERSE * abs(share)
     is_sum = sample is None or abs(twice - one - share) <= INVERSE * abs(share)

@@ -1,75 +1,63 @@
-"""What belongs to one call of `Trainer.train`: its batches, losses and metrics."""
+"""One call of `Trainer.train`: how far it is, and the batches of its next optimizer step."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list
 
-from odb_nodes.integrations.huggingface.loss import (
-    MicroStep,
-    Normalizer,
-    count_targets,
-    find_normalizer,
-    give_targets,
-)
-from odb_nodes.integrations.huggingface.train_batches import TrainBatches
-from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes._compat import transformers as compat
+from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_options, make_batches
+from odb_nodes.integrations.huggingface.weighing import LossWeigher
+from odb_nodes.integrations.metrics import StepMeter
+from odb_nodes.integrations.resuming import load_saved_state
+from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
-Batch = dict[str, Any]
-
-NO_BOUND = 2**40  # steps
-MOST_OF_AN_EPOCH = 0.999  # what may be shown before its end is seen
-ESTIMATE_SLACK = 0.05  # of the steps, where estimates are as far off as usual
-MADE_OF = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
+NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
+MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is seen
+ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
+FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
+NOT_SAVED = (
+    "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
+    "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
+)
 
 
 class Run:
-    """Takes the batches of an optimizer step out of the loader and settles what each weighs.
+    """Follows one call of `train`, and takes the batches of each optimizer step.
 
     Args:
-        trainer: whose run it is.
-        batches: of the run.
-        steps_per_epoch: optimizer steps, about; `None` where `max_steps` ends the run.
-        columns: keys that a batch may have; `None` for all.
-        shift: the first label of a row is no target.
+        trainer: the trainer that runs.
+        batches: the batches of the run.
+        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
     """
 
     BATCHES_KEY = "batches"
     STEPS_KEY = "steps_per_epoch"
 
-    def __init__(
-        self,
-        trainer: Any,
-        batches: TrainBatches,
-        *,
-        steps_per_epoch: int | None,
-        columns: set[str] | None,
-        shift: bool,
-    ) -> None:
+    def __init__(self, trainer: Any, batches: TrainBatches, steps_per_epoch: int | None) -> None:
+        shift = trainer.odb.shift_labels
+        if shift is None:
+            shift = compat.shifts_labels(trainer.model)
         self._trainer = trainer
         self.batches = batches
-        self._steps_per_epoch = steps_per_epoch
-        self._columns = columns
-        self._shift = shift
-        self._arguments = self._present_arguments()
-        self.normalizer = Normalizer.UNKNOWN
+        self.losses = LossWeigher(trainer, shift=shift)
         self.meter = StepMeter()
-        self.waiting: deque[MicroStep] = deque()
-        self.active: MicroStep | None = None
         self.optimizer_samples = 0
+        self._steps_per_epoch = steps_per_epoch
+        self._columns = compat.model_columns(trainer)
+        self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
-        self._tells_items = False
+
+    # --- how far it is ----------------------------------------------------------------------------
 
     @property
     def ends_by_epochs(self) -> bool:
@@ -78,40 +66,38 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """Epochs done, with the share of this one: of its samples, or about that of its steps."""
+        """Epochs done, with the share of this one: by its samples, or else by its steps."""
         batches, steps = self.batches, self._steps_per_epoch
-        progress: float = batches.progress
         if batches.samples_per_epoch is not None or steps is None:
-            return progress
+            return batches.progress
         share: float = batches.steps / (steps * self._trainer.args.gradient_accumulation_steps)
-        return progress + min(share, MOST_OF_AN_EPOCH)
+        return batches.progress + min(share, MOST_OF_AN_EPOCH)
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run: exact with `max_steps`, else about."""
+        """Optimizer steps of the run: exact with `max_steps`, else estimated."""
         args = self._trainer.args
         if self._steps_per_epoch is None:
             return int(args.max_steps)
-        steps: int = math.ceil(self._steps_per_epoch * args.num_train_epochs)
-        return steps
+        return int(math.ceil(self._steps_per_epoch * args.num_train_epochs))
 
     @property
     def most_steps(self) -> int:
-        """What no run exceeds: an optimizer step has at least one sample."""
+        """An upper bound of the optimizer steps: each one has at least one sample."""
         if self._steps_per_epoch is None:
             return self.total_steps
         samples = self.batches.samples_per_epoch
         if samples is None:
             return NO_BOUND
-        epochs: int = math.ceil(self._trainer.args.num_train_epochs)
-        return max(self.total_steps, epochs * samples) + 1
+        epochs = math.ceil(self._trainer.args.num_train_epochs)
+        return max(self.total_steps, int(epochs * samples)) + 1
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
-        """Warn, once, where a learning rate that goes by steps does not end with the run.
+        """Warn, once, where a learning-rate schedule by steps does not end with the run.
 
         Args:
-            steps: optimizer steps, with the one that begins.
-            ends: there are no more.
+            steps: optimizer steps so far, the one that begins included.
+            ends: whether there are no more.
         """
         total, slack = self.total_steps, 1 + ESTIMATE_SLACK * self.total_steps
         is_off = steps > total + slack or (ends and steps < total - slack)
@@ -130,35 +116,38 @@ class Run:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands on this rank. Between optimizer steps only."""
+        """Return the position of the run on this rank. Between optimizer steps only."""
         return {self.BATCHES_KEY: self.batches.state_dict(), self.STEPS_KEY: self._steps_per_epoch}
 
     def check_arguments(self) -> None:
-        """Refuse a hyperparameter search over what the run was made of, before it set that.
+        """Reject a hyperparameter search over arguments that the run was already made with.
 
         Raises:
             ValueError: names the argument.
         """
-        for name, value in self._present_arguments().items():
-            if value != self._arguments[name]:
+        for name, before in self._arguments.items():
+            value = getattr(self._trainer.args, name)
+            if value != before:
                 raise ValueError(
-                    f"`{name}` must stay as it was when `train` was called "
-                    f"({self._arguments[name]}), but is {value} now. A hyperparameter search "
-                    "cannot have it in its space: make a trainer for each value."
+                    f"`{name}` must stay as it was when `train` was called ({before}), but is "
+                    f"{value} now. A hyperparameter search cannot have it in its space: make a "
+                    "trainer for each value."
                 )
 
-    def _present_arguments(self) -> dict[str, Any]:
-        return {name: getattr(self._trainer.args, name) for name in MADE_OF}
+    # --- an optimizer step ------------------------------------------------------------------------
 
-    # --- an optimizer step --------------------------------------------------------------------
-
-    def take(self, batches: Iterator[Any], count: int) -> tuple[list[Batch], torch.Tensor | None]:
+    def take(
+        self, batches: Iterator[Any], count: int
+    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """Return the batches of an optimizer step, and what their loss is to be divided by.
 
         Args:
-            batches: of the epoch.
-            count: how many the `Trainer` wants; the last optimizer step of an epoch may have less,
-                and is filled up, since the `Trainer` would not step there.
+            batches: the rest of the epoch.
+            count: how many the `Trainer` wants. Where fewer are left, the last one is repeated with
+                a weight of 0: the `Trainer` steps only after `count` batches.
+
+        Raises:
+            ValueError: the batches are not those of `TrainBatches`, or see `LossWeigher.weigh`.
         """
         start_s = time.perf_counter()
         taken = list(islice(batches, count))
@@ -180,150 +169,69 @@ class Run:
         if self._trainer.odb.log_metrics:
             for batch, info in zip(kept, infos, strict=True):
                 self.meter.add(batch, info, wait_s)
-        kept, items = self._weigh(kept, infos)
-        self._tells_items = items is not None
-        return kept, items
+        return kept, self.losses.weigh(kept, infos)
 
-    @contextmanager
-    def computing(self, num_items_in_batch: Any) -> Iterator[None]:
-        """Make the next batch of an optimizer step the active one.
-
-        Raises:
-            ValueError: its loss would be normalised twice, or was not weighed.
-        """
-        if (num_items_in_batch is not None) != self._tells_items:
-            raise ValueError(
-                f"`num_items_in_batch` must be as `get_batch_samples` returned it, but is "
-                f"{num_items_in_batch!r} now: the loss would be normalised "
-                f"{'not at all' if self._tells_items else 'twice'}. A subclass overrides "
-                "`get_batch_samples` or `training_step`: pass on what it returned."
-            )
-        self.active = micro_step = self.waiting.popleft()
-        try:
-            yield
-        finally:
-            self.active = None
-        if not micro_step.is_scaled:
-            raise ValueError(
-                "`compute_loss` must call that of `ODBTrainerMixin`, which weighs the loss, but "
-                f"`{type(self._trainer).__name__}` overrides it. Call `super().compute_loss`, or "
-                "give dynamic batches to a `Trainer` that has it: `configure_trainer`."
-            )
-
-    def _without_columns(self, batch: Any) -> Batch:
+    def _without_columns(self, batch: Any) -> dict[str, Any]:
         columns = self._columns
         return {key: batch[key] for key in batch if columns is None or key in columns}
-
-    def _weigh(
-        self, batches: list[Batch], infos: list[StepInfo]
-    ) -> tuple[list[Batch], torch.Tensor | None]:
-        """Note the factor of each batch, and return what the `Trainer` is to divide by."""
-        counts = [count_targets(batch, shift=self._shift) for batch in batches]
-        if None in counts:  # The model has its own idea of targets: those of the samples, here.
-            self._note(infos, [info.loss_scale for info in infos], is_told=False)
-            return batches, None
-        known = [
-            0 if info.is_filler else count or 0 for count, info in zip(counts, infos, strict=True)
-        ]
-        accelerator = self._trainer.accelerator
-        ranks = accelerator.num_processes
-        of_ranks = accelerator.gather(torch.tensor([known], device=self._trainer.args.device))
-        total = of_ranks.sum()
-        if self.normalizer is Normalizer.UNKNOWN:
-            self._find_normalizer(batches, of_ranks)
-        if self.normalizer is Normalizer.TRAINER:
-            self._note(infos, [1.0] * len(infos), is_told=True)
-            average = getattr(self._trainer.args, "average_tokens_across_devices", False)
-            # Without it, the `Trainer` takes the mean over ranks of what each divides.
-            return batches, total.clamp(min=1) / (1 if average else ranks)
-        targets = max(1, int(total))
-        self._note(infos, [ranks * count / targets for count in known], is_told=False)
-        for batch, count in zip(batches, counts, strict=True):
-            if not count:
-                give_targets(batch)
-        return batches, None
-
-    def _note(self, infos: list[StepInfo], factors: list[float], *, is_told: bool) -> None:
-        """Note the factor of each batch, times what the `Trainer` will divide its loss by.
-
-        Args:
-            infos: of the batches.
-            factors: of theirs.
-            is_told: the `Trainer` is told what to divide by.
-        """
-        trainer = self._trainer
-        is_divided = not is_told and trainer.compute_loss_func is None
-        if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
-            is_divided = not said
-        divisor = trainer.args.gradient_accumulation_steps if is_divided else 1
-        self.waiting = deque(
-            MicroStep(info=info, factor=0.0 if info.is_filler else factor * divisor)
-            for info, factor in zip(infos, factors, strict=True)
-        )
-
-    # --- the normalisation of the loss --------------------------------------------------------
-
-    def _find_normalizer(self, batches: list[Batch], of_ranks: torch.Tensor) -> None:
-        """Settle, on all ranks alike, who normalises the loss.
-
-        Args:
-            batches: of an optimizer step.
-            of_ranks: (R, S) int64, supervised tokens of each rank and micro-step.
-
-        Raises:
-            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`.
-        """
-        trainer = self._trainer
-        if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
-            self.normalizer = Normalizer.OURS
-            return
-        # All ranks compute, and the same micro-step: sharded models wait for each other, and only
-        # the batches of one step agree on whether they have images.
-        with_targets = (of_ranks > 0).sum(dim=0).tolist()
-        if not any(with_targets):
-            return
-        index = with_targets.index(max(with_targets))
-        targets = int(of_ranks[trainer.accelerator.process_index, index])
-        found = find_normalizer(
-            self._loss, batches[index], targets=max(1, targets), shift=self._shift
-        )
-        if not targets:
-            found = Normalizer.UNKNOWN
-        said = torch.tensor([int(found)], device=trainer.args.device)
-        self.normalizer = Normalizer(int(trainer.accelerator.gather(said).max()))
-        if self.normalizer is Normalizer.NEITHER:
-            name = "compute_loss_func" if trainer.compute_loss_func is not None else "model"
-            raise ValueError(
-                f"the loss of `{name}` must be a mean over targets, or their sum divided by "
-                "`num_items_in_batch`, but is neither: told two and four times as many items, or "
-                "given a sample twice, it does not become what those would. It is scaled twice, or "
-                "not at all. Divide by `num_items_in_batch`, and by nothing else."
-            )
-
-    def _loss(self, batch: Mapping[str, Any], items: int) -> float:
-        """Return the loss of a batch, and leave the generators alone."""
-        trainer = self._trainer
-        trainer.model_wrapped.eval()
-        device = trainer.args.device
-        inputs, told = send_to_device(dict(batch), device), torch.tensor(items, device=device)
-        generators = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(generators):
-            loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=told)
-            return float(loss)
-
-    # --- metrics ------------------------------------------------------------------------------
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. All ranks call it together."""
         if not len(self.meter):
             return {}
-        rows, steps, seconds = self.meter.take()
-        gathered = self._trainer.accelerator.gather(rows.to(self._trainer.args.device)[None])
-        return summarize(gathered.cpu(), steps, seconds)
+        return self.meter.take_metrics(self._trainer.accelerator.gather, self._trainer.args.device)
+
+
+def make_run(trainer: Any, checkpoint: str | None) -> Run:
+    """Return the run of one call of `train`, at the position of a checkpoint or at its beginning.
+
+    Args:
+        trainer: the trainer that runs.
+        checkpoint: the folder of the checkpoint; None for a new run.
+
+    Raises:
+        FileNotFoundError, StateError: the checkpoint has no state of this rank.
+        TypeError, ValueError: the dataset does not have what the configuration needs of it.
+    """
+    batches, args = make_batches(trainer), trainer.args
+    saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
+    # A resumed run keeps the number of its checkpoint, which the learning-rate schedule is made of.
+    steps_per_epoch = None if saved is None else saved[Run.STEPS_KEY]
+    if args.max_steps > 0:
+        steps_per_epoch = None
+    elif steps_per_epoch is None:
+        steps_per_epoch = _steps_per_epoch(trainer)
+    if saved is not None:
+        batches.load_state_dict(saved[Run.BATCHES_KEY])
+    if trainer.odb.schedule == "samples" and batches.samples_per_epoch is None:
+        raise ValueError(
+            '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
+            f"as `{type(trainer.train_dataset).__name__}` does not."
+        )
+    return Run(trainer, batches, steps_per_epoch)
+
+
+def _steps_per_epoch(trainer: Any) -> int:
+    """Return the optimizer steps of an epoch, given or estimated; the same on all ranks."""
+    config, args = trainer.odb, trainer.args
+    if config.steps_per_epoch is not None:
+        return int(config.steps_per_epoch)
+    check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
+    if args.process_index == 0:
+        steps = estimate_loader_steps(
+            trainer.train_dataset,
+            loader_options(trainer),
+            world_size=args.world_size,
+            looked_at=config.estimate_samples,
+        )
+    else:
+        steps = 0
+    (agreed,) = broadcast_object_list([steps])
+    return int(agreed)
 
 
 def _repeated(info: StepInfo) -> StepInfo:
-    """Return what is to be known of a batch that comes once more, after its optimizer step."""
+    """Return the `StepInfo` of a batch that is repeated to fill its optimizer step."""
     return replace(
         info, is_filler=True, local_samples=0, local_targets=0, micro_step=info.micro_step + 1
     )

@@ -1,33 +1,31 @@
-"""The batches of a training run as Lightning iterates them: one ahead of what it trains on."""
+"""The batches of a training run, which Lightning reads one ahead of the one it trains on."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from odb_nodes.integrations.resuming import begin_or_resume
+from odb_nodes.integrations.metrics import timed
+from odb_nodes.integrations.resuming import begin_or_resume, changed_arguments_remedy
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo, pop_step_info
 
-__all__ = ["Fetched", "TrainBatches"]
-
-CHANGED = (
-    "Under a `Trainer` there is no `strict=False`: resume with the arguments and data that the run "
-    "was saved with (`accumulate` is `accumulate_grad_batches`, the others are of the "
-    "`ODBDataModule` or your `ODBDataLoader`), or begin a run with its weights: load them with "
-    "`load_from_checkpoint`, and leave out `ckpt_path`."
+CHANGED = changed_arguments_remedy(
+    names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
+    "or of your `ODBDataLoader`",
+    load="load_from_checkpoint",
+    leave_out="ckpt_path",
 )
 
 
 class Fetched(NamedTuple):
-    """A batch that Lightning has, and may not have trained on yet.
+    """A batch that Lightning has read, and may not have trained on yet.
 
     Attributes:
-        batch: as it was collated, before it moved to a device.
-        info: of its step, which Lightning would not move to a device: it is frozen.
-        state: of the loader, after this batch.
+        batch: the batch as it was collated, before it was moved to a device.
+        info: its `StepInfo`, taken out since Lightning cannot move a frozen dataclass to a device.
+        state: state of the loader after this batch.
         wait_s: seconds that Lightning waited for it.
     """
 
@@ -41,8 +39,8 @@ class End(NamedTuple):
     """The end of an epoch, as the loader has seen it.
 
     Attributes:
-        last: its last batch, or `None` where a resumed epoch had none left.
-        state: of the loader, after the end.
+        last: the last batch of the epoch, or None where a resumed epoch had none left.
+        state: state of the loader after the end.
     """
 
     last: Fetched | None
@@ -50,21 +48,21 @@ class End(NamedTuple):
 
 
 class TrainBatches:
-    """Yields the batches of an epoch per `iter()`, and remembers what belongs to each.
+    """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
 
-    It has neither a length nor a state of its own: Lightning would believe in the one, and save the
-    other after a batch that it has not trained on.
+    It has neither `len()` nor `state_dict`: Lightning would take the length for exact, and save the
+    state after a batch that it has not trained on.
 
     Args:
-        loader: of this rank.
+        loader: this rank's loader.
     """
 
     def __init__(self, loader: ODBDataLoader) -> None:
         self.loader = loader
         self.start_state: dict[str, Any] | None = None
-        """Of the loader, before the first batch of the most recent `iter()`."""
+        """State of the loader before the first batch of the most recent `iter()`."""
         self.end: End | None = None
-        """Of the epoch that has ended most recently."""
+        """The end of the epoch that has ended most recently."""
         self._waiting: deque[Fetched] = deque()
         self._has_taken = False  # a batch of the most recent `iter()`
 
@@ -74,7 +72,7 @@ class TrainBatches:
         return self.start_state is not None
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on from a loaded state, once the first batch is asked for.
+        """Begin the next epoch, or continue from a loaded state, when the first batch is asked for.
 
         An epoch of which no batch was taken begins again: in a second `fit`, Lightning iterates
         twice before it trains.
@@ -86,14 +84,8 @@ class TrainBatches:
         batches = begin_or_resume(self.loader, CHANGED)
         self.start_state = self.loader.state_dict()
         last = None
-        while True:
-            start_s = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                break
-            info = pop_step_info(batch)
-            wait_s = time.perf_counter() - start_s
-            last = Fetched(batch, info, self.loader.state_dict(), wait_s)
+        for batch, wait_s in timed(batches):
+            last = Fetched(batch, pop_step_info(batch), self.loader.state_dict(), wait_s)
             self._waiting.append(last)
             yield batch
         self.end = End(last, self.loader.state_dict())
@@ -102,13 +94,13 @@ class TrainBatches:
         """Return the oldest batch that was not taken yet.
 
         Raises:
-            RuntimeError: there is none: something else than Lightning's own loop reads batches.
+            RuntimeError: there is none, since Lightning trains on batches of another loader.
         """
         if not self._waiting:
             raise RuntimeError(
-                "Lightning trains on a batch that was not read from `ODBCallback.batches`. Pass "
-                "what that returns as it is, not within other loaders, and let `training_step` "
-                "take a batch, not a `dataloader_iter`."
+                "Lightning trains on a batch that was not read from `ODBCallback.batches`. Return "
+                "that object itself from `train_dataloader`, not inside of another loader, and let "
+                "`training_step` take a batch, not a `dataloader_iter`."
             )
         self._has_taken = True
         return self._waiting.popleft()

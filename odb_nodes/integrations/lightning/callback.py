@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
+from odb_nodes._compat import lightning as compat
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.checks import (
@@ -19,9 +19,8 @@ from odb_nodes.integrations.lightning.checks import (
     check_states,
     check_trainer,
 )
-from odb_nodes.integrations.lightning.position import Position, epochs_processed, set_progress
-from odb_nodes.integrations.lightning.run import Run
-from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.integrations.lightning.run import Position, Run
+from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo
 
@@ -31,16 +30,16 @@ __all__ = ["ODBCallback"]
 class ODBCallback(Callback):
     """Trains with dynamic batches: exact losses, exact resume from `ckpt_path`, `odb/*` metrics.
 
-    `training_step` returns the mean loss over the supervised tokens of its batch. The gradient of
-    that loss is weighed here, so that the gradient of an optimizer step is that of the mean over
-    the supervised tokens of all its batches, on all ranks; the division by
-    `accumulate_grad_batches` is undone.
+    `training_step` returns the mean loss over the supervised tokens of its batch. The callback
+    weighs the gradient of that loss, and undoes the division by `accumulate_grad_batches`, so that
+    the gradient of an optimizer step is that of the mean over the supervised tokens of all its
+    batches, on all ranks.
 
-    A checkpoint stands at the last optimizer step that was taken when it was written. It holds the
-    states of all ranks, and those of torch's generators.
+    A checkpoint resumes after the last optimizer step that was taken before it was written. It
+    holds the loaders' states of all ranks, and the states of torch's generators.
 
     Args:
-        log_metrics: log `odb/*` every `log_every_n_steps` optimizer steps.
+        log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.
     """
 
     STATE_KEY = "odb_nodes"
@@ -48,14 +47,14 @@ class ODBCallback(Callback):
     def __init__(self, *, log_metrics: bool = True) -> None:
         self._log_metrics = log_metrics
         self._batches: TrainBatches | None = None
-        self._run = Run(Position())
-        self._estimator = StepMeter()
+        self._run = Run(None, Position())
+        self._meter = StepMeter()
 
     def batches(self, loader: ODBDataLoader) -> TrainBatches:
-        """Return what `train_dataloader` of a module or data module is to return.
+        """Return what `train_dataloader` of a module or data module must return.
 
         Args:
-            loader: made in that hook, when the ranks know of each other, with
+            loader: a loader made in that hook, when the process group exists, with
                 `accumulate=trainer.accumulate_grad_batches`.
         """
         start = self._run.start
@@ -68,7 +67,7 @@ class ODBCallback(Callback):
 
     @property
     def step_info(self) -> StepInfo:
-        """Counts of the step that is trained on. Its `loss_scale` is 1: nothing is left to be done.
+        """Counts of the step that is trained on. Its `loss_scale` is 1: the callback weighs losses.
 
         Raises:
             RuntimeError: no step has begun.
@@ -80,32 +79,25 @@ class ODBCallback(Callback):
     # --- a run --------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what does not go with dynamic batches."""
-        if stage == TrainerFn.FITTING:
+        """Reject arguments of the trainer that cannot be used with dynamic batches."""
+        if stage == "fit":
             check_trainer(trainer)
             self._batches = None
-            self._run = Run(Position(epoch=trainer.current_epoch))
+            self._run = Run(trainer, Position(epoch=trainer.current_epoch))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
+        """Check the loader, and start the metrics."""
         self._required_batches()
         check_one_loader(trainer.train_dataloader)
-        self._estimator = StepMeter()
+        self._meter = StepMeter()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Take up what belongs to the batch."""
-        self._run.begin(
-            self._required_batches(),
-            batch_idx,
-            epoch=trainer.current_epoch,
-            total_steps=trainer.fit_loop.total_batch_idx + 1,
-            optimizer_steps=trainer.global_step,
-        )
-        fetched = self._run.current
-        if fetched is not None and self._log_metrics:
-            self._estimator.add(fetched.batch, fetched.info, fetched.wait_s)
+        """Begin the batch: find its `StepInfo` and the loader's state after it."""
+        fetched = self._run.begin(self._required_batches(), batch_idx)
+        if self._log_metrics:
+            self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -113,10 +105,8 @@ class ODBCallback(Callback):
         """Weigh the gradient of the loss."""
         if self._run.current is None or not loss.requires_grad:
             return
-        # By the gradient, since a hook cannot return another loss. Lightning divides automatically
-        # optimized losses by the number of batches, also where the last step has fewer.
-        divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        factor = self._run.current.info.loss_scale * divided_by
+        # The gradient is scaled, since a hook cannot return another loss.
+        factor = self._run.current.info.loss_scale * compat.loss_divisor(trainer, pl_module)
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
 
@@ -128,14 +118,13 @@ class ODBCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Check that Lightning has done what the loader counts on, and log."""
-        has_stepped = self._run.has_stepped(trainer.global_step)
-        check_optimizer_step(trainer, self._run, has_stepped=has_stepped)
-        if has_stepped and self._log_metrics and is_logged(trainer):
+        """Check that the optimizer has stepped where the loader expects it, and log metrics."""
+        check_optimizer_step(trainer, self._run)
+        if self._run.has_stepped and self._log_metrics and compat.is_logged(trainer):
             self._log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse to leave an epoch, other than to end the run."""
+        """Reject leaving an epoch before its end, except to end the run."""
         if self._run.state_after(self._batches) is None:
             check_epoch_end(trainer)
 
@@ -157,40 +146,45 @@ class ODBCallback(Callback):
         """Put the states of all ranks into the checkpoint. All ranks call it.
 
         Raises:
-            StateError: this version of Lightning writes its progress in an unknown way.
+            StateError: this version of Lightning writes its progress under other names.
         """
         if self._batches is None:
             return  # Nothing was trained here.
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        position = self._run.settle(trainer.global_step)
+        progress = compat.loop_progress(checkpoint)
+        position = self._run.settle()
         after = self._run.state_after(self._batches)
-        if after is not None and epochs_processed(fit_loop) > position.epoch:
+        if after is not None and compat.epochs_processed(progress) > position.epoch:
             epoch = position.epoch + 1
             position = replace(position, epoch=epoch, steps=0, samples=0, loader=after)
-        set_progress(fit_loop, position)
+        compat.set_progress(
+            progress,
+            epoch=position.epoch,
+            steps=position.steps,
+            total_steps=position.total_steps,
+        )
         checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, asdict(position))
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go back to where the checkpoint stands.
+        """Continue from the position of the checkpoint.
 
         Raises:
-            StateError: it has no state, or was saved by another number of ranks.
+            StateError: it has no state of a loader, or was saved by another number of ranks.
         """
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not compat.is_fitting(trainer):
             return
         states = check_states(trainer, checkpoint.get(self.STATE_KEY))
         start = Position(**states[trainer.global_rank])
-        self._run = Run(start)
+        self._run = Run(trainer, start)
         if self._batches is None:
             return
-        # Some strategies load only after the optimizers were made.
+        # Some strategies load a checkpoint only after the module has made the optimizers.
         if self._batches.has_begun:
             raise StateError(
-                f"batches were read before `{type(trainer.strategy).__name__}` has loaded the "
-                "checkpoint, by `trainer.estimated_stepping_batches`. Use "
-                "`ODBDataModule.estimated_steps` in its place."
+                "`trainer.estimated_stepping_batches` has read batches before "
+                f"`{type(trainer.strategy).__name__}` loaded the checkpoint. Use "
+                "`ODBDataModule.estimated_steps` instead."
             )
         if start.loader is not None:
             self._batches.loader.load_state_dict(start.loader)
@@ -202,7 +196,7 @@ class ODBCallback(Callback):
             raise RuntimeError(
                 "`ODBCallback` has no batches: `train_dataloader` of the module or data module "
                 "must call `callback.batches(loader)` and return that, as `ODBDataModule` does. "
-                "What was made before `fit`, and given to it, does not know where a run resumes."
+                "What was made before `fit`, and given to it, cannot resume a run."
             )
         return self._batches
 
@@ -211,9 +205,8 @@ class ODBCallback(Callback):
             self._batches.loader.close()
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rows, steps, seconds = self._estimator.take()
-        of_ranks: Any = pl_module.all_gather(rows.to(pl_module.device))
-        metrics = summarize(of_ranks.reshape(-1, *rows.shape).cpu(), steps, seconds)
+        gather: Any = pl_module.all_gather
+        metrics = self._meter.take_metrics(gather, pl_module.device)
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
         try:
             share = self._run.epoch_samples / self._required_batches().loader.num_samples
@@ -221,11 +214,6 @@ class ODBCallback(Callback):
             return  # A dataset without a length.
         epoch = trainer.current_epoch + share
         pl_module.log("odb/epoch", epoch, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
-
-
-def is_logged(trainer: Any) -> bool:
-    """Tell whether Lightning passes on what is logged in the optimizer step that has ended."""
-    return bool(trainer.global_step % max(1, trainer.log_every_n_steps) == 0)
 
 
 def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:

@@ -1,60 +1,53 @@
-"""What a Lightning `Trainer` must not do with dynamic batches."""
+"""What a Lightning `Trainer` must not be or do to train with dynamic batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from odb_nodes._compat import lightning as compat
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import Run
 
-__all__ = [
-    "check_epoch_end",
-    "check_one_loader",
-    "check_optimizer_step",
-    "check_states",
-    "check_trainer",
-]
-
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse arguments that would silently give other steps or other data.
+    """Reject arguments of a trainer that would silently change the steps or the data.
 
     Raises:
         ValueError: names the argument and what to do.
     """
     if trainer.overfit_batches:
         raise ValueError(
-            f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Give a small dataset "
-            "instead."
+            f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "
+            "dataset instead."
         )
     limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
     if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:
         raise ValueError(
-            f"`limit_train_batches` must be 1.0, but is {limit}: the samples after it would never "
-            "come. End a run by `max_steps`, and validate by `val_check_interval`."
+            f"`limit_train_batches` must be 1.0, but is {limit}: the samples after the limit would "
+            "never be trained on. End a run by `max_steps`, and validate by `val_check_interval`."
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise ValueError(
             "`reload_dataloaders_every_n_epochs` must be 0, but is "
             f"{trainer.reload_dataloaders_every_n_epochs}: a new loader would begin with epoch 0."
         )
-    if trainer.strategy.handles_gradient_accumulation and trainer.accumulate_grad_batches > 1:
+    if not compat.steps_at_epoch_end(trainer):
         raise ValueError(
             f"`accumulate_grad_batches` must be 1 with `{type(trainer.strategy).__name__}`, but is "
-            f"{trainer.accumulate_grad_batches}: it would not step at the end of an epoch. Raise "
-            "the token budget instead."
+            f"{trainer.accumulate_grad_batches}: the optimizer would not step at the end of an "
+            "epoch. Raise the token budget instead."
         )
 
 
 def check_one_loader(loaders: Any) -> None:
-    """Refuse several loaders, of which each would give a part of every batch.
+    """Reject several loaders, each of which would give a part of every batch.
 
     Args:
         loaders: what `train_dataloader` has returned.
 
     Raises:
-        ValueError: it is a list or dict.
+        ValueError: `loaders` is a list, a tuple or a dict.
     """
     if isinstance(loaders, (list, tuple, Mapping)):
         raise ValueError(
@@ -64,54 +57,63 @@ def check_one_loader(loaders: Any) -> None:
         )
 
 
-def check_optimizer_step(trainer: Any, run: Run, *, has_stepped: bool) -> None:
-    """Compare what the optimizer did after a batch with what the loader weighed its loss for.
+def check_optimizer_step(trainer: Any, run: Run) -> None:
+    """Check that the optimizer has stepped exactly where the loader ends an optimizer step.
+
+    Args:
+        trainer: the trainer.
+        run: its run, whose current batch was trained on.
 
     Raises:
-        RuntimeError: it stepped elsewhere, or on losses that were not weighed.
+        RuntimeError: the optimizer stepped elsewhere, or on losses that were not weighed.
     """
     if run.current is None or trainer.fast_dev_run:
         return
-    info = run.current.info
+    info, has_stepped = run.current.info, run.has_stepped
     if has_stepped != info.ends_optimizer_step:
         found, expected = ("", "not ") if has_stepped else ("not ", "")
         raise RuntimeError(
             f"the optimizer must {expected}step after batch {info.step} of the epoch, but did "
-            f"{found}so: the loader weighs the losses of {info.micro_steps} batches as one step. "
-            "Make it with `accumulate=trainer.accumulate_grad_batches`, which is "
+            f"{found}step: the loader weighs the losses of {info.micro_steps} batches as one step. "
+            "Make the loader with `accumulate=trainer.accumulate_grad_batches`, which is "
             f"{trainer.accumulate_grad_batches}, and do not change that during the run."
         )
     if has_stepped and not run.backwards and not trainer.lightning_module.automatic_optimization:
         raise RuntimeError(
             "the optimizer stepped, but no loss of the step was weighed by its share of the "
-            "supervised tokens: `loss.backward()` was called where it must be "
-            "`self.manual_backward(loss)`."
+            "supervised tokens: the module called `loss.backward()`. Call "
+            "`self.manual_backward(loss)` instead."
         )
 
 
 def check_epoch_end(trainer: Any) -> None:
-    """Check that a run ends, where an epoch was left.
+    """Check that the run ends, where an epoch was left before its end.
 
     Raises:
-        RuntimeError: it goes on.
+        RuntimeError: the run goes on.
     """
     is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
     if not (is_over or trainer.fast_dev_run):
         raise RuntimeError(
-            "the epoch was left before its end, and the rest of its samples would never come. Do "
-            "not return -1 from `on_train_batch_start`; to end the run, set `trainer.should_stop`."
+            "the epoch was left before its end, and the rest of its samples would never be trained "
+            "on. Do not return -1 from `on_train_batch_start`; to end the run, set "
+            "`trainer.should_stop`."
         )
 
 
 def check_states(trainer: Any, states: Any) -> list[dict[str, Any]]:
-    """Return the states of a checkpoint, if they are those of all ranks.
+    """Return the states of all ranks in a checkpoint.
+
+    Args:
+        trainer: the trainer that resumes.
+        states: what the checkpoint has under the key of `ODBCallback`; None where it has nothing.
 
     Raises:
-        StateError: there are none, or of another number of ranks.
+        StateError: there are none, or those of another number of ranks.
     """
     if states is None:
         raise StateError(
-            "the checkpoint has no states of batches: it was saved without `ODBCallback`. To begin "
+            "the checkpoint has no state of a loader: it was saved without `ODBCallback`. To begin "
             "a run with its weights, load them with `load_from_checkpoint`."
         )
     if len(states) != trainer.world_size:

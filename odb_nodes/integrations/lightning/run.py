@@ -1,61 +1,73 @@
-"""Where a run stands on this rank: what was trained on, and what of it the optimizer took."""
+"""The position of a run on this rank: what was trained on, and what the optimizer took of it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from odb_nodes._compat import lightning as compat
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
-from odb_nodes.integrations.lightning.position import Position, get_rngs, set_rngs
 
-__all__ = ["Run"]
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The position of a run between two optimizer steps. Its fields are plain data.
+
+    Attributes:
+        epoch: number of epochs that have ended.
+        steps: micro-steps of the present epoch that are done; 0 where it has not begun.
+        total_steps: micro-steps of the run that are done.
+        samples: samples of this rank that are done in the present epoch.
+        loader: state of the loader; None before the first batch of a run.
+        rngs: states of torch's generators, CPU and GPU; None before the first optimizer step.
+    """
+
+    epoch: int = 0
+    steps: int = 0
+    total_steps: int = 0
+    samples: int = 0
+    loader: dict[str, Any] | None = None
+    rngs: list[Any] | None = None
 
 
 class Run:
-    """Follows a run, from its start or from where a checkpoint stands.
+    """Follows a run from its start, or from the position of a checkpoint.
 
     Args:
-        start: where it begins.
+        trainer: the Lightning `Trainer` that runs.
+        start: the position that the run begins at.
     """
 
-    def __init__(self, start: Position) -> None:
+    def __init__(self, trainer: Any, start: Position) -> None:
+        self._trainer = trainer
         self.start = start
         self.current: Fetched | None = None
-        """What is being trained on, or was last."""
+        """The batch that is being trained on, or was last."""
         self.epoch_samples = start.samples
-        """Samples of this rank in this epoch, those of the present batch included."""
+        """Samples of this rank in this epoch, those of the current batch included."""
         self.backwards = 0
         """Losses of this optimizer step that were weighed."""
         self._settled = start
         self._epoch = start.epoch
         self._total_steps = start.total_steps
-        self._optimizer_steps = 0  # before the present batch
+        self._optimizer_steps = 0  # before the current batch
 
-    def begin(
-        self,
-        batches: TrainBatches,
-        batch_idx: int,
-        *,
-        epoch: int,
-        total_steps: int,
-        optimizer_steps: int,
-    ) -> None:
-        """Take up a batch.
+    def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
+        """Make the next batch the current one, and return it.
 
         Args:
-            batches: what it was read from.
-            batch_idx: its number in the epoch, as the trainer counts.
-            epoch: number of the epoch, as the trainer counts.
-            total_steps: batches of the run up to this one, as the trainer counts.
-            optimizer_steps: that were taken before it.
+            batches: the batches that the trainer iterates.
+            batch_idx: number of the batch in the epoch, by the trainer's count.
 
         Raises:
-            StateError: the loader counts otherwise.
+            StateError: the loader's count differs.
         """
         if self.current is None and self.start.rngs is not None:
-            set_rngs(self.start.rngs)
-        self._settled = self.settle(optimizer_steps)
+            _set_rngs(self.start.rngs)
+        self._settled = self.settle()
         fetched = batches.take()
         info = fetched.info
         if info.step != batch_idx:
@@ -63,12 +75,15 @@ class Run:
                 f"Lightning is at batch {batch_idx} of the epoch, but the loader at {info.step}: "
                 "the checkpoint was changed, or an epoch was left before its end."
             )
+        self._epoch = self._trainer.current_epoch
+        self._total_steps = compat.batches_begun(self._trainer)
+        self._optimizer_steps = self._trainer.global_step
         if info.step == 0:
             self._settled = replace(
                 self._settled,
-                epoch=epoch,
+                epoch=self._epoch,
                 steps=0,
-                total_steps=total_steps - 1,
+                total_steps=self._total_steps - 1,
                 samples=0,
                 loader=batches.start_state,
             )
@@ -77,30 +92,23 @@ class Run:
             self.backwards = 0
         self.current = fetched
         self.epoch_samples += info.local_samples
-        self._epoch, self._optimizer_steps = epoch, optimizer_steps
-        self._total_steps = total_steps
+        return fetched
 
-    def has_stepped(self, optimizer_steps: int) -> bool:
-        """Tell whether the optimizer has taken the present batch.
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the optimizer has taken the current batch."""
+        return bool(self._trainer.global_step > self._optimizer_steps)
 
-        Args:
-            optimizer_steps: that were taken so far.
-        """
-        return optimizer_steps > self._optimizer_steps
+    def settle(self) -> Position:
+        """Return the position after the last optimizer step.
 
-    def settle(self, optimizer_steps: int) -> Position:
-        """Return where the last optimizer step has ended.
-
-        That goes by what the optimizer did, not by which hooks have run: another callback may save
-        before ours is called, or after an exception.
-
-        Args:
-            optimizer_steps: that were taken so far.
+        It goes by what the optimizer did, not by which hooks have run: another callback may save a
+        checkpoint before our hook is called, or after an exception.
         """
         if self.current is None:
             return self._settled
         info = self.current.info
-        if not info.ends_optimizer_step or not self.has_stepped(optimizer_steps):
+        if not info.ends_optimizer_step or not self.has_stepped:
             return self._settled
         return Position(
             epoch=self._epoch,
@@ -108,10 +116,22 @@ class Run:
             total_steps=self._total_steps,
             samples=self.epoch_samples,
             loader=self.current.state,
-            rngs=get_rngs(),
+            rngs=_get_rngs(),
         )
 
     def state_after(self, batches: TrainBatches | None) -> dict[str, Any] | None:
-        """Return the loader's state after the epoch, if the present batch was its last."""
+        """Return the loader's state after the epoch, if the current batch was its last."""
         end = None if batches is None else batches.end
         return end.state if end is not None and end.last is self.current else None
+
+
+def _get_rngs() -> list[Any]:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return [torch.get_rng_state(), gpu]
+
+
+def _set_rngs(states: list[Any]) -> None:
+    cpu, gpu = states
+    torch.set_rng_state(cpu)
+    if gpu is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(gpu)

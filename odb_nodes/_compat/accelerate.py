@@ -1,0 +1,73 @@
+"""What we rely on inside of accelerate: how it counts micro-steps, and its shared state.
+
+Read in accelerate 1.15.0; the extra `accelerate` allows 1.10 and later. Each function has a canary
+in `tests/_compat/test_accelerate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def loader_base() -> Any:
+    """Return the base class of a loader that tells the accelerator where an epoch ends.
+
+    Relies on `DataLoaderStateMixin`: between `begin()` and `end()`, `Accelerator._do_sync` reads
+    the attribute `end_of_dataloader` of the loader through its `gradient_state`, and steps the
+    optimizer where it is True. `Accelerator.prepare` returns such a loader unchanged, since it is
+    no `torch.utils.data.DataLoader`.
+    """
+    from accelerate.data_loader import DataLoaderStateMixin
+
+    return DataLoaderStateMixin
+
+
+def drop_partial_step(accelerator: Any) -> None:
+    """Make the next micro-step the first one of an optimizer step.
+
+    Relies on `Accelerator.step`, the number of micro-steps so far: `_do_sync` adds one to it and
+    steps the optimizer at multiples of `gradient_accumulation_steps`.
+    """
+    accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
+
+
+def steps_at_epoch_end(accelerator: Any) -> bool:
+    """Return whether the accelerator steps at the end of a loader, however few micro-steps came.
+
+    Relies on `GradientState.sync_with_dataloader`, which `_do_sync` asks for that.
+    """
+    return bool(accelerator.gradient_state.sync_with_dataloader)
+
+
+def backward_divides(accelerator: Any) -> bool:
+    """Return whether `Accelerator.backward` divides the loss by `gradient_accumulation_steps`.
+
+    Relies on its branches: all kinds of distributed training do so, DeepSpeed within its engine,
+    but for Megatron-LM, under which it does nothing.
+    """
+    from accelerate.utils import DistributedType
+
+    return bool(accelerator.distributed_type != DistributedType.MEGATRON_LM)
+
+
+def deepspeed_config(accelerator: Any) -> Mapping[str, Any]:
+    """Return the configuration of DeepSpeed, empty where that is not in use.
+
+    Relies on `AcceleratorState.deepspeed_plugin`, None without DeepSpeed, and on its
+    `deepspeed_config`.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    config: Mapping[str, Any] = {} if plugin is None else plugin.deepspeed_config
+    return config
+
+
+def unwrap_model(model: Any) -> Any:
+    """Return the model inside the wrappers of data parallelism, sharding and compilation.
+
+    Relies on `extract_model_from_parallel`, which is not in accelerate's reference, and on its
+    argument `keep_torch_compile`.
+    """
+    from accelerate.utils import extract_model_from_parallel
+
+    return extract_model_from_parallel(model, keep_torch_compile=False)

@@ -1,0 +1,123 @@
+"""What we rely on inside of Lightning: the counters of its loops, and what it does to losses.
+
+Read in lightning 2.6.6; the extra `lightning` allows 2.6.4 and later. Each function has a canary in
+`tests/_compat/test_lightning.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from odb_nodes.errors import StateError
+
+_EPOCHS = "epoch_progress"
+_BATCHES = "epoch_loop.batch_progress"
+
+
+def is_fitting(trainer: Any) -> bool:
+    """Return whether `fit` runs; relies on `Trainer.state.fn`, an enum of strings."""
+    return bool(trainer.state.fn == "fit")
+
+
+def batches_begun(trainer: Any) -> int:
+    """Return the batches of the run that have begun, in all epochs.
+
+    Relies on `fit_loop.total_batch_idx` to count a batch before `on_train_batch_start`.
+    """
+    return int(trainer.fit_loop.total_batch_idx) + 1
+
+
+def loss_divisor(trainer: Any, module: Any) -> int:
+    """Return what Lightning divides the loss of a batch by, before its backward.
+
+    Relies on automatic optimization to divide by `accumulate_grad_batches`, also in the last
+    optimizer step of an epoch, which may have fewer batches; manual optimization does not divide.
+    """
+    return int(trainer.accumulate_grad_batches) if module.automatic_optimization else 1
+
+
+def steps_at_epoch_end(trainer: Any) -> bool:
+    """Return whether the optimizer steps after the last batch of an epoch, however few came.
+
+    Relies on `Strategy.handles_gradient_accumulation`, which is True for DeepSpeed: its engine only
+    steps where `accumulate_grad_batches` are full.
+    """
+    is_full_always = int(trainer.accumulate_grad_batches) == 1
+    return is_full_always or not trainer.strategy.handles_gradient_accumulation
+
+
+def is_logged(trainer: Any) -> bool:
+    """Return whether Lightning passes on what is logged in the optimizer step that has ended.
+
+    Mirrors `_LoggerConnector.should_update_logs`, which counts `_batches_that_stepped`: one behind
+    `global_step` in `on_train_batch_end`.
+    """
+    return bool(trainer.global_step % max(1, trainer.log_every_n_steps) == 0)
+
+
+# --- progress in checkpoints ----------------------------------------------------------------------
+
+
+def loop_progress(checkpoint: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Return the progress of the fit loop in a checkpoint, empty where it has none."""
+    progress: MutableMapping[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+    return progress
+
+
+def epochs_processed(progress: MutableMapping[str, Any]) -> int:
+    """Return the epochs that Lightning counts as ended; its own end of a run counts as one.
+
+    Args:
+        progress: what `loop_progress` returned.
+
+    Raises:
+        StateError: the checkpoint has no such counter.
+    """
+    try:
+        return int(progress[_EPOCHS]["current"]["processed"])
+    except KeyError as error:
+        raise _unknown(error) from None
+
+
+def set_progress(
+    progress: MutableMapping[str, Any], *, epoch: int, steps: int, total_steps: int
+) -> None:
+    """Make the progress of Lightning's loops agree with the position of the loader.
+
+    What Lightning writes itself resumes exactly only within an epoch and after an optimizer step.
+    A checkpoint of a last batch resumes as if the epoch had ended twice; one of `max_steps` as if
+    the epoch had ended; one from after an epoch of a run with `max_steps` keeps its batch counter.
+
+    Relies on the names of the counters, and on the loops to resume from `ready` and `completed`.
+    The state of the `combined_loader` is deleted: Lightning has read one batch ahead of it.
+
+    Args:
+        progress: what `loop_progress` returned; changed in place.
+        epoch: epochs that have ended.
+        steps: batches of the present epoch that are done; 0 where it has not begun.
+        total_steps: batches of the run that are done.
+
+    Raises:
+        StateError: the counters are not where this version of Lightning is known to have them.
+    """
+    try:
+        epochs, batches = progress[_EPOCHS], progress[_BATCHES]
+        begun = epoch + (steps > 0)
+        for name in ("total", "current"):
+            epochs[name].update(ready=begun, started=begun, processed=epoch, completed=epoch)
+        for name, done in (("total", total_steps), ("current", steps)):
+            # Unchanged where the numbers agree: they also say whether the batch was validated.
+            if batches[name]["ready"] != done:
+                batches[name].update(ready=done, started=done, processed=done, completed=done)
+        batches["is_last_batch"] = False  # The loader itself ends the epoch.
+    except KeyError as error:
+        raise _unknown(error) from None
+    progress.get("state_dict", {}).pop("combined_loader", None)
+
+
+def _unknown(error: KeyError) -> StateError:
+    return StateError(
+        f"the checkpoint has no {error} in the progress of its loops, where lightning 2.6 has it, "
+        "so it could not be resumed exactly. Use a version from 2.6 on."
+    )

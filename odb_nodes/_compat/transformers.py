@@ -1,0 +1,251 @@
+"""What we rely on inside of transformers: the loop of its `Trainer`, and its models' losses.
+
+Read in transformers 5.23.0; the extra `hf` allows 5.10 and later. Each function has a canary in
+`tests/_compat/test_transformers.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from odb_nodes._compat.accelerate import deepspeed_config, unwrap_model
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def has_length(dataset: Any) -> bool:
+    """Return whether a `Trainer` takes a dataset for one with a length."""
+    from transformers.trainer_utils import has_length
+
+    return bool(has_length(dataset))
+
+
+@contextmanager
+def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
+    """Let a `Trainer` without `max_steps` be made for a dataset without a length.
+
+    `Trainer._validate_args` rejects that. Relies on `args.max_steps` being read there, and on no
+    decision that outlasts the constructor being made by it.
+
+    Args:
+        trainer: the trainer that is made within the block.
+        args: the `TrainingArguments` that it is given.
+    """
+    before, args.max_steps = args.max_steps, 1
+    try:
+        yield
+    finally:
+        # A subclass may have given its base class a copy of `args`.
+        for each in (args, getattr(trainer, "args", args)):
+            each.max_steps = before
+
+
+@contextmanager
+def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
+    """Let `Trainer.train` loop until it is stopped, or until `most_steps` optimizer steps.
+
+    Relies on `Trainer.set_initial_training_values`: for a loader without a length it takes
+    `args.max_steps` for the steps of the run and of each epoch, and sets no limit to the epochs.
+    Relies on `args.ignore_data_skip` to keep `_run_epoch` from reading batches only to skip them.
+    """
+    before = args.max_steps, args.ignore_data_skip
+    args.max_steps, args.ignore_data_skip = most_steps, True
+    try:
+        yield
+    finally:
+        args.max_steps, args.ignore_data_skip = before
+
+
+def plan_steps(trainer: Any, steps: int) -> None:
+    """Make a run that begins expect `steps` optimizer steps.
+
+    Relies on `TrainerState.max_steps`, which progress bars and the end of the run go by, and on
+    `TrainerState.compute_steps`, which turns `logging_steps` and the like from shares into steps. A
+    resumed run keeps those of its checkpoint.
+    """
+    trainer.state.max_steps = steps
+    if not trainer.state.global_step:
+        trainer.state.compute_steps(trainer.args, steps)
+
+
+def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
+    """End the epoch, called from a `get_batch_samples` that returns no batches.
+
+    Relies on `_run_epoch`: it trains on what `get_batch_samples` returns, also nothing, and then
+    looks at `control.should_epoch_stop` and `should_training_stop`.
+    """
+    trainer.control.should_epoch_stop = True
+    if ends_training:
+        trainer.control.should_training_stop = True
+
+
+def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
+    """Do at the end of an epoch what the `Trainer` does after the last step of a run.
+
+    Mirrors the last block of `DefaultFlowCallback.on_step_end`, which has not run where the step
+    was not known to be the last. Relies on `Trainer._maybe_log_save_evaluate` being called after
+    `on_epoch_end`.
+    """
+    state.max_steps = step = state.global_step
+    if args.eval_strategy == "steps" and args.eval_delay <= step and step % state.eval_steps:
+        control.should_evaluate = True
+    if args.save_strategy == "steps" and (not state.save_steps or step % state.save_steps):
+        control.should_save = True
+
+
+def prepend_callback(trainer: Any, callback: Any) -> None:
+    """Add a callback that is called before all others; `add_callback` appends.
+
+    Relies on `Trainer.callback_handler.callbacks`, a list that events go through in order.
+    """
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+def checkpoint_folder(args: Any, state: Any) -> Path:
+    """Return the folder of the checkpoint that is written when `on_save` is called.
+
+    Relies on the names that `Trainer._save_checkpoint` gives outside of hyperparameter searches.
+    """
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None:
+    """Correct the speed in the last log of a run, which assumes batches of one size.
+
+    Relies on the names that `Trainer._finalize_training` logs by `speed_metrics`.
+    """
+    if "train_samples_per_second" in logs:
+        per_second = samples / max(logs["train_runtime"], 1e-9)
+        logs["train_samples_per_second"] = round(per_second, 3)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def sampling_strategy(args: Any) -> str:
+    """Return `train_sampling_strategy`; `"random"` in versions that have no other."""
+    return getattr(args, "train_sampling_strategy", "random")
+
+
+def parallel_sizes(trainer: Any) -> dict[str, int]:
+    """Return how many ranks share samples, by the method of the `Trainer` that says so.
+
+    Relies on methods that versions have added: tensor, context and sequence parallelism.
+    """
+    names = ("get_tp_size", "get_cp_size", "get_sp_size")
+    return {name: getattr(trainer, name)() for name in names if hasattr(trainer, name)}
+
+
+def deepspeed_has_scheduler(trainer: Any) -> bool:
+    """Return whether DeepSpeed makes the learning-rate schedule.
+
+    Relies on `Trainer._prepare_for_training` to tell that schedule the `max_steps` of the loop.
+    """
+    return "scheduler" in deepspeed_config(trainer.accelerator)
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def is_default_collator(collate: Any) -> bool:
+    """Return whether a `Trainer` chose this collator itself; it stacks, and cannot pad."""
+    from transformers import DefaultDataCollator, default_data_collator
+
+    return collate is default_data_collator or isinstance(collate, DefaultDataCollator)
+
+
+def model_columns(trainer: Any) -> set[str] | None:
+    """Return the keys that the model takes, or None where all are to be kept.
+
+    Mirrors `Trainer._set_signature_columns_if_needed`, which trainers of other libraries override
+    for their own collators.
+    """
+    if not trainer.args.remove_unused_columns:
+        return None
+    names = inspect.signature(base_model(trainer.model).forward).parameters
+    return {*names, "label", "label_ids", *trainer.label_names}
+
+
+def keep_columns(collate: Any, columns: set[str] | None) -> Any:
+    """Return a collate function that sees only these keys of its samples; None keeps all.
+
+    Relies on `RemoveColumnsCollator`, which is not in the reference of transformers.
+    """
+    from transformers.trainer_utils import RemoveColumnsCollator
+
+    return collate if columns is None else RemoveColumnsCollator(collate, columns)
+
+
+# --- models and losses ----------------------------------------------------------------------------
+
+
+def base_model(model: Any) -> Any:
+    """Return the model inside the wrappers of sharding, of compilation and of adapters.
+
+    Relies on `get_base_model`, as the adapters of peft have it.
+    """
+    model = unwrap_model(model)
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Return whether a model has labels of their own length; relies on `is_encoder_decoder`."""
+    return bool(getattr(getattr(base_model(model), "config", None), "is_encoder_decoder", False))
+
+
+def shifts_labels(model: Any) -> bool:
+    """Return whether position i of a model predicts label i + 1, so that the first is no target.
+
+    Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does for
+    `_loss_shifts_labels`. A model of another library is taken for a causal one.
+    """
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    base = base_model(model)
+    if is_encoder_decoder(model):
+        return False
+    if not isinstance(base, PreTrainedModel):
+        return True
+    return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+
+
+def takes_num_items(trainer: Any) -> bool:
+    """Return whether the loss is told `num_items_in_batch`, by the model or `compute_loss_func`.
+
+    Relies on `Trainer.model_accepts_loss_kwargs`, which goes by the signature of `forward`.
+    """
+    return bool(trainer.model_accepts_loss_kwargs) or trainer.compute_loss_func is not None
+
+
+def loss_divisor(trainer: Any, *, is_told: bool) -> int:
+    """Return what `Trainer.training_step` will divide a loss by, before its backward.
+
+    Relies on its rule: the number of micro-steps, unless `compute_loss_func` is given, or the model
+    was told `num_items_in_batch`, or `loss_is_scaled_for_ga` (of later versions) says otherwise.
+
+    Args:
+        trainer: the trainer.
+        is_told: `num_items_in_batch` is passed, and the loss goes by it.
+    """
+    is_divided = not is_told and trainer.compute_loss_func is None
+    if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
+        is_divided = not is_scaled
+    return int(trainer.args.gradient_accumulation_steps) if is_divided else 1
+
+
+def num_items_divisor(trainer: Any) -> int:
+    """Return what `num_items_in_batch`, counted over all ranks, is to be divided by.
+
+    Relies on `Trainer.compute_loss` to multiply by the ranks with `average_tokens_across_devices`;
+    without it, the gradient is the mean over ranks of what each has divided.
+    """
+    is_averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+    return 1 if is_averaged else int(trainer.accelerator.num_processes)

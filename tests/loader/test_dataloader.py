@@ -134,7 +134,7 @@ def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])
-def test_converted_ids_resume_exactly(state):
+def test_converted_ids_resume_exactly(state, sampled):
     def listed(index):
         ids = augment(index)["input_ids"].tolist()
         return {"input_ids": ids, "labels": ids, "id": index}
@@ -144,7 +144,7 @@ def test_converted_ids_resume_exactly(state):
             range(SIZE), token_budget=256, window=24, process_fn=listed, state=state
         )
 
-    assert_resumes_exactly(make)
+    assert_resumes_exactly(make, **sampled(horizon=12))
 
 
 def test_ids_that_cannot_be_converted_name_key_value_and_item():

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pictures import as_bytes, noise, smooth
 from PIL import Image, ImageOps
@@ -16,7 +16,6 @@ from odb_nodes.vision import ImageError, ImageReader, resized_shape
 read = ImageReader(max_pixels=28 * 28 * 16)
 
 
-@settings(deadline=None, max_examples=1000)
 @given(
     height=st.integers(1, 5000),
     width=st.integers(1, 5000),

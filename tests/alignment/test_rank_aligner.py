@@ -8,8 +8,8 @@ import pytest
 from aligned_ranks import TIMEOUT_S, cut, graph, ids, on_ranks, shard
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling import fewer
 from in_process_hub import InProcessHub
+from sampling import fewer
 from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
 
 from odb_nodes import (

@@ -327,7 +327,8 @@ def decoder():
 
 def encoder_decoder():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    config = T5Config(vocab_size=lm.VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    sizes["decoder_start_token_id"] = 0
+    config = T5Config(vocab_size=lm.VOCABULARY, dropout_rate=0.0, **sizes)
     return T5ForConditionalGeneration(config)
 
 
@@ -721,7 +722,7 @@ def test_a_length_that_nobody_knows_is_an_error_that_says_what_to_do(tmp_path):
 
 def test_the_config_is_keyword_only_and_frozen():
     with pytest.raises(TypeError):
-        ODBConfig(64)
+        ODBConfig(64)  # type: ignore[call-arg]
     with pytest.raises(AttributeError):
         ODBConfig(token_budget=64).window = 3
     assert issubclass(ODBTrainer, ODBTrainerMixin)

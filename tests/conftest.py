@@ -23,7 +23,11 @@ SLOW_PATHS = {
         "alignment/test_programs_of_ranks.py",
         "vision/test_modalities.py",
     ],
-    "workers": ["loader/test_hygiene.py"],
+    "workers": [
+        "integrations/test_imports.py",
+        "loader/test_hygiene.py",
+        "processing/test_faults.py",
+    ],
     "frameworks": [
         "collate/test_compiled_shapes.py",
         "integrations/test_accelerate.py",
@@ -33,7 +37,11 @@ SLOW_PATHS = {
         "integrations/test_llama_factory_trainer.py",
         "sources/test_hf_datasets.py",
     ],
-    "sweep": [],
+    "sweep": [
+        "loader/test_resume.py",
+        "vision/test_augmentation.py",
+        "vision/test_mixed_images.py",
+    ],
 }
 
 

@@ -94,8 +94,14 @@ class RankJob:
 
     def results(self, timeout_s=120):
         """Exit code, output and complaints of each rank."""
+        return list(self.results_of(range(len(self.ranks)), timeout_s).values())
+
+    def results_of(self, ranks, timeout_s=120):
+        """The same by rank, of these ranks alone: others may go on."""
         deadline = time.monotonic() + timeout_s
-        return [program.finish(max(0.1, deadline - time.monotonic())) for program in self.ranks]
+        return {
+            rank: self.ranks[rank].finish(max(0.1, deadline - time.monotonic())) for rank in ranks
+        }
 
     def kill(self):
         for program in self.ranks:

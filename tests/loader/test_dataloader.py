@@ -47,9 +47,14 @@ WORKERS = [
     {"workers": WorkerOptions(num_workers=2, chunk_size=500)},
     {"workers": WorkerOptions(num_workers=1, method="thread")},
     {"workers": WorkerOptions(num_workers=4, method="thread")},
-    {"workers": WorkerOptions(num_workers=2, start_method="forkserver")},
-    {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
     {"state": "payload"},
+    *(
+        pytest.param(
+            {"workers": WorkerOptions(num_workers=2, start_method=method)},
+            marks=pytest.mark.workers,
+        )
+        for method in ("forkserver", "spawn")
+    ),
 ]
 
 
@@ -133,6 +138,7 @@ def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
     assert kinds == [{list}] * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("state", ["replay", "payload"])
 def test_converted_ids_resume_exactly(state, sampled):
     def listed(index):

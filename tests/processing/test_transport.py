@@ -225,9 +225,8 @@ chunks = st.one_of(
 )
 
 
-@settings(suppress_health_check=list(HealthCheck))
+@settings(fewer(2), suppress_health_check=list(HealthCheck))
 @given(items=chunks)
-@fewer(2)
 def test_anything_arrives_as_it_left_in_memory_of_its_own(items):
     before = copy.deepcopy(items) if not any_requires_grad(items) else items
     arrived = moved(items)

@@ -1,17 +1,103 @@
+"""Which tests are slow and why, and how much of what can be sampled is tested."""
+
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+
+HERE = Path(__file__).parent
+FAST = "not slow"
+
+# Hypothesis: examples of each property. `fast` goes with `-m "not slow"`, `ci` with all tests.
+EXAMPLES = {"fast": 25, "ci": 100, "exhaustive": 1000}
+
+# Files and folders in which every test is slow; what else is slow carries one of these markers.
+SLOW_PATHS = {
+    "ranks": [
+        "alignment/exchange",
+        "alignment/test_programs_of_ranks.py",
+        "vision/test_modalities.py",
+    ],
+    "workers": [
+        "integrations/test_imports.py",
+        "loader/test_hygiene.py",
+        "processing/test_faults.py",
+    ],
+    "frameworks": [
+        "collate/test_compiled_shapes.py",
+        "integrations/test_accelerate.py",
+        "integrations/test_huggingface.py",
+        "integrations/test_lightning.py",
+        "integrations/test_lightning_ranks.py",
+        "integrations/test_llama_factory_trainer.py",
+        "sources/test_hf_datasets.py",
+    ],
+    "sweep": [
+        "loader/test_resume.py",
+        "vision/test_augmentation.py",
+        "vision/test_mixed_images.py",
+    ],
+}
 
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="slow sweeps in full, not sampled")
 
 
-@pytest.fixture
+def pytest_configure(config):
+    for name, examples in EXAMPLES.items():
+        settings.register_profile(name, max_examples=examples, deadline=None)
+    fitting = "fast" if config.option.markexpr == FAST else "ci"
+    fitting = "exhaustive" if config.getoption("--exhaustive") else fitting
+    settings.load_profile(config.getoption("--hypothesis-profile") or fitting)
+
+
+def marker_of_path(path):
+    """The marker that all tests of a file carry, or None."""
+    relative = path.relative_to(HERE)
+    for marker, paths in SLOW_PATHS.items():
+        if any(relative.is_relative_to(one) for one in paths):
+            return marker
+    return None
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even import what none of the asked tests is in: frameworks take many seconds."""
+    if config.option.markexpr == FAST and collection_path.is_relative_to(HERE):
+        return True if marker_of_path(collection_path) else None
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE) and (marker := marker_of_path(item.path)):
+            item.add_marker(marker)
+        if any(item.get_closest_marker(name) for name in SLOW_PATHS):
+            item.add_marker("slow")
+
+
+@pytest.fixture(scope="session")
 def exhaustive(request):
     """Whether slow sweeps run in full."""
     return request.config.getoption("--exhaustive")
+
+
+@pytest.fixture(scope="session")
+def sampled(exhaustive):
+    """`sampled(every=5)` gives these options to a sweep, or with `--exhaustive` none of them."""
+    return lambda **options: {} if exhaustive else options
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fresh_ranks(exhaustive):
+    """With `--exhaustive`, every rank has an interpreter of its own."""
+    if exhaustive:
+        from rank_jobs import RankJob
+
+        RankJob.fresh = True

@@ -25,6 +25,9 @@ from odb_nodes import (
 from odb_nodes.contract.graph import walk  # noqa: F401
 from odb_nodes.nodes.read_ahead import ReadAhead
 
+WARM = ("torch.distributed.checkpoint", "torchdata.nodes", "odb_nodes", "psutil")
+"""What every program of ranks imports."""
+
 _BODY = """
 import json
 import torch.distributed as dist
@@ -51,9 +54,13 @@ class RankJob:
         world_size: number of ranks.
         args: of the command line; `sys.argv[1:]` there.
         init: initialise torch.distributed.
+        warm: names of modules that the ranks have imported as they start. With `--exhaustive`, and
+            where there are none, each rank has an interpreter of its own.
     """
 
-    def __init__(self, folder, body, world_size, *args, init=True):
+    fresh = False  # set by `--exhaustive`
+
+    def __init__(self, folder, body, world_size, *args, init=True, warm=WARM):
         import textwrap
 
         before = _BODY if init else _BODY.rpartition("dist.init")[0]
@@ -69,7 +76,13 @@ class RankJob:
             }
             path = folder / f"rank{rank}"
             path.mkdir(exist_ok=True)
-            program = Program(path, before + textwrap.dedent(body), *args, environment=environment)
+            program = Program(
+                path,
+                before + textwrap.dedent(body),
+                *args,
+                environment=environment,
+                warm=() if self.fresh else warm,
+            )
             self.ranks.append(program)
 
     def finish(self, timeout_s=120):
@@ -81,8 +94,14 @@ class RankJob:
 
     def results(self, timeout_s=120):
         """Exit code, output and complaints of each rank."""
+        return list(self.results_of(range(len(self.ranks)), timeout_s).values())
+
+    def results_of(self, ranks, timeout_s=120):
+        """The same by rank, of these ranks alone: others may go on."""
         deadline = time.monotonic() + timeout_s
-        return [program.finish(max(0.1, deadline - time.monotonic())) for program in self.ranks]
+        return {
+            rank: self.ranks[rank].finish(max(0.1, deadline - time.monotonic())) for rank in ranks
+        }
 
     def kill(self):
         for program in self.ranks:

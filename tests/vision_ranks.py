@@ -19,6 +19,7 @@ from odb_nodes import (
 )
 from odb_nodes.vision import VisionLanguageCollate
 
+WARM = ("transformers.models.qwen2_vl.modeling_qwen2_vl", "odb_nodes.vision")
 TEXTS = list(range(0, 48, 3))
 INDICES = {
     "some": ([0, 1, 2, 4, 5, 7, 3, 8], TEXTS[:8]),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from warm_start import warm_process
 
 import odb_nodes
 from odb_nodes import ODBDataLoader, ParallelProcessor, ShardedSampler, Skipped, WorkerOptions
@@ -211,23 +212,28 @@ class Program:
         header: what stands before the imports.
         environment: variables on top of the present ones.
         launcher: of the command line, what runs the program.
+        warm: names of modules; the program is forked from a process that has imported them. Empty
+            for an interpreter of its own.
     """
 
-    def __init__(self, folder, body, *args, header="", environment=None, launcher=()):
+    def __init__(self, folder, body, *args, header="", environment=None, launcher=(), warm=()):
         path = Path(folder, "program.py")
         body = textwrap.indent(textwrap.dedent(body), "    ")
         path.write_text(_PROGRAM.format(header=header, body=body))
         roots = [Path(odb_nodes.__file__).parents[1], Path(__file__).parent]
         path_variable = {"PYTHONPATH": os.pathsep.join(map(str, roots))}
         environment = {**os.environ, **path_variable, **(environment or {})}
-        self.process = subprocess.Popen(
-            [sys.executable, *map(str, (*launcher, path, *args))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        if warm:
+            self.process = warm_process(warm).start((path, *args), environment)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, (*launcher, path, *args))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
         self.session = self.process.pid
 
     def line(self):

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from aligned_ranks import TIMEOUT_S, cut, graph, ids, on_ranks, shard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from in_process_hub import InProcessHub
+from sampling import fewer
 from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
 
 from odb_nodes import (
@@ -109,7 +110,7 @@ def check_infos(items, accumulate):
     accumulate=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
-@settings(deadline=None, max_examples=40)
+@fewer(3)
 def test_any_shards_and_rounds(sizes, budget, window, round_size, accumulate, seed):
     runs = on_ranks(
         len(sizes),
@@ -597,7 +598,7 @@ def test_modalities_of_any_rank_are_known_on_all():
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])
-def test_one_rank_resumes_exactly(state):
+def test_one_rank_resumes_exactly(state, sampled):
     def make():
         sampler = ShardedSampler(90, seed=3, rank=0, world_size=1)
         source = LengthObserver(sampler, lambda index: 1 + 7 * index % 23)
@@ -605,6 +606,6 @@ def test_one_rank_resumes_exactly(state):
         node = RankAligner(bucketer, accumulate=3)
         return Loader(GroupCollator(node, lambda indices: {"id": indices}))
 
-    assert_resumes_exactly(make, epochs=3)
+    assert_resumes_exactly(make, epochs=3, **sampled(horizon=12))
     sizes = [pop_step_info(batch).micro_steps for batch in make()]
     assert set(sizes[:-3]) == {3}

@@ -25,6 +25,7 @@ from odb_nodes import ODBDataLoader, StateError, load_rank_state  # noqa: E402
 from odb_nodes.integrations.accelerate import configure_accelerator  # noqa: E402
 
 SIZE = 40
+WARM = ("accelerate", "transformers", "odb_nodes.integrations.accelerate")
 IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport accelerate_jobs as a\n"
 
 
@@ -210,7 +211,8 @@ def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, exhaustive)
         r.finish(found)
     """
     arguments = str(tmp_path), str(exhaustive)
-    first, second = run_ranks(tmp_path, IMPORTS + dedent(body), 2, *arguments, timeout_s=250)
+    options = {"timeout_s": 250, "warm": WARM}
+    first, second = run_ranks(tmp_path, IMPORTS + dedent(body), 2, *arguments, **options)
     assert first == second
     assert all(error < 1e-12 for error, *_ in first)
     (*_, fillers), _ = first
@@ -220,7 +222,8 @@ def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, exhaustive)
 def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
     def job(name, **options):
         given = {"folder": str(tmp_path / "run"), "name": name, "accumulate": 2, **options}
-        return RankJob(tmp_path, IMPORTS + "a.main()", 2, json.dumps(given), init=False)
+        options = {"init": False, "warm": WARM}
+        return RankJob(tmp_path, IMPORTS + "a.main()", 2, json.dumps(given), **options)
 
     with job("whole") as whole:
         expected = [json.loads(out.splitlines()[-1]) for out in whole.finish(200)]

@@ -44,6 +44,7 @@ from odb_nodes.integrations.huggingface import (  # noqa: E402
 from odb_nodes.integrations.huggingface.checks import check_trainer  # noqa: E402
 
 SIZE = 40
+WARM = ("transformers.trainer_seq2seq", "odb_nodes.integrations.huggingface")
 IMPORTS = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport trainer_jobs as t\n"
 LOSSES = [
     ("Normalizing", None),
@@ -326,7 +327,8 @@ def decoder():
 
 def encoder_decoder():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    config = T5Config(vocab_size=lm.VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    sizes["decoder_start_token_id"] = 0
+    config = T5Config(vocab_size=lm.VOCABULARY, dropout_rate=0.0, **sizes)
     return T5ForConditionalGeneration(config)
 
 
@@ -720,7 +722,7 @@ def test_a_length_that_nobody_knows_is_an_error_that_says_what_to_do(tmp_path):
 
 def test_the_config_is_keyword_only_and_frozen():
     with pytest.raises(TypeError):
-        ODBConfig(64)
+        ODBConfig(64)  # type: ignore[call-arg]
     with pytest.raises(AttributeError):
         ODBConfig(token_budget=64).window = 3
     assert issubclass(ODBTrainer, ODBTrainerMixin)
@@ -743,7 +745,14 @@ def test_two_ranks_resume_exactly_with_the_gradient_of_one(tmp_path, accumulate,
         r.finish(found)
     """
     (first, second) = run_ranks(
-        tmp_path, program(body), 2, str(tmp_path), str(accumulate), str(exhaustive), timeout_s=250
+        tmp_path,
+        program(body),
+        2,
+        str(tmp_path),
+        str(accumulate),
+        str(exhaustive),
+        timeout_s=250,
+        warm=WARM,
     )
     assert first == second
     assert all(error < 1e-12 for error, _, _ in first)
@@ -771,7 +780,7 @@ def test_two_ranks_probe_the_same_micro_step(tmp_path):
             t.make_trainer(f"{sys.argv[1]}/{seed}", seed=seed, odb=odb, **options).train()
         r.finish(found)
     """
-    first, second = run_ranks(tmp_path, program(body), 2, str(tmp_path))
+    first, second = run_ranks(tmp_path, program(body), 2, str(tmp_path), warm=WARM)
     assert len(first) == 5
     assert first == second
 
@@ -782,7 +791,7 @@ def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
     def job(name, **options):
         given = {"folder": str(tmp_path / "run"), "name": name, "num_train_epochs": 1, **options}
         given["gradient_accumulation_steps"] = 2
-        return RankJob(tmp_path, program(body), 2, json.dumps(given), init=False)
+        return RankJob(tmp_path, program(body), 2, json.dumps(given), init=False, warm=WARM)
 
     with job("killed", save_strategy="steps", save_steps=2, kill_at=3) as killed:
         assert [code for code, *_ in killed.results(200)] == [-signal.SIGKILL] * 2

@@ -9,6 +9,7 @@ pytest.importorskip("lightning.pytorch")
 import lightning_runs as runs
 from rank_jobs import RankJob, run_ranks
 
+WARM = ("lightning.pytorch", "odb_nodes.integrations.lightning")
 WHOLE = """
     import lightning_runs as l
     folder, accumulate = sys.argv[1], int(sys.argv[2])
@@ -27,7 +28,7 @@ RESUMED = """
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_two_ranks_train_exactly_and_resume_exactly(accumulate, tmp_path):
     given = (str(tmp_path), str(accumulate))
-    found = run_ranks(tmp_path, WHOLE, 2, *given, init=False, timeout_s=240)
+    found = run_ranks(tmp_path, WHOLE, 2, *given, init=False, warm=WARM, timeout_s=240)
     ranks = [rank[0] for rank in found]
 
     # The same steps on both ranks, and every sample once per epoch over both.
@@ -48,11 +49,11 @@ def test_two_ranks_train_exactly_and_resume_exactly(accumulate, tmp_path):
     assert max(error for rank in found for error in rank[1]) <= 1e-12
 
     # Killed with SIGKILL, and resumed in new processes from the last checkpoint.
-    with RankJob(tmp_path, KILLED, 2, *given, "5", init=False) as job:
+    with RankJob(tmp_path, KILLED, 2, *given, "5", init=False, warm=WARM) as job:
         results = job.results()
         assert [code for code, _, _ in results] == [-signal.SIGKILL] * 2, results
         assert not any(program.running() for program in job.ranks)
-    resumed_at = run_ranks(tmp_path, RESUMED, 2, *given, init=False)
+    resumed_at = run_ranks(tmp_path, RESUMED, 2, *given, init=False, warm=WARM)
     assert resumed_at == [4, 4]
 
     # Another number of ranks is refused.

@@ -47,9 +47,14 @@ WORKERS = [
     {"workers": WorkerOptions(num_workers=2, chunk_size=500)},
     {"workers": WorkerOptions(num_workers=1, method="thread")},
     {"workers": WorkerOptions(num_workers=4, method="thread")},
-    {"workers": WorkerOptions(num_workers=2, start_method="forkserver")},
-    {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
     {"state": "payload"},
+    *(
+        pytest.param(
+            {"workers": WorkerOptions(num_workers=2, start_method=method)},
+            marks=pytest.mark.workers,
+        )
+        for method in ("forkserver", "spawn")
+    ),
 ]
 
 
@@ -133,8 +138,9 @@ def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
     assert kinds == [{list}] * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("state", ["replay", "payload"])
-def test_converted_ids_resume_exactly(state):
+def test_converted_ids_resume_exactly(state, sampled):
     def listed(index):
         ids = augment(index)["input_ids"].tolist()
         return {"input_ids": ids, "labels": ids, "id": index}
@@ -144,7 +150,7 @@ def test_converted_ids_resume_exactly(state):
             range(SIZE), token_budget=256, window=24, process_fn=listed, state=state
         )
 
-    assert_resumes_exactly(make)
+    assert_resumes_exactly(make, **sampled(horizon=12))
 
 
 def test_ids_that_cannot_be_converted_name_key_value_and_item():

@@ -39,14 +39,15 @@ def datasets(tmp_path):
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_every_step_resumes(datasets, by, stop):
+def test_every_step_resumes(datasets, by, stop, sampled):
     mixing = Mixing(weights=WEIGHTS, by=by, stop=stop)
-    assert_resumes_exactly(lambda: make(datasets, weights=mixing), every=3, chain=2)
+    less = sampled(every=3, horizon=8, chain=1)
+    assert_resumes_exactly(lambda: make(datasets, weights=mixing), **less)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"state": "payload"}], ids=str)
-def test_every_step_resumes_with(datasets, options):
-    assert_resumes_exactly(lambda: make(datasets, **options))
+def test_every_step_resumes_with(datasets, options, sampled):
+    assert_resumes_exactly(lambda: make(datasets, **options), **sampled(horizon=8, chain=1))
 
 
 @pytest.mark.parametrize("by", ["samples", "tokens"])

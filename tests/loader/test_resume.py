@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from graphs import ABOVE, BELOW, make, make_dataloader, process
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import fewer
 from torchdata.nodes import Mapper, Prefetcher
 
 from odb_nodes import GroupCollator, LengthObserver, Loader, WindowBucketer, save_state
@@ -16,7 +17,9 @@ from odb_nodes.testing import assert_resumes_exactly
 def sweep(name, exhaustive):
     """What starts workers for each resume is slow: take a sample of it, unless asked for all."""
     slow = name.startswith("Parallel") and not name.endswith("inline")
-    return {"every": 7, "chain": 1} if slow and not exhaustive else {}
+    if exhaustive:
+        return {}
+    return {"every": 7, "chain": 1} if slow else {"horizon": 12}
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])
@@ -30,8 +33,8 @@ def test_every_step_of_three_epochs_over_every_source(below, state, exhaustive):
 
 
 @pytest.mark.parametrize("above", ABOVE)
-def test_every_step_of_three_epochs_under_every_node(above):
-    assert_resumes_exactly(lambda: make("Mapper", above=above), epochs=3)
+def test_every_step_of_three_epochs_under_every_node(above, sampled):
+    assert_resumes_exactly(lambda: make("Mapper", above=above), epochs=3, **sampled(horizon=12))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"state": "payload"}])
@@ -50,15 +53,15 @@ def test_every_step_of_three_epochs_of_the_dataloader(options, exhaustive):
     state=st.sampled_from(["replay", "payload"]),
     every=st.integers(1, 7),
 )
-@settings(deadline=None, max_examples=25)
-def test_any_configuration(size, window, budget, seed, depth, frequency, state, every):
+@fewer(8)
+def test_any_configuration(size, window, budget, seed, depth, frequency, state, every, sampled):
     def graph():
         sampler = ShardedSampler(size, seed=seed, rank=0, world_size=1)
         processed = Mapper(sampler, lambda i: {"input_ids": [1] * (1 + 7 * i % 29), "id": i})
         below = Prefetcher(LengthObserver(processed), depth, frequency)
         return Loader(GroupCollator(WindowBucketer(below, budget, window, state)))
 
-    assert_resumes_exactly(graph, every=every)
+    assert_resumes_exactly(graph, every=every, **sampled(horizon=12))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_a_fresh_process_goes_on_from_a_file(below, state, tmp_path):
             save_state(loader.state_dict(), tmp_path / "state.pt")
     following = [batch["id"].tolist() for batch in loader]
     loader.close()
-    script = Path(__file__).with_name("graphs.py")
+    script = Path(__file__).parents[1] / "graphs.py"
     command = [sys.executable, script, below, state, "Prefetcher", tmp_path / "state.pt"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

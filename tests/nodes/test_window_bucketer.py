@@ -4,8 +4,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import fewer
 from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
@@ -46,16 +47,18 @@ LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
     layout=st.sampled_from(["padded", "packed"]),
     every=st.integers(1, 5),
 )
-@settings(deadline=None, max_examples=60)
 @pytest.mark.filterwarnings("ignore:.*exceeds.*")
+@fewer(5)
 def test_it_resumes_exactly_for_any_lengths(
-    lengths, tokens, window, state, oversize, layout, every
+    lengths, tokens, window, state, oversize, layout, every, sampled
 ):
     budget = TokenBudget(tokens, oversize=oversize, layout=layout)
     if oversize == "drop":
         lengths = [*lengths, 1]  # at least one group
     assert_resumes_exactly(
-        lambda: WindowBucketer(samples(lengths), budget, window, state), every=every
+        lambda: WindowBucketer(samples(lengths), budget, window, state),
+        every=every,
+        **sampled(horizon=12),
     )
 
 
@@ -70,10 +73,10 @@ def test_it_resumes_exactly_for_any_lengths(
     ],
     ids=str,
 )
-def test_every_layout_resumes_exactly_at_every_step(fields, state):
+def test_every_layout_resumes_exactly_at_every_step(fields, state, sampled):
     budget = TokenBudget(100, **fields)
     report = assert_resumes_exactly(
-        lambda: WindowBucketer(samples(LENGTHS[:90]), budget, 16, state), every=1
+        lambda: WindowBucketer(samples(LENGTHS[:90]), budget, 16, state), **sampled(horizon=12)
     )
     assert report.steps > 40
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pools import lognormal, run
 
@@ -74,7 +74,6 @@ def brute_force(lengths, capacity):
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=25), st.integers(60, 150))
-@settings(deadline=None, max_examples=300)
 def test_no_exchange_fills_better(lengths, capacity):
     group = take(list(lengths), packed(capacity))
     assert sum(group) == brute_force(lengths, capacity)
@@ -82,7 +81,6 @@ def test_no_exchange_fills_better(lengths, capacity):
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=120), st.integers(60, 150))
-@settings(deadline=None)
 def test_the_tail_is_first_fit_longest_first(lengths, capacity):
     groups, _ = run(lengths, packed(capacity), 1000)
     rows = []

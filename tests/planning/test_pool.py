@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pools import lognormal, run
 
@@ -23,7 +23,6 @@ budgets = st.builds(
     window=st.integers(1, 50),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=300)
 def test_every_sample_comes_out_once_within_the_budget_and_before_its_age(
     lengths, budget, window, data
 ):
@@ -56,7 +55,6 @@ def test_a_stream_that_starves_one_length_still_serves_it_in_time():
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60), tokens=st.integers(30, 99))
-@settings(deadline=None)
 def test_what_is_left_at_the_end_goes_out_in_the_fewest_groups(lengths, tokens):
     pool = RollingPool(TokenBudget(tokens), len(lengths))
     pool.add(lengths, lengths, [0] * len(lengths), range(len(lengths)))

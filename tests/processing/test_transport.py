@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from sampling import fewer
 
 from odb_nodes import Sample
 from odb_nodes.processing.transport import pack, receive, send, unpack
@@ -224,7 +225,7 @@ chunks = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(fewer(2), suppress_health_check=list(HealthCheck))
 @given(items=chunks)
 def test_anything_arrives_as_it_left_in_memory_of_its_own(items):
     before = copy.deepcopy(items) if not any_requires_grad(items) else items

@@ -13,6 +13,7 @@ from odb_nodes.testing import assert_resumes_exactly
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
+WARM = ("datasets", "odb_nodes")
 ROWS = [{"id": n, "input_ids": [n] * (n % 5 + 1)} for n in range(24)]
 
 
@@ -73,10 +74,9 @@ def ids(items):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_every_step_resumes(name):
-    assert_resumes_exactly(
-        lambda: IterableSource(STREAMS[name](), 0, 1), epochs=2, every=2, chain=1
-    )
+def test_every_step_resumes(name, sampled):
+    less = sampled(every=3, chain=1, horizon=12)
+    assert_resumes_exactly(lambda: IterableSource(STREAMS[name](), 0, 1), **less)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -95,8 +95,9 @@ def test_ranks_share_the_samples_out(name, world_size):
 
 
 @pytest.mark.parametrize("name", ["arrow", "take and skip", "shuffle"])
-def test_a_share_resumes(name):
-    assert_resumes_exactly(lambda: IterableSource(STREAMS[name](), 1, 2), chain=1)
+def test_a_share_resumes(name, sampled):
+    less = sampled(every=2, chain=1, horizon=12)
+    assert_resumes_exactly(lambda: IterableSource(STREAMS[name](), 1, 2), **less)
 
 
 def test_shards_are_not_read_by_other_ranks():
@@ -193,7 +194,7 @@ def test_a_loader_over_it(kind, num_workers):
             assert sorted(int(n) for batch in loader for n in batch["id"]) == [*range(24)]
 
 
-def test_a_loader_over_it_resumes():
+def test_a_loader_over_it_resumes(sampled):
     def make():
         return ODBDataLoader(
             {"map": rows(0, 12).with_format("torch"), "stream": generated()},
@@ -202,7 +203,7 @@ def test_a_loader_over_it_resumes():
             process_fn=lambda row: {"id": int(row["id"]), "input_ids": [1] * len(row["input_ids"])},
         )
 
-    assert_resumes_exactly(make, every=3, chain=1)
+    assert_resumes_exactly(make, **sampled(every=3, chain=1))
 
 
 def test_the_splits_of_a_dataset_are_not_taken_for_a_mixture():
@@ -237,7 +238,7 @@ def test_two_ranks(tmp_path):
         found.append(sorted(sum(r.gathered(r.real_ids(expected)), [])))
     r.finish(found)
     """
-    for found in run_ranks(tmp_path, body, 2, json.dumps([4, 3])):
+    for found in run_ranks(tmp_path, body, 2, json.dumps([4, 3]), warm=WARM):
         assert found == [[*range(40)]] * 2
 
 
@@ -251,11 +252,11 @@ def test_ranks_with_different_orders_say_so(tmp_path):
     except StateError as error:
         r.finish(str(error))
     """
-    for error in run_ranks(tmp_path, body, 2):
+    for error in run_ranks(tmp_path, body, 2, warm=WARM):
         assert "shuffle_seed" in error
 
 
-def test_files_that_are_streamed(tmp_path):
+def test_files_that_are_streamed(tmp_path, sampled):
     for part in range(3):
         lines = [json.dumps(row) for row in ROWS[8 * part : 8 * part + 8]]
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
@@ -266,4 +267,4 @@ def test_files_that_are_streamed(tmp_path):
         return IterableSource(datasets.load_dataset("json", data_files=files, **options), 0, 1)
 
     assert sorted(ids(Loader(make()))) == [*range(24)]
-    assert_resumes_exactly(make, every=3, chain=1)
+    assert_resumes_exactly(make, **sampled(every=3, chain=1))

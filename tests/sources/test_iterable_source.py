@@ -2,7 +2,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
@@ -90,7 +90,6 @@ def test_what_cannot_be_iterated_is_refused(nothing):
         source(nothing)
 
 
-@settings(deadline=None, max_examples=40)
 @given(size=st.integers(1, 200), world_size=st.integers(1, 17))
 def test_ranks_share_the_items_out(size, world_size):
     items = list(range(size))

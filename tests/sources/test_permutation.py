@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
@@ -18,13 +18,11 @@ def test_it_is_a_bijection_at_the_edges_of_its_domains(size):
     assert_array_equal(np.sort(whole(size, seed=3)), np.arange(size))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5000), st.integers(-(2**70), 2**70))
 def test_it_is_a_bijection_for_every_size_and_seed(size, seed):
     assert_array_equal(np.sort(whole(size, seed)), np.arange(size))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1), st.data())
 def test_an_element_asked_for_alone_is_the_one_of_the_whole(size, seed, data):
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)

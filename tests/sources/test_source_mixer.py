@@ -4,8 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import fewer
 from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
@@ -298,9 +299,10 @@ def test_a_source_that_cannot_begin_again_is_an_error_and_no_endless_loop(monkey
 
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_every_step_resumes(stop, by):
+def test_every_step_resumes(stop, by, sampled):
     make = observed if by == "tokens" else mixer
-    assert_resumes_exactly(lambda: Loader(make(by=by, stop=stop)), epochs=3, every=5)
+    less = sampled(every=5, horizon=12, chain=1)
+    assert_resumes_exactly(lambda: Loader(make(by=by, stop=stop)), epochs=3, **less)
 
 
 @given(
@@ -308,7 +310,7 @@ def test_every_step_resumes(stop, by):
     weights=st.data(),
     stop=st.sampled_from(["first_exhausted", "all_exhausted", "cycle"]),
 )
-@settings(deadline=None, max_examples=25)
+@fewer(5)
 def test_any_sources(sizes, weights, stop):
     named = {f"s{index}": size for index, size in enumerate(sizes)}
     drawn = {name: weights.draw(st.floats(0.2, 5)) for name in named}
@@ -324,11 +326,11 @@ def graph(num_workers=0):
     return Loader(GroupCollator(RankAligner(bucketer)))
 
 
-def test_one_pool_of_workers_processes_all_sources():
+def test_one_pool_of_workers_processes_all_sources(sampled):
     with graph(num_workers=2) as parallel, graph() as inline:
         expected = [batch["length"].tolist() for batch in inline]
         assert [batch["length"].tolist() for batch in parallel] == expected
-    assert_resumes_exactly(graph, every=4)
+    assert_resumes_exactly(graph, **sampled(every=4, horizon=12))
 
 
 def test_an_error_names_source_and_sample():

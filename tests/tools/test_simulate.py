@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from in_process_hub import InProcessHub
 
@@ -82,7 +82,6 @@ def planned_samples(lengths, budget):
 
 
 @given(**jobs, uneven=st.sampled_from(["fill", "join", "stop"]))
-@settings(deadline=None, max_examples=80)
 def test_the_steps_are_those_of_real_ranks(lengths, **options):
     # An epoch of which all is dropped is an error of the real ranks.
     shards = [lengths[rank :: options["world_size"]] for rank in range(options["world_size"])]
@@ -103,7 +102,6 @@ def test_the_steps_are_those_of_real_ranks_over_many_rounds():
 
 
 @given(**{**jobs, "world_size": st.integers(1, 40)}, uneven=st.sampled_from(["fill", "join"]))
-@settings(deadline=None, max_examples=60)
 def test_every_sample_is_planned_exactly_once(lengths, budget, world_size, **options):
     steps = list(simulate_steps(lengths, budget=budget, world_size=world_size, **options))
     planned = [index for step in steps for group in indices(step) for index in group or []]

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pictures import as_bytes, noise, smooth
 from PIL import Image, ImageOps
@@ -16,7 +16,6 @@ from odb_nodes.vision import ImageError, ImageReader, resized_shape
 read = ImageReader(max_pixels=28 * 28 * 16)
 
 
-@settings(deadline=None, max_examples=1000)
 @given(
     height=st.integers(1, 5000),
     width=st.integers(1, 5000),
@@ -144,6 +143,7 @@ def test_what_is_no_image_is_said_without_where_it_is_in_memory(tmp_path):
         read(b"no image at all")
 
 
+@pytest.mark.workers
 def test_pillow_does_not_warn_beside_the_error():
     code = """
 import io, warnings

@@ -1,16 +1,19 @@
 """Text and images of three sources in one graph: each once, in step, and resumed exactly."""
 
+import pytest
 from mixed_images import SIZES, make, write_chats
 from rank_jobs import run_ranks
+from vision_ranks import WARM
 
 from odb_nodes import pop_step_info
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.tools.source_report import SourceReport
 
 
-def test_a_mixture_with_images_resumes_exactly_at_every_step(tmp_path):
+def test_a_mixture_with_images_resumes_exactly_at_every_step(tmp_path, sampled):
     chats = write_chats(tmp_path / "chats.jsonl")
-    assert assert_resumes_exactly(lambda: make(chats), epochs=1).resumes > 8
+    less = sampled(horizon=2, chain=1)
+    assert assert_resumes_exactly(lambda: make(chats), epochs=1, **less).resumes > 8
     with make(chats) as loader:
         report = SourceReport()
         for batch in loader:
@@ -18,6 +21,7 @@ def test_a_mixture_with_images_resumes_exactly_at_every_step(tmp_path):
     assert {name: count.samples for name, count in report.counts.items()} == SIZES
 
 
+@pytest.mark.ranks
 def test_ranks_with_workers_agree_on_the_images_of_a_mixture(tmp_path):
     body = """
     import mixed_images as m
@@ -42,6 +46,6 @@ def test_ranks_with_workers_agree_on_the_images_of_a_mixture(tmp_path):
     total = {name: count.samples for name, count in report.over_ranks().counts.items()}
     r.finish([total, with_dummy])
     """
-    results = run_ranks(tmp_path, body, 2, write_chats(tmp_path / "chats.jsonl"))
+    results = run_ranks(tmp_path, body, 2, write_chats(tmp_path / "chats.jsonl"), warm=WARM)
     assert [total for total, _ in results] == [SIZES] * 2
     assert sum(dummies for _, dummies in results) >= 1

@@ -2,7 +2,7 @@
 
 import pytest
 from rank_jobs import RankJob, run_ranks
-from vision_ranks import INDICES, TEXTS
+from vision_ranks import INDICES, TEXTS, WARM
 
 COMPARE = "import vision_ranks as v; r.finish(v.compare(sys.argv[1]))"
 TRAIN_WITHOUT_DUMMY = """
@@ -13,7 +13,7 @@ TRAIN_WITHOUT_DUMMY = """
 
 @pytest.mark.parametrize("name", INDICES)
 def test_ranks_without_images_take_part_and_change_nothing(name, tmp_path):
-    images, text = run_ranks(tmp_path, COMPARE, 2, name)
+    images, text = run_ranks(tmp_path, COMPARE, 2, name, warm=WARM)
     assert images["steps"] == text["steps"]
     assert images["without"] == text["without"]  # Both ranks use the vision tower, or none.
     assert text["dummies"] >= 2 and images["dummies"] == 0
@@ -25,7 +25,7 @@ def test_ranks_without_images_take_part_and_change_nothing(name, tmp_path):
 
 
 def test_without_the_dummy_the_ranks_wait_for_each_other(tmp_path):
-    with RankJob(tmp_path, TRAIN_WITHOUT_DUMMY, 2) as job:
+    with RankJob(tmp_path, TRAIN_WITHOUT_DUMMY, 2, warm=WARM) as job:
         results = job.results(60)
     assert all(code for code, _, _ in results)
     assert any("Timed out waiting 5000ms" in errors for _, _, errors in results), results

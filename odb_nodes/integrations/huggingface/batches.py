@@ -134,7 +134,7 @@ def make_batches(trainer: Any) -> TrainBatches:
 
 
 def loader_options(trainer: Any) -> LoaderOptions:
-    """Return the options of the loader: those of the `ODBConfig`, and what the `Trainer` decides."""
+    """Return the options of the loader: the config's, and what the `Trainer` decides."""
     config, args = trainer.odb, trainer.args
     options: LoaderOptions = config.loader_options(
         collate_fn=_collate_fn(trainer),

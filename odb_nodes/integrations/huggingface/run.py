@@ -79,7 +79,7 @@ class Run:
         args = self._trainer.args
         if self._steps_per_epoch is None:
             return int(args.max_steps)
-        return int(math.ceil(self._steps_per_epoch * args.num_train_epochs))
+        return math.ceil(self._steps_per_epoch * args.num_train_epochs)
 
     @property
     def most_steps(self) -> int:

@@ -148,4 +148,4 @@ def plot(path: Path, token_budget: int, max_tokens: int) -> None:
     for axes in (loss, shape, fill):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=125)

@@ -3,7 +3,7 @@
     python examples/train_lm.py             # about a minute and a half on 2 cores
     python examples/train_lm.py --steps 12  # a quick look
 
-The text is half of the functions and classes at the top level of Python's standard library: a
+The text is a third of the functions and classes at the top level of Python's standard library: a
 few tokens to many thousands, tokenized in the workers, so no length is known beforehand. Both
 methods get the same memory: a fixed batch has room for `--token-budget` padded tokens should all
 its samples be of the greatest length, a dynamic one fills that room. Both train on the same samples
@@ -24,6 +24,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -120,7 +122,8 @@ def train_dynamic(options: argparse.Namespace, corpus: Corpus, part: str) -> Non
         trainer.load_state_dict(state["trainer"])
         loader.load_state_dict(state["loader"])
     log = Log(options.output, part)
-    with loader, progress_bar(part, trainer) as bar:
+    bar = tqdm(desc=part, unit="sample", total=trainer.epoch_samples, initial=trainer.samples)
+    with loader, bar:
         for batch in loader:
             info = pop_step_info(batch)
             log.add_step([batch], trainer.step([batch], [info.loss_scale]))
@@ -150,7 +153,7 @@ def train_fixed(options: argparse.Namespace, corpus: Corpus, samples: int, steps
     batches = iter(loader)
     batches_per_step = max(1, round(samples / steps / batch_size))
     log = Log(options.output, "fixed")
-    with progress_bar("fixed", trainer) as bar:
+    with tqdm(desc="fixed", unit="sample", total=samples) as bar:
         while group := list(islice(batches, batches_per_step)):
             targets = [int((batch["labels"][:, 1:] != -100).sum()) for batch in group]
             log.add_step(group, trainer.step(group, [count / sum(targets) for count in targets]))
@@ -163,10 +166,13 @@ def encode_and_collate(corpus: Corpus, texts: list[str]) -> Batch:
     return PaddingCollate()(list(map(corpus.encode, texts)))
 
 
-def progress_bar(part: str, trainer: Trainer) -> Any:
-    """Return a bar that counts samples, and says which part of the run this is."""
-    name = f"Part {PARTS.index(part) + 1} of {len(PARTS)}, {part:7}"
-    return tqdm(desc=name, unit="sample", total=trainer.epoch_samples, initial=trainer.samples)
+@contextmanager
+def announced(part: str) -> Iterator[None]:
+    """Say which part of the run begins, and how long it took."""
+    print(f"Part {PARTS.index(part) + 1} of {len(PARTS)}: {part}", flush=True)
+    start_s = time.perf_counter()
+    yield
+    print(f"\nThe {part} part took {time.perf_counter() - start_s:.0f} s.\n", flush=True)
 
 
 def kill_and_resume(options: argparse.Namespace) -> str:
@@ -180,9 +186,8 @@ def kill_and_resume(options: argparse.Namespace) -> str:
     for part, exit_code in (("killed", -signal.SIGKILL), ("resumed", 0)):
         again = [sys.executable, __file__, *sys.argv[1:], "--part", part]
         extra = ["--kill-at", str(kill_at)] if part == "killed" else []
-        start_s = time.perf_counter()
-        ended = subprocess.run([*again, *extra]).returncode
-        print(f"{part}: {time.perf_counter() - start_s:.1f} s")
+        with announced(part):
+            ended = subprocess.run([*again, *extra]).returncode
         if ended != exit_code:
             raise SystemExit(f"The {part} part ended with exit code {ended}, not {exit_code}.")
     killed, _ = read_log(options.output, "killed")
@@ -215,13 +220,15 @@ def main() -> None:
     add("--kill-at", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(every=2)
+    corpus = load_corpus(every=3)
     if options.part:
         train_dynamic(options, corpus, options.part)
         return
-    train_dynamic(options, corpus, "dynamic")
+    with announced("dynamic"):
+        train_dynamic(options, corpus, "dynamic")
     steps, _ = read_log(options.output, "dynamic")
-    train_fixed(options, corpus, sum(step.samples for step in steps), len(steps))
+    with announced("fixed"):
+        train_fixed(options, corpus, sum(step.samples for step in steps), len(steps))
     print(f"\n{kill_and_resume(options)}\n\n{table(options.output, options.token_budget)}")
     plot(options.output / "train_lm.png", options.token_budget, MAX_TOKENS)
     print(f"\nPicture: {options.output / 'train_lm.png'}")

@@ -1,140 +1,127 @@
-"""Mix three sources by weight, each with its own processing; kill the run, and resume it exactly.
+"""Mix three sources by weight, each with its own processing.
 
-    python examples/mix_sources.py             # a few minutes on 2 cores
-    python examples/mix_sources.py --steps 12  # a quick look
-    python examples/mix_sources.py --by tokens
+    python examples/mix_sources.py                # about a minute on 2 cores
+    python examples/mix_sources.py --by tokens    # weights are shares of tokens
+    python examples/mix_sources.py --resume       # go on from the last checkpoint
 
-The sources are chats in a JSON Lines file, a list of captions, and pages that are smudged at random
-whenever they are processed. A tiny language model trains on the mixture.
-
-Then the run is repeated in a process that kills itself in mid-epoch, and goes on from its last
-checkpoint in another. Every group, every loss and every count must be that of the first run.
+All text is Python's standard library, in three forms: functions as chats in a JSON Lines file, of
+which only the answer is learned; docstrings as captions, a list; and pages to read, whose letters
+are smudged at random whenever they are processed. A tiny language model trains on the mixture.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-from dataclasses import dataclass
-from itertools import islice
+import ast
+import json
+import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 
-from kill_and_resume import kill_and_resume
-from odb_nodes import Mixing, ODBDataLoader, load_state, pop_step_info, save_state
+from odb_nodes import JsonlSource, Mixing, ODBDataLoader, load_state, pop_step_info, save_state
 from odb_nodes.tools.source_report import SourceReport
-from options import at_least
-from processes import FEWEST_STEPS
-from run_log import RunLog, Step, read_log
-from three_sources import Sources, make_sources
-from tiny_lm import MAX_TOKENS, build_model
+from tiny_lm import MAX_TOKENS, build_model, stdlib_texts, train_tokenizer
 
 WEIGHTS = {"chats": 0.5, "captions": 0.3, "pages": 0.2}
-LR, SEED = 1e-3, 0
-Unit = Literal["samples", "tokens"]
-THREADS = 2  # fixed: the order in which threads add up decides the last bits of a loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all runs have in common: the sources, and the options of the command line."""
+def make_datasets(folder: Path, texts: list[str]) -> dict[str, Any]:
+    """Return the sources by name."""
+    nodes: list[Any] = [ast.parse(text).body[0] for text in texts]
+    with (folder / "chats.jsonl").open("w") as chats:
+        for node, text in zip(nodes, texts, strict=True):
+            chats.write(json.dumps({"question": f"Write {node.name}", "answer": text}) + "\n")
+    return {
+        "chats": JsonlSource(folder / "chats.jsonl"),
+        "captions": list(filter(None, map(ast.get_docstring, nodes))),
+        "pages": [text[:300] for text in texts],
+    }
 
-    sources: Sources
-    by: Unit
-    steps: int
-    token_budget: int
-    window: int
-    device: str
-    workers: int
-    output: Path
+
+def chat_sample(tokenizer: Any, chat: dict[str, str]) -> dict[str, Any]:
+    """Return a chat in one of several templates; random numbers here are exact on resume, too."""
+    template = random.choice(("Q: {}\nA: ", "{}, please.\n", "# {}\n"))
+    return make_sample(tokenizer, template.format(chat["question"]), chat["answer"])
 
 
-def train(
-    job: Job, name: str, *, save_every: int = 0, kill_at: int | None = None, resume: bool = False
-) -> None:
-    """Train on the mixture; save checkpoints, die at a step, or go on from a checkpoint."""
-    torch.set_num_threads(THREADS)
-    model = build_model(seed=SEED, device=job.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    log, report, done = RunLog(job.output, name), SourceReport(), 0
+def caption_sample(tokenizer: Any, caption: str) -> dict[str, Any]:
+    """Return a caption."""
+    return make_sample(tokenizer, "", caption)
+
+
+def page_sample(tokenizer: Any, page: str) -> dict[str, Any]:
+    """Return a smudged page, and what it reads."""
+    smudged = np.random.random(len(page)) < 0.1
+    seen = "".join("?" if bad else letter for letter, bad in zip(page, smudged, strict=True))
+    return make_sample(tokenizer, f"{seen}\nreads\n", page)
+
+
+def make_sample(tokenizer: Any, given: str, learned: str) -> dict[str, Any]:
+    """Return a sample in which `learned` is supervised."""
+    prompt, answer = tokenizer.encode(given).ids, tokenizer.encode(learned).ids
+    input_ids = np.array([*prompt, *answer, tokenizer.token_to_id("<end>")])[:MAX_TOKENS]
+    labels = np.where(np.arange(len(input_ids)) < len(prompt), -100, input_ids)
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def main() -> None:
+    """Train, save a checkpoint every few steps, and report the shares of the sources."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--by", choices=("samples", "tokens"), default="samples")
+    parser.add_argument("--steps", type=int, default=60, help="most steps (%(default)s)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--output", type=Path, default=Path("runs/mix_sources"), help="folder")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = options.output / "checkpoint.pt"
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    texts = stdlib_texts()
+    tokenizer = train_tokenizer(texts)
+    functions: dict[str, Callable[..., dict[str, Any]]]
+    functions = {"chats": chat_sample, "captions": caption_sample, "pages": page_sample}
     loader = ODBDataLoader(
-        job.sources.datasets(),
-        process_fn=job.sources.functions(),
-        weights=Mixing(weights=WEIGHTS, by=job.by, stop="first_exhausted"),
-        token_budget=job.token_budget,
-        window=job.window,
-        num_workers=job.workers,
-        seed=SEED,
+        make_datasets(options.output, texts),
+        process_fn={name: partial(make, tokenizer) for name, make in functions.items()},
+        weights=Mixing(weights=WEIGHTS, by=options.by, stop="first_exhausted"),
+        token_budget=2048,
+        window=32,
+        num_workers=2,
+        seed=0,
     )
+    model, report = build_model(device=device), SourceReport()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     parts |= {"loader": loader, "report": report}
-    if resume:
-        state = load_state(job.output / "checkpoint.pt")
-        done = state["done"]
-        for key, part in parts.items():
-            part.load_state_dict(state[key])
+    step = 0
+    if options.resume:
+        state = load_state(checkpoint)
+        step = state["step"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     with loader:
-        for batch in islice(loader, job.steps - done):
+        for batch in loader:
             info = pop_step_info(batch)
             report.add(info)
-            ids = batch.pop("id").tolist()
-            inputs = {key: value.to(job.device) for key, value in batch.items()}
+            inputs = {key: value.to(device) for key, value in batch.items()}
             loss = model(**inputs).loss * info.loss_scale
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            done += 1
-            log.add_step(Step(ids=ids, batches=[], loss=loss.item(), seconds=0.0))
-            if save_every and done % save_every == 0:
-                state = {key: part.state_dict() for key, part in parts.items()}
-                save_state({"done": done, **state}, job.output / "checkpoint.pt")
-            if done == kill_at:
-                log.add(worker_pids=loader.worker_pids)
-                os.kill(os.getpid(), signal.SIGKILL)
-    log.add(counts=report.state_dict())
-
-
-def check_resume(job: Job) -> str:
-    """Kill a repetition of the run, resume it, compare, and return what happened."""
-    outcome = kill_and_resume(train, job, "whole")
-    if outcome.resumed["counts"] != outcome.whole["counts"]:
-        raise SystemExit("resume: the counts by source are not those of the uninterrupted run.")
-    plan = outcome.plan
-    return (
-        f"Killed after step {plan.kill_at}, resumed at step {plan.saved}: {outcome.verdict}; "
-        "counts too."
-    )
-
-
-def main() -> None:
-    """Train on the mixture, check the resume, and report the shares."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    steps, tokens, samples, workers = map(at_least, (FEWEST_STEPS, MAX_TOKENS, 1, 0))
-    add("--by", choices=("samples", "tokens"), default="samples", help="of weights (%(default)s)")
-    add("--steps", type=steps, default=60, help="most steps of a run (%(default)s)")
-    add("--token-budget", type=tokens, default=2048, help="padded tokens of a batch (%(default)s)")
-    add("--window", type=samples, default=32, help="samples waiting to be grouped (%(default)s)")
-    add("--device", default="auto", help="of the model: auto, cpu, cuda (%(default)s)")
-    add("--workers", type=workers, default=2, help="processes that tokenize (%(default)s)")
-    add("--output", type=Path, default=Path("runs/mix_sources"), help="folder (%(default)s)")
-    options = parser.parse_args()
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.output.mkdir(parents=True, exist_ok=True)
-    job = Job(sources=make_sources(options.output), **vars(options))
-    train(job, "whole")
-    report = SourceReport()
-    report.load_state_dict(read_log(job.output, "whole")[1]["counts"])
-    print(
-        f"{report.table(WEIGHTS)}\n\nWeights are shares of {job.by} read, and {job.window} samples "
-        f"wait to be grouped.\n{check_resume(job)}"
-    )
+            step += 1
+            print(f"step {step}: loss {loss:.6f}, {info.local_samples} samples")
+            if step % options.save_every == 0:
+                states = {name: part.state_dict() for name, part in parts.items()}
+                save_state({"step": step, **states}, checkpoint)
+            if step == options.steps:
+                break
+    print(f"\n{report.table(WEIGHTS)}\n\nWeights are shares of {options.by} read.")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import ast
 import os
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,46 +27,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_TOKENS = 1024  # of a sample; longer ones are truncated
 VOCABULARY_SIZE = 2048
-HELD_OUT_EVERY = 16  # one document in so many is kept from training
+HELD_OUT_EVERY = 16  # one text in so many is kept from training
 
 
-class Document(NamedTuple):
-    """One item of the dataset."""
+class Corpus(NamedTuple):
+    """The texts to train on, those held out, and the function that makes a sample of either."""
 
-    id: int
-    text: str
-
-
-Encode = Callable[[Document], dict[str, Any]]
+    train: list[str]
+    held_out: list[str]
+    encode: Callable[[str], dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The documents to train on, those held out, and what makes a sample of either.
+def load_corpus(every: int = 1) -> Corpus:
+    """Return the corpus, with a tokenizer trained on its training part; takes seconds.
 
-    Attributes:
-        train: documents to train on, with ids that are not consecutive.
-        held_out: documents that neither the model nor the tokenizer is trained on.
-        encode: the `process_fn` of a loader; workers of any start method can run it.
+    Args:
+        every: keep one training text in `every`.
     """
-
-    train: list[Document]
-    held_out: list[Document]
-    encode: Encode
-
-
-def load_corpus() -> Corpus:
-    """Return the corpus, with a tokenizer trained on its training part; takes seconds."""
-    documents = stdlib_documents()
-    train = [document for document in documents if document.id % HELD_OUT_EVERY]
-    return Corpus(
-        train=train,
-        held_out=documents[::HELD_OUT_EVERY],
-        encode=partial(encode, train_tokenizer(train)),
-    )
+    texts = stdlib_texts()
+    train = [text for index, text in enumerate(texts) if index % HELD_OUT_EVERY][::every]
+    return Corpus(train, texts[::HELD_OUT_EVERY], partial(encode, train_tokenizer(train)))
 
 
-def stdlib_documents() -> list[Document]:
+def stdlib_texts() -> list[str]:
     """Return the source of every top-level function and class of the standard library."""
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
@@ -76,15 +58,15 @@ def stdlib_documents() -> list[Document]:
         for node in ast.parse(source).body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 texts.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-    return list(map(Document._make, enumerate(texts)))
+    return texts
 
 
-def train_tokenizer(documents: list[Document]) -> ByteLevelBPETokenizer:
-    """Return a tokenizer of these documents, whose id 0 is for padding."""
+def train_tokenizer(texts: list[str]) -> ByteLevelBPETokenizer:
+    """Return a tokenizer trained on these texts, whose id 0 is for padding."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
-        (document.text for document in documents),
+        texts,
         vocab_size=VOCABULARY_SIZE,
         special_tokens=["<pad>", "<end>"],
         show_progress=False,
@@ -92,32 +74,35 @@ def train_tokenizer(documents: list[Document]) -> ByteLevelBPETokenizer:
     return tokenizer
 
 
-def encode(tokenizer: ByteLevelBPETokenizer, document: Document) -> dict[str, Any]:
-    """Return a document as a sample. Runs in the workers: only now is its length known.
+def encode(tokenizer: ByteLevelBPETokenizer, text: str) -> dict[str, Any]:
+    """Return a text as a sample. Runs in the workers: only now is its length known.
 
     Returns:
-        `id`: of the document; `input_ids` and `labels`: (L,) int64, of at most `MAX_TOKENS` tokens.
+        `input_ids` and `labels`: (L,) int64, of at most `MAX_TOKENS` tokens.
     """
-    ids = [*tokenizer.encode(document.text).ids, tokenizer.token_to_id("<end>")]
+    ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id("<end>")]
     input_ids = np.array(ids[:MAX_TOKENS])
-    return {"id": document.id, "input_ids": input_ids, "labels": input_ids}
+    return {"input_ids": input_ids, "labels": input_ids}
 
 
-def build_model(*, seed: int, device: str, attention: str = "sdpa") -> LlamaForCausalLM:
-    """Return the model with random weights: 0.7 million parameters, in two decoder layers.
+def build_model(
+    *, seed: int = 0, device: str = "cpu", attention: str = "sdpa", hidden_size: int = 128
+) -> LlamaForCausalLM:
+    """Return the model with random weights: two decoder layers, 0.7 million parameters by default.
 
     Args:
-        seed: of torch's global generators, which this sets.
-        device: to make the weights on; with one seed they differ between kinds of devices.
-        attention: name of the implementation, as transformers knows it.
+        seed: the seed for torch's global generators, which this sets.
+        device: the device of the weights; with one seed they differ between kinds of devices.
+        attention: the name of the attention implementation, as transformers knows it.
+        hidden_size: the width of the model, a multiple of 32; each 32 are an attention head.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=hidden_size // 32,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
         use_cache=False,

@@ -64,7 +64,6 @@ class Pictures:
         content: list[Record] = [{"type": "image"} for _ in images]
         content.append({"type": "text", "text": question(rng, len(images))})
         return {
-            "id": index,
             "images": images,
             "messages": [
                 {"role": "user", "content": content},
@@ -138,14 +137,14 @@ def build_processor(*, max_pixels: int = MAX_PIXELS) -> VisionLanguageProcessor:
 
 
 def build_model(
-    processor: VisionLanguageProcessor, *, seed: int, device: str
+    processor: VisionLanguageProcessor, *, seed: int = 0, device: str = "cpu"
 ) -> Qwen2VLForConditionalGeneration:
     """Return the model with random weights: two layers of text, two of vision.
 
     Args:
-        processor: knows the tokens of the model.
-        seed: of torch's global generators, which this sets.
-        device: to make the weights on; with one seed they differ between kinds of devices.
+        processor: the processor, which knows the tokens of the model.
+        seed: the seed for torch's global generators, which this sets.
+        device: the device of the weights; with one seed they differ between kinds of devices.
     """
     torch.manual_seed(seed)
     token = processor.tokenizer.convert_tokens_to_ids

@@ -1,96 +1,83 @@
-"""Train a tiny language model in a loop of Accelerate; kill it with SIGKILL, resume it exactly.
+"""Train a tiny language model in a loop of Accelerate, in dynamic batches.
 
-    python examples/train_accelerate.py             # one epoch, a few minutes on 2 cores
-    python examples/train_accelerate.py --steps 12  # a quick look
+    python examples/train_accelerate.py                   # one epoch, a few minutes on 2 cores
+    python examples/train_accelerate.py --accumulate 4    # 4 batches an optimizer step
+    python examples/train_accelerate.py --resume          # go on from the last checkpoint
 
 The loop is that of any other loader: what is added is `configure_accelerator` and the factor
-`info.loss_scale`. The run is repeated in a process that kills itself in mid-epoch, and goes on from
-the accelerator's own checkpoint in another. Every group and every loss must be that of the
-uninterrupted run, to the last bit. The metrics of the batches, `odb/*`, go to TensorBoard.
+`info.loss_scale`. The metrics of the batches, `odb/*`, go to TensorBoard.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import signal
-import time
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from odb_nodes import ODBDataLoader, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
-from run_log import RunLog, Step
-from tiny_lm import build_model
-from trainer_runs import Job, main
-
-SEED = 0
-LOG_EVERY = 10
+from tiny_lm import build_model, load_corpus
 
 
-def train(
-    job: Job,
-    phase: str,
-    *,
-    save_every: int = 0,
-    kill_at: int | None = None,
-    resume: int | None = None,
-) -> None:
-    """Train; save checkpoints, die after a step, or go on from the checkpoint of one."""
-    torch.set_num_threads(1)
+def main() -> None:
+    """Train, and save a checkpoint every few steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
+    parser.add_argument("--steps", type=int, help="most steps of the run (default: one epoch)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--output", type=Path, default=Path("runs/train_accelerate"))
+    options = parser.parse_args()
+
     accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=job.accumulate,
+        gradient_accumulation_steps=options.accumulate,
         log_with="tensorboard",
-        project_dir=job.output,
+        project_dir=options.output,
     )
-    accelerator.init_trackers(phase)
-    raw_model = build_model(seed=SEED, device="cpu")
-    raw_optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    accelerator.init_trackers("logs")
+    corpus = load_corpus()
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    accelerator.register_for_checkpointing(warmup)
     batches = ODBDataLoader(
-        job.corpus.train,
-        token_budget=job.token_budget,
-        window=job.window,
-        process_fn=job.corpus.encode,
-        num_workers=job.workers,
-        accumulate=accelerator.gradient_accumulation_steps,
-        seed=SEED,
+        corpus.train,
+        token_budget=2048,
+        window=256,
+        process_fn=corpus.encode,
+        num_workers=1,
+        accumulate=options.accumulate,
+        seed=0,
     )
     loader = configure_accelerator(accelerator, batches)
-    model, optimizer = accelerator.prepare(raw_model, raw_optimizer)
-    if resume is not None:
-        accelerator.load_state(str(job.output / f"step-{resume}"))
-    log, start_s, step = RunLog(job.output, phase), time.perf_counter(), resume or 0
-    ids: list[int] = []
-    shapes: list[tuple[int, int, int]] = []
-    losses: list[float] = []
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if options.resume:
+        folders = options.output.glob("step-*")
+        accelerator.load_state(str(max(folders, key=os.path.getmtime)))
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
-            ids += batch.pop("id").tolist()
-            shapes.append((*batch["input_ids"].shape, int(batch["attention_mask"].sum())))
             with accelerator.accumulate(model):
                 loss = model(**batch).loss * info.loss_scale
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            losses.append(loss.item() / job.accumulate)
             if not info.ends_optimizer_step:
                 continue
-            step += 1
-            seconds = time.perf_counter() - start_s
-            log.add_step(Step(ids=ids, batches=shapes, loss=sum(losses), seconds=seconds))
-            ids, shapes, losses = [], [], []
-            if step % LOG_EVERY == 0:
+            warmup.step()
+            step = warmup.last_epoch
+            accelerator.print(f"step {step}: loss {loss:.6f}, {info.optimizer_samples} samples")
+            if step % 10 == 0:
                 accelerator.log(loader.take_metrics(), step=step)
-            if save_every and step % save_every == 0:
-                accelerator.save_state(str(job.output / f"step-{step}"))
-            if step == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step == job.steps:
+            if step % options.save_every == 0:
+                accelerator.save_state(str(options.output / f"step-{step}"))
+            if step == options.steps:
                 break
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(train, "train_accelerate", __doc__)
+    main()

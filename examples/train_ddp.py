@@ -1,67 +1,106 @@
-"""Train a tiny language model on several ranks with DDP, in dynamic batches; kill it, resume it.
+"""Train a tiny language model on several ranks with DDP, in dynamic batches.
 
-    torchrun --nproc-per-node 4 examples/train_ddp.py             # a few minutes on 2 cores
-    torchrun --nproc-per-node 2 examples/train_ddp.py --steps 12  # a quick look
+    torchrun --nproc-per-node 4 examples/train_ddp.py                   # a few minutes on 2 cores
+    torchrun --nproc-per-node 4 examples/train_ddp.py --accumulate 4    # 4 batches of each rank
+    torchrun --nproc-per-node 4 examples/train_ddp.py --resume          # from the last checkpoint
 
 Each rank forms batches of its share of the text under `--token-budget`; all take the same steps,
-and the gradient is that of the mean loss over all supervised tokens, whichever rank has them. With
-`--accumulate 4` an optimizer step is made of 4 batches of each rank.
-
-Then the run is repeated, killed on all ranks with SIGKILL in mid-epoch, and goes on from its last
-checkpoint. On every rank the groups must be those of the uninterrupted run, and on CPUs the losses
-too, to the last bit. The loop is in data_parallel.py; this is what DDP is asked to do.
+and the gradient is that of the mean loss over all supervised tokens, whichever rank has them.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import argparse
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
 
-from data_parallel import Trainer, main
-from odb_nodes import load_state, save_state
+from odb_nodes import (
+    ODBDataLoader,
+    load_rank_state,
+    load_state,
+    pop_step_info,
+    save_rank_state,
+    save_state,
+)
+from tiny_lm import build_model, load_corpus
 
-FILE = "model.pt"
 
+def main() -> None:
+    """Train as one rank, and save a checkpoint with the others every few steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
+    parser.add_argument("--token-budget", type=int, default=2048, help="of a batch (%(default)s)")
+    parser.add_argument("--steps", type=int, help="most steps of the run (default: one epoch)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--output", type=Path, default=Path("runs/train_ddp"), help="folder")
+    options = parser.parse_args()
 
-class DdpTrainer(Trainer):
-    """Every rank has the whole model and the whole optimizer."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # set by torchrun
+    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = f"cuda:{local_rank}" if on_gpus else "cpu"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    corpus = load_corpus()
+    raw_model = build_model(device=device)
+    model = DistributedDataParallel(raw_model)
+    # DDP arranges its buckets anew after its first backward, and with more than two ranks that
+    # changes the order of additions. Done before any step, a resumed run adds as the whole one.
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    loader = ODBDataLoader(
+        corpus.train,
+        token_budget=options.token_budget,
+        window=256,
+        process_fn=corpus.encode,
+        num_workers=1,
+        accumulate=options.accumulate,
+        seed=0,
+    )
 
-    model: DistributedDataParallel
-
-    def parallel(self, model: LlamaForCausalLM) -> DistributedDataParallel:
-        """Return the model in DDP."""
-        parallel = DistributedDataParallel(model)
-        # DDP arranges its buckets anew after its first backward, and with more than two ranks that
-        # changes the order of additions. Done before any step, a resumed run adds as the whole one.
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-        parallel(input_ids=tokens, labels=tokens).loss.backward()
-        parallel.zero_grad()
-        return parallel
-
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward; the ranks share gradients in the last one."""
-        return nullcontext() if last else self.model.no_sync()
-
-    def save(self, folder: Path) -> None:
-        """Write model and optimizer, which all ranks have, once."""
-        if dist.get_rank() == 0:
-            state = {
-                "model": self.model.module.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-            }
-            save_state(state, folder / FILE)
-
-    def load(self, folder: Path) -> None:
-        """Read model and optimizer on every rank."""
-        state = load_state(folder / FILE)
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    step = 0
+    if options.resume:
+        folder = options.output / load_state(options.output / "latest.pt")["folder"]
+        state = load_state(folder / "model.pt")
+        raw_model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+        loader.load_state_dict(load_rank_state(folder))
+    with loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            inputs = {key: value.to(device) for key, value in batch.items()}
+            with nullcontext() if info.ends_optimizer_step else model.no_sync():
+                # DDP averages the ranks' gradients; with this scale that gives the mean over all
+                # supervised tokens of all ranks and micro-steps.
+                loss = model(**inputs).loss * info.loss_scale
+                loss.backward()
+            if not info.ends_optimizer_step:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {loss:.6f}, {info.optimizer_samples} samples")
+            if step % options.save_every == 0:
+                folder = options.output / f"step-{step}"
+                save_rank_state(loader.state_dict(), folder)
+                if dist.get_rank() == 0:
+                    states = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
+                    save_state({"step": step, **states}, folder / "model.pt")
+                dist.barrier()  # the checkpoint counts once all ranks have written their part
+                if dist.get_rank() == 0:
+                    save_state({"folder": folder.name}, options.output / "latest.pt")
+            if step == options.steps:
+                break
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(DdpTrainer, "train_ddp", __doc__)
+    main()

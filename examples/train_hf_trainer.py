@@ -1,114 +1,56 @@
-"""Train a tiny language model with `ODBTrainer`; kill it with SIGKILL, and resume it exactly.
+"""Train a tiny language model with `ODBTrainer`, the Trainer of transformers in dynamic batches.
 
     python examples/train_hf_trainer.py             # one epoch, a few minutes on 2 cores
-    python examples/train_hf_trainer.py --steps 12  # a quick look
+    python examples/train_hf_trainer.py --resume    # go on from the last checkpoint
 
-The documents are tokenized in the workers, so no length is known beforehand. The run is repeated in
-a process that kills itself in mid-epoch, and goes on from the `Trainer`'s own checkpoint in
-another. Every group and every loss must be that of the uninterrupted run, to the last bit. The
-metrics of the batches, `odb/*`, are in `runs/train_hf_trainer/checkpoints/runs` for TensorBoard.
+The texts are tokenized in the workers, so no length is known beforehand. The metrics of the
+batches, `odb/*`, go to TensorBoard.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from typing import Any
+import argparse
 
-import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
-from run_log import RunLog, Step
-from tiny_lm import build_model
-from trainer_runs import Job, main
-
-SEED = 0
+from tiny_lm import build_model, load_corpus
 
 
-class LoggedTrainer(ODBTrainer):
-    """Keeps ids, shapes and losses of its batches since `forget`."""
+def main() -> None:
+    """Train, and save a checkpoint every few steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accumulate", type=int, default=1, help="batches a step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=-1, help="most steps (default: one epoch)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--output", default="runs/train_hf_trainer", help="folder (%(default)s)")
+    options = parser.parse_args()
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self.ids: list[int] = []
-        self.batches: list[tuple[int, int, int]] = []
-        self.loss = 0.0
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Take the ids, which the model does not know, out of the batch."""
-        ids = inputs.pop("id").tolist()
-        if model.training:
-            self.ids += ids
-            tokens = int(inputs["attention_mask"].sum())
-            self.batches.append((*inputs["input_ids"].shape, tokens))
-        return super().compute_loss(model, inputs, *args, **options)
-
-    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Add up the loss of the optimizer step."""
-        loss: torch.Tensor = super().training_step(*args, **options)
-        self.loss += loss.item()
-        return loss
-
-
-class Logger(TrainerCallback):
-    """Writes the log of a run; ends the process at a step."""
-
-    def __init__(self, trainer: LoggedTrainer, log: RunLog, kill_at: int | None) -> None:
-        self._trainer, self._log, self._kill_at = trainer, log, kill_at
-        self._start_s = time.perf_counter()
-        trainer.forget()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the step, then perhaps die."""
-        seen, seconds = self._trainer, time.perf_counter() - self._start_s
-        self._log.add_step(
-            Step(ids=seen.ids, batches=seen.batches, loss=seen.loss, seconds=seconds)
-        )
-        seen.forget()
-        if state.global_step == self._kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(
-    job: Job,
-    phase: str,
-    *,
-    save_every: int = 0,
-    kill_at: int | None = None,
-    resume: int | None = None,
-) -> None:
-    """Train; save checkpoints, die after a step, or go on from the checkpoint of one."""
-    torch.set_num_threads(1)
-    output = job.output / "checkpoints"
+    corpus = load_corpus()
     args = TrainingArguments(
-        output_dir=str(output),
-        max_steps=job.steps or -1,
+        output_dir=options.output,
+        max_steps=options.steps,
         num_train_epochs=1,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         warmup_steps=4,
-        gradient_accumulation_steps=job.accumulate,
-        dataloader_num_workers=job.workers,
+        gradient_accumulation_steps=options.accumulate,
+        dataloader_num_workers=1,
         remove_unused_columns=False,
-        logging_steps=10,
-        save_strategy="steps" if save_every else "no",
-        save_steps=save_every or 1,
+        logging_steps=1,
+        disable_tqdm=True,  # print the logs instead
+        save_steps=options.save_every,
         report_to=["tensorboard"],
-        seed=SEED,
-        use_cpu=True,
+        seed=0,
     )
-    trainer = LoggedTrainer(
-        build_model(seed=SEED, device="cpu"),
+    trainer = ODBTrainer(
+        build_model(),
         args,
-        train_dataset=job.corpus.train,
-        odb=ODBConfig(
-            token_budget=job.token_budget, window=job.window, process_fn=job.corpus.encode
-        ),
+        train_dataset=corpus.train,
+        odb=ODBConfig(token_budget=2048, window=256, process_fn=corpus.encode),
     )
-    trainer.add_callback(Logger(trainer, RunLog(job.output, phase), kill_at))
-    trainer.train(resume_from_checkpoint=f"{output}/checkpoint-{resume}" if resume else None)
+    trainer.train(resume_from_checkpoint=options.resume)
 
 
 if __name__ == "__main__":
-    main(train, "train_hf_trainer", __doc__)
+    main()

@@ -1,32 +1,26 @@
-"""Train a tiny language model in padded and in packed batches; kill the packed run, and resume it.
+"""Train a tiny language model in packed batches: all samples of a batch in one row.
 
-    python examples/train_packed.py             # one epoch each: a few minutes on 2 cores
-    python examples/train_packed.py --steps 12  # a quick look
+    python examples/train_packed.py                    # one epoch, a few minutes on 2 cores
+    python examples/train_packed.py --layout padded    # the same budget, one row per sample
+    python examples/train_packed.py --resume           # go on from the last checkpoint
 
-Both have the same budget, `--token-budget`: a padded batch has a row per sample, as wide as the
-longest; a packed one has all samples in one row, one after the other. Text, tokenizer, model and
-training loop are those of train_lm.py.
-
-Attention in a packed row stays within each sample. On a GPU, "flash_attention_2" computes no more
-than that; here, on any device, `attend_per_sample` does it. transformers' "sdpa" and "eager" give
-the same losses, but compute the attention of the whole row and mask most of it.
-
-Then the packed run is repeated in a process that kills itself in mid-epoch, and goes on from its
-last checkpoint in another. Every group and every loss must be that of the uninterrupted run.
+Attention in a packed row must stay within each sample. On a GPU, "flash_attention_2" computes no
+more than that; here `attend_per_sample` does it on any device. transformers' "sdpa" and "eager"
+give the same losses, but compute the attention of the whole row and mask most of it.
 """
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from run_log import table
-from train_lm import check_resume, parse_job, train_dynamic
-
-PER_SAMPLE = "per_sample"
+from odb_nodes import ODBDataLoader, TokenBudget, load_state, pop_step_info, save_state
+from tiny_lm import build_model, load_corpus
 
 
 def attend_per_sample(
@@ -43,12 +37,12 @@ def attend_per_sample(
     """Return causal attention within each sample, (B, T, heads, size).
 
     Args:
-        query: (B, heads, T, size), as are `key` and `value`.
-        key: see `query`.
-        value: see `query`.
-        scaling: of the scores.
+        query: the queries, (B, heads, T, size); `key` and `value` have the same shape.
+        key: the keys.
+        value: the values.
+        scaling: the factor on the scores.
         cu_seq_lens_q: where each sample of a packed row begins and the last one ends, (n + 1,)
-            int32. `None`: a row per sample, with padding on the right, which no token looks at.
+            int32. `None`: a row per sample, padded on the right, where no real token looks.
     """
     sizes = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     parts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
@@ -58,18 +52,55 @@ def attend_per_sample(
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
 
-# At the top level: the processes that are killed and resumed import this script, too.
-AttentionInterface.register(PER_SAMPLE, attend_per_sample)
-
-
 def main() -> None:
-    """Train in both layouts, check the resume, and report."""
-    job = parse_job("train_packed", __doc__, token_budget=2048)
-    train_dynamic(job, "padded")
-    packed: dict[str, Any] = {"layout": "packed", "attention": PER_SAMPLE}
-    train_dynamic(job, "packed", **packed)
-    verdict = check_resume(job, "packed", **packed)
-    print(f"\n{verdict}\n\n{table(job.output, ['padded', 'packed'], job.token_budget)}")
+    """Train, and save a checkpoint every few steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layout", choices=("packed", "padded"), default="packed")
+    parser.add_argument("--token-budget", type=int, default=2048, help="of a batch (%(default)s)")
+    parser.add_argument("--steps", type=int, help="most steps of the run (default: one epoch)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--output", type=Path, default=Path("runs/train_packed"), help="folder")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = options.output / "checkpoint.pt"
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    corpus = load_corpus()
+    AttentionInterface.register("per_sample", attend_per_sample)
+    model = build_model(device=device, attention="per_sample")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    loader = ODBDataLoader(
+        corpus.train,
+        token_budget=TokenBudget(options.token_budget, layout=options.layout),
+        window=256,
+        process_fn=corpus.encode,
+        num_workers=2,
+        seed=0,
+    )
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    step = 0
+    if options.resume:
+        state = load_state(checkpoint)
+        step = state["step"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    with loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            loss = model(**inputs).loss * info.loss_scale
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            rows, width = batch["input_ids"].shape
+            print(f"step {step}: loss {loss:.6f}, {info.local_samples} samples as {rows} x {width}")
+            if step % options.save_every == 0:
+                states = {name: part.state_dict() for name, part in parts.items()}
+                save_state({"step": step, **states}, checkpoint)
+            if step == options.steps:
+                break
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Throughput of three loaders, side by side: odb_nodes, online-dynamic-batching, torch.
 
-    python examples/benchmark_loader.py
-    python examples/benchmark_loader.py --samples 2000 --rounds 1
+    python examples/benchmarks/benchmark_loader.py
+    python examples/benchmarks/benchmark_loader.py --samples 2000 --rounds 1
 
 All collate the same texts with the same function and the same number of workers, and processing is
 next to nothing: what is measured is the plumbing. In every round each loader runs one epoch, from

@@ -1,7 +1,7 @@
 """Memory of a loader over images of 12 megapixels, over three epochs.
 
-    python examples/benchmark_images.py               # 1,000 images
-    python examples/benchmark_images.py --images 30   # a quick look
+    python examples/benchmarks/benchmark_images.py               # 1,000 images
+    python examples/benchmarks/benchmark_images.py --images 30   # a quick look
 
 A few photographs of 4000 x 3000 pixels are rendered and written as JPEG files, and read again and
 again. Measured is the resident memory of this process and its workers, ten times a second, with
@@ -14,6 +14,7 @@ shared with this process at first and becomes its own little by little.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import threading
 import time
@@ -28,7 +29,8 @@ from PIL import Image
 
 from odb_nodes import ODBDataLoader, TokenBudget, WorkerOptions, pop_step_info
 from odb_nodes.vision import VisionLanguageCollate
-from options import at_least
+
+sys.path.append(str(Path(__file__).parents[1]))  # tiny_vlm.py is among the examples
 from tiny_vlm import Record, build_processor
 
 WIDTH, HEIGHT = 4000, 3000
@@ -59,7 +61,7 @@ class Photographs:
             {"role": "assistant", "content": "I see a red circle. " * (index % 7 + 1)},
         ]
         path = self._paths[index % len(self._paths)]
-        return {"id": index, "images": [path], "messages": messages}
+        return {"images": [path], "messages": messages}
 
 
 def render(folder: Path) -> list[Path]:
@@ -118,12 +120,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, positive = parser.add_argument, at_least(1)
-    add("--images", type=positive, default=1000, help="of an epoch (%(default)s)")
-    add("--epochs", type=positive, default=3, help="(%(default)s)")
-    add("--workers", type=at_least(0), default=2, help="processes that decode (%(default)s)")
-    add("--window", type=positive, default=64, help="samples waiting to be grouped (%(default)s)")
-    add("--tokens", type=positive, default=256, help="most tokens of an image (%(default)s)")
+    add = parser.add_argument
+    add("--images", type=int, default=1000, help="of an epoch (%(default)s)")
+    add("--epochs", type=int, default=3, help="(%(default)s)")
+    add("--workers", type=int, default=2, help="processes that decode (%(default)s)")
+    add("--window", type=int, default=64, help="samples waiting to be grouped (%(default)s)")
+    add("--tokens", type=int, default=256, help="most tokens of an image (%(default)s)")
     add("--late-patches", action="store_true", help="make patches with the batch")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """What grouping gives and costs, and what its state costs, on lognormal lengths.
 
-    python examples/benchmark_grouping.py
-    python examples/benchmark_grouping.py --samples 5000 --windows 64 256
+    python examples/benchmarks/benchmark_grouping.py
+    python examples/benchmarks/benchmark_grouping.py --samples 5000 --windows 64 256
 
 First table: groups of the rolling pool beside those of sorted windows (collect a window, sort it,
 cut it longest first, start over). Second table: the state of a `WindowBucketer` over a source that

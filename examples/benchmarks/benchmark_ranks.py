@@ -1,7 +1,7 @@
 """How much of the time of many ranks goes into real tokens, and how much online-dynamic-batching's.
 
-    python examples/benchmark_ranks.py
-    python examples/benchmark_ranks.py --quick
+    python examples/benchmarks/benchmark_ranks.py
+    python examples/benchmarks/benchmark_ranks.py --quick
 
 First table: simulated jobs of 8, 64 and 512 ranks on lognormal lengths. Second table: what aligning
 costs a step where there is nothing to wait for, on one rank. Third table: both libraries on the

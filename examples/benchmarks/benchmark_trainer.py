@@ -1,7 +1,7 @@
 """Compare `ODBTrainer` with the stock `Trainer`: fixed batches, and `batch_rebalance`.
 
-    python examples/benchmark_trainer.py            # one epoch each, a few minutes on 2 cores
-    python examples/benchmark_trainer.py --quick    # 1/8 of the text
+    python examples/benchmarks/benchmark_trainer.py          # one epoch each, some minutes
+    python examples/benchmarks/benchmark_trainer.py --quick  # 1/8 of the text
 
 All train the same model on the same text, tokenized beforehand, since `batch_rebalance` needs all
 lengths before it begins. Fixed batches have room for `--token-budget` padded tokens should all
@@ -17,8 +17,10 @@ with the machine, those per CPU second less; ratios and shares are what counts.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from odb_nodes import PaddingCollate
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
 from odb_nodes.tools.report import markdown_table
-from options import at_least
+
+sys.path.append(str(Path(__file__).parents[1]))  # tiny_lm.py is among the examples
 from tiny_lm import MAX_TOKENS, build_model, load_corpus
 
 STRATEGIES = ("fixed", "batch_rebalance", "dynamic", "dynamic, accumulated")
@@ -108,11 +111,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--token-budget", type=at_least(MAX_TOKENS), default=4096, help="(%(default)s)")
-    add("--accumulate", type=at_least(1), default=3, help="of the stock trainers (%(default)s)")
-    add("--window", type=at_least(1), default=256, help="samples in the pool (%(default)s)")
-    add("--seed", type=at_least(0), default=0, help="of model and order (%(default)s)")
-    add("--threads", type=at_least(1), default=1, help="of torch (%(default)s)")
+    add("--token-budget", type=int, default=4096, help="(%(default)s)")
+    add("--accumulate", type=int, default=3, help="of the stock trainers (%(default)s)")
+    add("--window", type=int, default=256, help="samples in the pool (%(default)s)")
+    add("--seed", type=int, default=0, help="of model and order (%(default)s)")
+    add("--threads", type=int, default=1, help="of torch (%(default)s)")
     add("--quick", action="store_true", help="1/8 of the text")
     options = parser.parse_args()
     corpus = load_corpus()

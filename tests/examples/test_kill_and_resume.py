@@ -1,0 +1,97 @@
+"""Each training example as a reader runs it: uninterrupted; killed in mid-epoch; and resumed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, SAVE_EVERY, KILL_AFTER = 9, 3, 5
+LOSS = re.compile(r"\bloss\b\W+([\d.]+)")
+RANKS = ("train_ddp", "train_fsdp")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+LAST_CHECKPOINT = {
+    "train_packed": "checkpoint.pt",
+    "train_vlm": "checkpoint.pt",
+    "mix_sources": "checkpoint.pt",
+    "train_hf_trainer": "checkpoint-9/model.safetensors",
+    "train_accelerate": "step-9/model.safetensors",
+    "train_lightning": "checkpoints/last.ckpt",
+    "train_ddp": "step-9/model.pt",
+    "train_fsdp": "step-9",
+}
+
+
+def start(script, folder, *options):
+    """Start an example in a process of its own, or in one per rank."""
+    launcher = TORCHRUN if script in RANKS else ()
+    flags = ["--steps", STEPS, "--save-every", SAVE_EVERY, "--output", folder, *options]
+    return subprocess.Popen(
+        [sys.executable, *launcher, EXAMPLES / f"{script}.py", *map(str, flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def run(script, folder, *options):
+    """Run an example to its end, and return the losses it prints, and what it prints after them."""
+    process = start(script, folder, *options)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return LOSS.findall(output), LOSS.split(output)[-1]
+
+
+def kill_in_mid_epoch(script, folder):
+    """Kill the process of an example, or those of all its ranks, some steps after a checkpoint."""
+    process = start(script, folder)
+    steps = (line for line in process.stdout if LOSS.search(line))
+    assert sum(1 for _ in zip(range(KILL_AFTER), steps, strict=False)) == KILL_AFTER
+    launched = psutil.Process(process.pid)
+    ranks = launched.children() if script in RANKS else [launched]
+    workers = [worker for rank in ranks for worker in rank.children(recursive=True)]
+    for rank in ranks:
+        rank.kill()
+    process.communicate()
+    assert process.returncode != 0
+    _, outlived = psutil.wait_procs(workers, timeout=30)
+    assert workers and not outlived
+
+
+def weights(path):
+    """Return the model's tensors in a checkpoint, by name."""
+    if path.is_dir():
+        dcp_to_torch_save(path, path / "whole.pt")
+        path = path / "whole.pt"
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    state = torch.load(path, weights_only=False)
+    return state["state_dict"] if path.suffix == ".ckpt" else state["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", LAST_CHECKPOINT)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(script, tmp_path):
+    losses, end = run(script, tmp_path / "whole")
+    kill_in_mid_epoch(script, tmp_path / "killed")
+    resumed_losses, resumed_end = run(script, tmp_path / "killed", "--resume")
+
+    assert len(losses) == STEPS
+    assert 0 < len(resumed_losses) <= STEPS - SAVE_EVERY
+    assert resumed_losses == losses[-len(resumed_losses) :]
+    if script in ("train_vlm", "mix_sources"):  # skipped samples, and the counts by source
+        assert resumed_end == end
+    expected, actual = (
+        weights(tmp_path / folder / LAST_CHECKPOINT[script]) for folder in ("whole", "killed")
+    )
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)

@@ -157,8 +157,8 @@ def measure_state(lengths: list[int], window: int) -> StateCost:
         seconds.append(state_s - source_s)
         own_bytes += len(pickle.dumps(state)) - len(pickle.dumps(source_state))
         emitted_samples += len(group)
-        pooled_samples += state[bucketer.PULLED_KEY] - emitted_samples
-        costliest = max(costliest, state, key=lambda saved: saved.get(bucketer.SINCE_KEY, -1))
+        pooled_samples += state["pulled"] - emitted_samples
+        costliest = max(costliest, state, key=lambda saved: saved.get("pulled_since_source", -1))
     resumed = make_bucketer(lengths, window)
     restore_s = median(timed(resumed.reset, costliest)[1] for _ in range(REPEATS))
     return StateCost(

@@ -130,7 +130,8 @@ def test_nodes_hold_what_their_length_is_counted_from():
         batches = Batcher(items, batch_size=4, drop_last=False)
         assert (batches.source, batches.batch_size, batches.drop_last) == (items, 4, False)
         assert items.iterable == range(10)
-        assert SamplerWrapper([1, 2]).sampler == [1, 2]
+        sampler = [1, 2]
+        assert SamplerWrapper(sampler).sampler is sampler
         assert Prefetcher(items, 2).source is items
 
 

@@ -79,7 +79,8 @@ class Run:
         args = self._trainer.args
         if self._steps_per_epoch is None:
             return int(args.max_steps)
-        return math.ceil(self._steps_per_epoch * args.num_train_epochs)
+        steps: float = self._steps_per_epoch * args.num_train_epochs
+        return math.ceil(steps)
 
     @property
     def most_steps(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.loader.loader import Loader
 
 __all__ = ["ResumeReport", "assert_resumes_exactly"]
@@ -121,10 +121,10 @@ class _Maker:
 def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[bytes]]:
     graph = _as_loader(make_graph())
     events: list[Any] = []
-    states = [_dump(graph.state_dict())]
+    states = [to_bytes(graph.state_dict())]
     for event in _events(graph, epochs):
         events.append(event)
-        states.append(_dump(graph.state_dict()))
+        states.append(to_bytes(graph.state_dict()))
     _close(graph)
     return events, states
 
@@ -142,7 +142,7 @@ def _resume(
     graph = _as_loader(make_graph())
     where = f"resumed {_place(reference, start)}"
     try:
-        graph.load_state_dict(_load(state))
+        graph.load_state_dict(from_bytes(state))
         if thorough:
             _load_again(graph, state)
         events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
@@ -150,7 +150,7 @@ def _resume(
             difference = _difference(reference[index], next(events, "nothing"))
             if difference:
                 raise AssertionError(f"what follows {_place(reference, index)}{difference}")
-        result = _dump(graph.state_dict())
+        result = to_bytes(graph.state_dict())
     except Exception as error:
         raise AssertionError(f"{where}: {error}") from error
     finally:
@@ -161,12 +161,12 @@ def _resume(
 def _load_again(graph: Any, state: bytes) -> None:
     """Give the state back, load it again, also over an iterator that exists already."""
     again = graph.state_dict()
-    if difference := _difference(_load(state), again):
+    if difference := _difference(from_bytes(state), again):
         raise AssertionError(f"the state saved right after loading it{difference}")
     graph.load_state_dict(again)
     iter(graph)
     graph.state_dict()
-    graph.load_state_dict(_load(state))
+    graph.load_state_dict(from_bytes(state))
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:
@@ -189,16 +189,6 @@ def _as_loader(graph: Any) -> Any:
 def _close(graph: Any) -> None:
     if callable(close := getattr(graph, "close", None)):
         close()
-
-
-def _dump(state: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def _load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _difference(expected: Any, got: Any) -> str | None:

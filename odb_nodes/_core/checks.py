@@ -109,15 +109,6 @@ def check_callable(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a function or None, but is {value!r} instead.")
 
 
-def check_node(name: str, value: Any) -> None:
-    """Raise a `TypeError` unless `value` is a node."""
-    from torchdata.nodes import BaseNode  # Late: planning imports this module, but not torch.
-
-    if not isinstance(value, BaseNode):
-        rule, remedy = "a `torchdata.nodes.BaseNode`", "Wrap an iterable in `IterableSource`."
-        raise TypeError(_message(name, rule, f"`{type(value).__name__}`", remedy))
-
-
 def _message(name: str, rule: str, seen: str, remedy: str) -> str:
     return f"`{name}` must be {rule}, but is {seen} instead.{remedy and f' {remedy}'}"
 

@@ -10,13 +10,7 @@ from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import (
-    check_choice,
-    check_count,
-    check_integer,
-    check_node,
-    check_seconds,
-)
+from odb_nodes._core.checks import check_choice, check_count, check_integer, check_seconds
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
@@ -25,6 +19,7 @@ from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.peers import Peers
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import remaining_samples
+from odb_nodes.contract.node import check_node
 from odb_nodes.contract.state import allow_mismatch
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample

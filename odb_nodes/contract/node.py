@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.checks import check_type
 from odb_nodes.contract.fields import source_fields
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.state import NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 
-__all__ = ["StatefulNode", "call_member"]
+__all__ = ["StatefulNode", "call_member", "check_node"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
@@ -191,3 +192,8 @@ def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
     """Call a method of the contract; return `None` where a plain node does not have it."""
     method = getattr(node, name, None)
     return method(*arguments) if callable(method) else None
+
+
+def check_node(name: str, value: Any) -> None:
+    """Raise a `TypeError` unless `value` is a node."""
+    check_type(name, value, BaseNode, "Wrap an iterable in `IterableSource`.")

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
@@ -124,9 +123,7 @@ class DistributedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bytes of this rank's state under its key. No other rank is asked."""
-        buffer = io.BytesIO()
-        torch.save(self._loader.state_dict(), buffer)
-        data = buffer.getvalue()
+        data = to_bytes(self._loader.state_dict())
         return {self._key: io.BytesIO(hashlib.sha256(data).digest() + data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -150,4 +147,4 @@ class DistributedState:
                 f"`{self._key}` of the checkpoint is damaged: its digest is not that of the "
                 f"{len(data)} bytes that were saved. Use an earlier checkpoint."
             )
-        self._loader.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))
+        self._loader.load_state_dict(from_bytes(data))

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import MAX_COUNT, check_count, check_node
+from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
+from odb_nodes.contract.node import check_node
 from odb_nodes.contract.state import add_digest, allow_mismatch, check_digest, seal, unseal
 from odb_nodes.errors import StateError
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable, check_node
+from odb_nodes._core.checks import check_callable
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import find_budget
+from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo

@@ -7,10 +7,11 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable, check_node
+from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
+from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped

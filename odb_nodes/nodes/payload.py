@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import torch
 
+from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import Sample
 
@@ -21,9 +21,7 @@ def encode_sample(sample: Sample) -> bytes:
         SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
             numbers and strings.
     """
-    buffer = io.BytesIO()
-    torch.save((_encode(sample.data), *sample[1:]), buffer)
-    return buffer.getvalue()
+    return to_bytes((_encode(sample.data), *sample[1:]))
 
 
 def decode_sample(encoded: bytes) -> Sample:
@@ -33,7 +31,7 @@ def decode_sample(encoded: bytes) -> Sample:
         StateError: `encoded` is damaged.
     """
     try:
-        data, *costs = torch.load(io.BytesIO(encoded), weights_only=True)
+        data, *costs = from_bytes(encoded)
         return Sample(_decode(data), *costs)
     except Exception as error:  # of any kind: torch reads whatever the bytes say
         raise StateError(

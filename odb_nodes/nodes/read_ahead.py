@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of
-from odb_nodes._core.checks import check_node
+from odb_nodes.contract.node import check_node
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
-from odb_nodes._core.checks import check_choice, check_count, check_node
+from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
+from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import POOL_MODES, BucketerState
 from odb_nodes.nodes.exclusions import ExclusionCounter

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable, check_integer, check_node
+from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
-from odb_nodes.contract.node import call_member
+from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError, WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.sample import Sample, SourceItem
 
 _NUMPY_DTYPES = frozenset(
@@ -34,21 +35,12 @@ class _Pickler(pickle.Pickler):
         if type(value) is torch.Tensor:
             if _is_plain(value):
                 return torch.from_numpy, (value.detach().contiguous().numpy(),)
-            return _load_tensor, (_save_tensor(value),)
+            # A copy: not the whole storage that it may be a view of.
+            copy = value.detach().clone().requires_grad_(value.requires_grad)
+            return from_bytes, (to_bytes(copy),)
         if type(value) is np.ndarray and not value.flags.writeable:
             return value.copy().__reduce_ex__(5)  # arrives writable, as all others
         return NotImplemented
-
-
-def _save_tensor(tensor: torch.Tensor) -> bytes:
-    buffer = io.BytesIO()
-    # A copy: not the whole storage that it may be a view of.
-    torch.save(tensor.detach().clone().requires_grad_(tensor.requires_grad), buffer)
-    return buffer.getvalue()
-
-
-def _load_tensor(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

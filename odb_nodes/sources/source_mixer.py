@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_choice, check_node
+from odb_nodes._core.checks import check_choice
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.item_location import ItemLocation
-from odb_nodes.contract.node import call_member
+from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import Sample, Skipped, SourceItem
 

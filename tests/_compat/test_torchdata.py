@@ -1,6 +1,7 @@
 """Canaries: what we rely on inside of torchdata, to stop its threads and to begin its epochs."""
 
 import threading
+from typing import Any
 
 import pytest
 from canary import relies_on
@@ -130,7 +131,7 @@ def test_nodes_hold_what_their_length_is_counted_from():
         batches = Batcher(items, batch_size=4, drop_last=False)
         assert (batches.source, batches.batch_size, batches.drop_last) == (items, 4, False)
         assert items.iterable == range(10)
-        sampler = [1, 2]
+        sampler: Any = [1, 2]
         assert SamplerWrapper(sampler).sampler is sampler
         assert Prefetcher(items, 2).source is items
 

@@ -649,7 +649,7 @@ def test_data_that_has_grown_since_the_end_of_an_epoch_is_an_error():
 
 @pytest.mark.parametrize("root", [[1, 2], None, iter([1])])
 def test_a_root_that_is_no_node_is_refused(root):
-    with pytest.raises(TypeError, match="`root` must be a `torchdata.nodes.BaseNode`, but is"):
+    with pytest.raises(TypeError, match="`root` must be a `BaseNode`, but is"):
         Loader(root)
 
 

@@ -74,9 +74,9 @@ class VisionLanguageCollate(StepImages):
                 processor would.
         """
         self.check_mappings(samples)
-        texts = list(map(self.text_of, samples))
+        texts = list(map(self._text_of, samples))
         if any(TYPE_KEY in text for text in texts):
-            texts = [_typed(text) for text in texts]
+            texts = [{TYPE_KEY: np.zeros(length_of(text), np.int64), **text} for text in texts]
         batch = super().__call__(texts)
         images = self._images(samples)
         if images:
@@ -87,29 +87,25 @@ class VisionLanguageCollate(StepImages):
             batch["attention_mask"][len(samples) :, :1] = 1
         return batch
 
-    def has_dummy(self) -> bool:
-        """Tell whether there is a `dummy`."""
-        return self.dummy is not None
+    def _dummy(self) -> DummyImage | None:
+        return self.dummy
 
-    def with_dummy(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of samples without images, the dummy behind the shortest."""
-        assert self.dummy is not None  # as `collate_step` has asked
+    def _with_dummy(self, samples: list[Mapping[str, Any]], dummy: DummyImage) -> dict[str, Any]:
+        # Behind the shortest sample it seldom makes the batch wider.
         lengths = list(map(length_of, samples))
         shortest = lengths.index(min(lengths))
-        grown = self.dummy.put_behind(samples[shortest], self.token_keys)
+        grown = dummy.put_behind(samples[shortest], self.token_keys)
         return self([*samples[:shortest], grown, *samples[shortest + 1 :]])
 
-    def without_images(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a sample without its images and their tokens."""
-        assert self.dummy is not None  # as `collate_step` has asked
-        return self.dummy.take_out(sample, self.token_keys)
+    def _without_images(self, sample: Mapping[str, Any], dummy: DummyImage) -> Mapping[str, Any]:
+        return dummy.take_out(sample, self.token_keys)
 
     def _images(self, samples: list[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
         """Return patches and grids of the samples that have images, checked against their text."""
         images: list[tuple[Any, Any]] = []
         per_token = self._patches_per_token()
         for index, sample in enumerate(samples):
-            if not self.has_images(sample):
+            if not self._has_images(sample):
                 continue
             try:
                 pixels, grid = self._patches_of(sample)
@@ -174,9 +170,3 @@ def _check_tokens(sample: Mapping[str, Any], patches: int, per_token: int | None
             "text before it is processed, or leave it out."
         )
     return per_token
-
-
-def _typed(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    if TYPE_KEY in text:
-        return text
-    return {**text, TYPE_KEY: np.zeros(length_of(text), np.int64)}

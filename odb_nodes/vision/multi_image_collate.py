@@ -47,20 +47,17 @@ class MultiImageCollate(StepImages):
             SampleError: an image is not (C, H, W), or they differ in C or dtype.
         """
         self.check_mappings(samples)
-        batch = super().__call__(list(map(self.text_of, samples)))
+        batch = super().__call__(list(map(self._text_of, samples)))
         rows = len(batch["attention_mask"])
         return {**batch, **_padded([_images_of(samples, i) for i in range(len(samples))], rows)}
 
-    def has_dummy(self) -> bool:
-        """Tell whether there is a `dummy_shape`."""
-        return self.dummy_shape is not None
+    def _dummy(self) -> tuple[int, int, int] | None:
+        return self.dummy_shape
 
-    def with_dummy(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of samples without images, with one that is masked out."""
-        assert self.dummy_shape is not None  # as `collate_step` has asked
+    def _with_dummy(self, samples: list[Mapping[str, Any]], dummy: Any) -> dict[str, Any]:
         batch = self(samples)
         rows = len(batch["image_mask"])
-        batch["pixel_values"] = torch.zeros(rows, 1, *self.dummy_shape)
+        batch["pixel_values"] = torch.zeros(rows, 1, *dummy)
         batch["image_mask"] = torch.zeros(rows, 1, dtype=torch.bool)
         batch["image_sizes"] = torch.zeros(rows, 1, 2, dtype=torch.int64)
         return batch

@@ -33,13 +33,14 @@ class StepImages(PaddingCollate):
             ValueError: this rank has images, but the step's `modalities` do not say so.
         """
         self.check_mappings(samples)
-        found, agreed = any(map(self.has_images, samples)), self.modality in info.modalities
-        if not self.has_dummy() or found == agreed:
+        dummy = self._dummy()
+        found, agreed = any(map(self._has_images, samples)), self.modality in info.modalities
+        if dummy is None or found == agreed:
             return self(samples)
         if agreed:
-            return self.with_dummy(samples)
+            return self._with_dummy(samples, dummy)
         if info.is_filler:
-            return self([self.without_images(sample) for sample in samples])
+            return self([self._without_images(sample, dummy) for sample in samples])
         if info.all_samples_this_step > info.local_samples:
             raise ValueError(
                 f"step {info.step} has images on this rank, so {self.modality!r} must be among its "
@@ -49,23 +50,21 @@ class StepImages(PaddingCollate):
             )
         return self(samples)
 
-    def has_images(self, sample: Mapping[str, Any]) -> bool:
-        """Tell whether a processed sample has images."""
+    def _has_images(self, sample: Mapping[str, Any]) -> bool:
         held = (sample.get(key) for key in self.pixel_keys)
         return any(images is not None and len(images) > 0 for images in held)
 
-    def text_of(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a sample without the keys of its images."""
+    def _text_of(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         return {key: value for key, value in sample.items() if key not in self.image_keys}
 
-    def has_dummy(self) -> bool:
-        """Tell whether there is an image to make up for missing ones."""
+    def _dummy(self) -> Any:
+        """Return what makes up for missing images; `None` if nothing does."""
         raise NotImplementedError
 
-    def with_dummy(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of samples without images, with the dummy."""
+    def _with_dummy(self, samples: list[Mapping[str, Any]], dummy: Any) -> dict[str, Any]:
+        """Return the batch of samples that have no images, with the dummy."""
         raise NotImplementedError
 
-    def without_images(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_images(self, sample: Mapping[str, Any], _dummy: Any) -> Mapping[str, Any]:
         """Return a sample that only fills a step, as one that never had images."""
-        return self.text_of(sample)
+        return self._text_of(sample)

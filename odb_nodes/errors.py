@@ -1,19 +1,19 @@
-"""What this library raises beside `TypeError` and `ValueError` for bad arguments."""
+"""Errors of this library, besides `TypeError` and `ValueError` for bad arguments."""
 
 __all__ = ["PeerError", "SampleError", "StateError", "WorkerError"]
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, left, was lost, or did not come in time."""
+    """Another rank failed, left the epoch, was lost, or did not come in time."""
 
 
 class SampleError(ValueError):
     """A sample cannot be used: its processing raised, or its length or size is not valid.
 
-    Nothing is lost by it: the state of the graph still stands before the sample.
+    Nothing is lost by it: the position of the graph is still before the sample.
 
     Attributes:
-        index: which sample of its group it is, where a collate function raised it; else `None`.
+        index: the sample's index in its group if a collate function raised the error, else `None`.
     """
 
     def __init__(self, message: str = "", index: int | None = None) -> None:

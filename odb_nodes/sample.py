@@ -1,4 +1,4 @@
-"""A processed sample with what grouping needs to know of it."""
+"""A processed sample, and what grouping needs to know about it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Sample(NamedTuple):
     """A processed sample and its cost.
 
     Attributes:
-        data: what processing returned; handed to the collate function as it is.
-        tokens: its length, unpadded.
+        data: the result of processing; the collate function gets it as it is.
+        tokens: length in tokens, without padding.
         targets: supervised tokens after the causal shift.
         patches: image patches, 0 for text.
-        source: name of the source that it comes from, "" where sources have no names.
+        source: name of the sample's source, "" if sources have no names.
     """
 
     data: Any
@@ -37,12 +37,12 @@ class Sample(NamedTuple):
     source: str = ""
 
     def of_source(self, name: str) -> Sample:
-        """Return this sample under the name of its source; before one that it has already."""
+        """Return this sample with the name of its source, put before a name that it has already."""
         return self._replace(source=f"{name}/{self.source}" if self.source else name)
 
 
 class SourceItem(NamedTuple):
-    """An item, and the name of the source that it comes from."""
+    """An item and the name of its source."""
 
     source: str
     item: Any
@@ -50,14 +50,14 @@ class SourceItem(NamedTuple):
 
 @dataclass(frozen=True)
 class Skipped:
-    """What processing returns for a sample that is to be left out of the epoch, and counted.
+    """A processing result that leaves its sample out of the epoch and counts it.
 
     Attributes:
-        reason: a word or two; samples are counted by it, see `WindowBucketer.skipped_samples`.
-        message: which sample it is, and what is wrong with it; shown for the first of each reason.
+        reason: a word or two that samples are counted by, see `WindowBucketer.skipped_samples`.
+        message: the sample and what is wrong with it; shown for the first sample of each reason.
 
     Raises:
-        TypeError: one of them is no string.
+        TypeError: an attribute is not a string.
     """
 
     reason: str
@@ -84,7 +84,7 @@ class Skipped:
 
 
 class Observation(NamedTuple):
-    """What an `observe` function may return: `None` leaves a field to the default."""
+    """The result of an `observe` function; `None` leaves a field to the default."""
 
     tokens: int
     targets: int | None = None

@@ -1,4 +1,4 @@
-"""What a training loop needs to know about a step, beside the batch."""
+"""What a training loop needs to know about a step besides its batch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEP_INFO_KEY = "odb_step_info"
 
 
 class SourceCount(NamedTuple):
-    """What a step, or a run, has had of one source."""
+    """Samples and unpadded tokens of one source, in a step or a run."""
 
     samples: int
     tokens: int
 
 
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
-    """Return samples and tokens by source; nothing where no sample knows its source."""
+    """Return samples and tokens by source; an empty dict if no sample has a source."""
     if not any(sample.source for sample in samples):
         return {}
     tokens: dict[str, list[int]] = {}
@@ -48,10 +48,10 @@ def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCou
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """Counts of one step, and what its loss weighs.
+    """Counts of one step, and the weight of its loss.
 
-    An optimizer step is made of `micro_steps` steps; it is one unless gradients are accumulated.
-    "All" is over the ranks of the `RankAligner`, or this rank alone where there is none.
+    An optimizer step is made of `micro_steps` steps, one unless gradients are accumulated. "All
+    ranks" are those of the `RankAligner`, or this rank alone if there is none.
 
     Attributes:
         step: number of the step in its epoch, from 0, the same on all ranks.
@@ -59,19 +59,20 @@ class StepInfo:
         local_targets: supervised tokens of this rank; 0 in a filler step.
         all_samples_this_step: samples of all ranks.
         all_targets: supervised tokens of all ranks.
-        loss_scale: multiplies this rank's mean loss over its supervised tokens, so that the mean of
-            the gradients over ranks, summed over the micro-steps, is the gradient of the mean loss
-            over all supervised tokens of the optimizer step. NaN times 0 is NaN: where a batch has
-            no supervised token, take a sum divided by `max(local_targets, 1)`.
-        is_filler: this rank has no samples left for the step. Its batch is a real one, so that all
-            ranks compute the same; its loss weighs nothing.
+        loss_scale: factor for this rank's mean loss over its supervised tokens. With it, the mean
+            of the gradients over ranks, summed over the micro-steps, is the gradient of the mean
+            loss over all supervised tokens of the optimizer step. NaN times 0 is NaN: if a batch
+            may lack supervised tokens, use the sum of losses over `max(local_targets, 1)`.
+        is_filler: whether this rank has no samples left for the step. Its batch is a real one, so
+            all ranks compute the same; its loss has no weight.
         micro_step: number of the step in its optimizer step, from 0.
         micro_steps: steps of this optimizer step; fewer than `accumulate` at the end of an epoch.
         optimizer_samples: samples of all ranks and micro-steps of this optimizer step.
         optimizer_targets: supervised tokens of all ranks and micro-steps of this optimizer step.
-        modalities: those that are in the step's batch of any rank, as the `RankAligner` names them.
-        local_sources: name of the source -> samples and unpadded tokens of this rank. They add up
-            to `local_samples`; empty in a filler step, and where sources have no names.
+        modalities: names, as the `RankAligner` has them, of the modalities that the batch of any
+            rank has.
+        local_sources: samples and unpadded tokens of this rank by name of the source. The samples
+            add up to `local_samples`; empty in a filler step, and if sources have no names.
     """
 
     step: int
@@ -117,7 +118,7 @@ class AlignedGroup(NamedTuple):
 
 
 def pop_step_info(batch: MutableMapping[str, Any]) -> StepInfo:
-    """Take the `StepInfo` out of a batch, which is then what the model takes.
+    """Remove the `StepInfo` from a batch and return it; what is left is the model's input.
 
     Raises:
         KeyError: the batch has none: it was taken out before, or does not come from this library.

@@ -1,1 +1,1 @@
-"""Private: checks, hashing, random numbers, fingerprints. Knows nothing of nodes."""
+"""Private: checks, hashing, random numbers, fingerprints, ranks. Needs no node."""

@@ -1,4 +1,4 @@
-"""Optional packages: imported when they are needed, with an error that names the install line."""
+"""Import optional packages when they are needed, or say how to install them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def import_extra(module: str, extra: str) -> ModuleType:
     """Return a module of an optional package.
 
     Args:
-        module: its name.
-        extra: which extra of this library installs it.
+        module: the module's full name.
+        extra: the extra of this library that installs the package.
 
     Raises:
-        ImportError: it is not installed; names what to install.
+        ImportError: the package is not installed; names what to install.
     """
     try:
         return importlib.import_module(module)

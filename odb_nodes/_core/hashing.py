@@ -1,4 +1,4 @@
-"""A hash of integers: random numbers that depend on who they are for, and on nothing else."""
+"""A hash of integers: random numbers that depend on their arguments alone, on no library."""
 
 _MASK64 = 2**64 - 1
 

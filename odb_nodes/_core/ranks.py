@@ -1,4 +1,4 @@
-"""Which rank this process is."""
+"""The rank of this process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from odb_nodes._core.checks import check_count, check_integer
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: as given, else of torch.distributed, else of the environment.
+    """Return rank and world size: as given, or from torch.distributed, or from the environment.
 
     Raises:
-        TypeError: one of them is not an integer.
+        TypeError: an argument is not an integer.
         ValueError: only one of the two is given, or `rank` is not in `range(world_size)`.
     """
     if (rank is None) != (world_size is None):
@@ -34,10 +34,10 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def has_data_elsewhere(world_size: int) -> bool:
-    """Tell whether other ranks of the job have data of their own, so that this one's may be empty.
+    """Tell whether other ranks of the job have data of their own, so this rank's may be empty.
 
     Args:
-        world_size: ranks that share the data here.
+        world_size: number of ranks that share this rank's data.
     """
     return world_size == 1 and resolve_rank(None, None)[1] > 1
 

@@ -1,4 +1,4 @@
-"""Values per token, whatever holds them."""
+"""Values per token in a list, an array or a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global random generators: seeded for a sample, and kept for everybody else."""
+"""Seed the global random generators for a sample, and put them back for everybody else."""
 
 from __future__ import annotations
 

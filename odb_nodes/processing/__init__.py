@@ -1,4 +1,4 @@
-"""Run the user's processing in parallel: workers, transport, and the node on top of them."""
+"""Run the user's processing in parallel: workers, transport, and the node that uses them."""
 
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.parallel_processor import ParallelProcessor

@@ -1,4 +1,4 @@
-"""Process one chunk of items: what runs in a worker, be it a process, a thread or the trainer."""
+"""Process one chunk of items, in a worker process, a thread, or the trainer itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from odb_nodes.errors import SampleError, WorkerError
 from odb_nodes.processing.transport import pack
 
 _RNGS_WAIT_S = 600.0
-_global_rngs = threading.RLock()  # the global generators serve one sample at a time
+_global_rngs = threading.RLock()  # threads take turns with the global generators
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a chunk ends early: its item number `done` raised, the ones before it are good."""
+    """Why a chunk ends early: the item after its good results raised."""
 
     item: str
     error: str
@@ -30,16 +30,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """Items of one chunk, and where the first of them stands."""
+    """Items of one chunk, with the epoch and the position in it of the first of them."""
 
     items: Sequence[Any]
-    epoch: int  # or what stands for it, see `EpochCounter.shuffle_key`
+    epoch: int  # or a number in its place, see `EpochCounter.shuffle_key`
     position: int
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The good results of a chunk in order, packed or not, and what ended it early."""
+    """The good results of a chunk in order, packed or not, and the failure that ended it early."""
 
     results: Any
     failure: Failure | None
@@ -50,16 +50,20 @@ class ChunkProcessor:
     """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
 
     Args:
-        process_fn: item -> processed sample.
-        seed: seeds Python, numpy and torch from (seed, epoch, position) before each item; `None`
-            leaves them alone.
+        process_fn: maps an item to a processed sample.
+        seed: with the epoch and an item's position, seeds Python, numpy and torch before the item;
+            `None` seeds nothing.
     """
 
     process_fn: Callable[[Any], Any]
     seed: int | None
 
     def run(self, task: ChunkTask) -> ChunkResult:
-        """Process a chunk in the trainer's process, whose global generators stay as they were."""
+        """Process a chunk in the trainer's process, and put its global generators back after.
+
+        Raises:
+            WorkerError: another thread did not give the generators back.
+        """
         if self.seed is None:
             results, failure = self._apply(task, (Exception, SystemExit))
         else:
@@ -109,7 +113,7 @@ class ChunkProcessor:
 
 
 def _describe(item: Any, error: BaseException) -> Failure:
-    expected = isinstance(error, SampleError)  # which says all there is to say
+    expected = isinstance(error, SampleError)  # whose message says enough
     return Failure(
         item=_show(item),
         error=_show(error, str) if expected else f"{type(error).__name__}: {_show(error, str)}",
@@ -123,7 +127,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _show(value: Any, how: Callable[[Any], str] = repr) -> str:
-    """Return text for a value of the user's, whose own text may be long, or raise."""
+    """Return a text for a value of the user, whose own text may be long, or raise."""
     try:
         text = how(value)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""From a processed sample to its cost: tokens, targets and patches."""
+"""Measure the cost of a processed sample: tokens, targets and patches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     Args:
         data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
             are a list, an array or a tensor, (L,) or (1, L); `labels` likewise, where present.
-        observe: data -> tokens, or -> `Observation`. Default: tokens is L; targets is the number of
-            `labels[1:]` that are not -100, or tokens - 1 without labels; patches is the sum of the
-            products of `image_grid_thw`'s rows, or else the first dimension of `pixel_values`.
+        observe: maps the data to its tokens, or to an `Observation`. By default tokens is L;
+            targets is the number of `labels[1:]` that are not -100, or tokens - 1 without labels;
+            patches is the sum of the products of `image_grid_thw`'s rows, or else the first
+            dimension of `pixel_values`.
 
     Raises:
         SampleError: there is no length, or it is not an integer of at least 1.

@@ -1,4 +1,4 @@
-"""Pools of workers, behind one interface."""
+"""The interface of a pool of workers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from odb_nodes.processing.thread_pool import ThreadPool
 
 
 class WorkerPool(Protocol):
-    """Processes chunks in parallel; results come back in futures."""
+    """Processes chunks in parallel and returns the results in futures."""
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
 
     def discard(self) -> None:
-        """Skip what is queued and not yet begun: nobody waits for it any more."""
+        """Skip queued chunks that no worker has begun: nobody waits for them any more."""
 
     def close(self) -> None:
         """Stop the workers; may be called again, and from any thread."""

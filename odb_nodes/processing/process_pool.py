@@ -1,9 +1,9 @@
-"""Processes that process chunks, with a socket each.
+"""Worker processes for chunks, each with a socket of its own.
 
 Why not an executor of the standard library: a worker that is killed while it writes leaves
-`ProcessPoolExecutor` reading half a message for ever, since all its workers share one pipe; and at
-exit it first finishes everything submitted. Here each worker has a socket whose far end nobody else
-holds, so death is always seen as its end.
+`ProcessPoolExecutor` reading half a message for ever, since all its workers share one pipe. At exit
+it also finishes everything that was submitted first. Here nobody but the worker holds the far end
+of its socket, so its death is always seen as the end of the stream.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.signals import ignore_interrupt
 from odb_nodes.processing.transport import receive, send
 
-_PARENT_POLL_S = 1.0
-_DEATH_POLL_S = 1.0
-_STOP_S = 5.0
+_PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer lives
+_DEATH_POLL_S = 1.0  # between two looks of the reader at whether silent workers live
+_STOP_S = 5.0  # for a killed process or a thread to be gone
 _GUARD = (
     ' Where the start method is not "fork", each worker imports the program\'s main module: guard '
     'what it does by `if __name__ == "__main__":`.'
@@ -47,7 +47,27 @@ _starting = threading.Lock()  # see `_WorkerProcess`
 
 
 class ProcessPool:
-    """Worker processes that live until `close`; two threads send chunks and read results."""
+    """Worker processes that live until `close`; two threads send chunks and read results.
+
+    Args:
+        processor: what the workers apply to each chunk.
+        options: number of workers, and how they start.
+
+    Raises:
+        WorkerError: a worker could not be started.
+    """
+
+    # Why each result reaches its future: a worker answers every chunk, in order, with one message,
+    # a chunk that is skipped included. So the oldest pending future is that of the next message.
+    #
+    # Why nothing blocks for good: `submit` only puts into queues. The sender may block on the full
+    # socket of a worker, but a worker reads all that waits before each chunk, and the reader takes
+    # its results at any time. A worker that hangs does block the sender, until it is killed: its
+    # socket then breaks, and the sender goes on.
+    #
+    # Why no future of a dead worker is forgotten: the reader closes the socket, then fails all that
+    # is pending. `expect` puts a future, then looks at the socket. A future that comes too late for
+    # the reader was put after the socket was closed, so `expect` sees that, and fails it.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         context = multiprocessing.get_context(options.start_method)
@@ -64,7 +84,7 @@ class ProcessPool:
             for worker in self._workers:
                 worker.connection.close()
             raise
-        # At exit, multiprocessing would send SIGTERM, which workers ignore, and wait for ever.
+        # At exit, multiprocessing sends SIGTERM, which workers ignore, and waits for ever.
         self._at_exit = Finalize(None, _kill, args=(self._workers,), exitpriority=10)
         self._outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None] = queue.SimpleQueue()
         self._threads = [
@@ -87,12 +107,12 @@ class ProcessPool:
         worker = self._workers[next(self._sequence) % len(self._workers)]
         message = pickle.dumps((self._generation, task), protocol=5)
         future = worker.expect()
-        # By a thread: a socket that is full, since its worker hangs, must not block the trainer.
+        # A thread sends it: the full socket of a worker that hangs must not block the trainer.
         self._outbox.put((worker, message))
         return future
 
     def discard(self) -> None:
-        """Skip what is queued and not yet begun."""
+        """Skip queued chunks that no worker has begun."""
         self._generation += 1
         message = pickle.dumps((self._generation, None), protocol=5)
         for worker in self._workers:
@@ -112,13 +132,14 @@ class _WorkerProcess:
     """One worker process, its socket, and the futures of the chunks sent to it, in order."""
 
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
-        # The system tells an exit code once: a second thread that asks meanwhile gets None.
+        # The system reports an exit code once: a second thread that asks meanwhile gets None.
         self._reaping = threading.Lock()
         self.last_words = ""
-        self.hint = "" if context.get_start_method() == "fork" else _GUARD  # until it has answered
+        # Shown if the worker dies before its first answer.
+        self.hint = "" if context.get_start_method() == "fork" else _GUARD
         self.pending: queue.SimpleQueue[Future[ChunkResult]] = queue.SimpleQueue()
-        # One at a time: a sibling that is forked between these lines would hold the far end open,
-        # and the death of this worker would not be seen.
+        # One at a time: a sibling that is forked between these lines would inherit the far end and
+        # keep it open, so the death of this worker would not be seen.
         with _starting:
             self.connection, far_end = socket.socketpair()
             self.connection.settimeout(None)  # whatever `socket.setdefaulttimeout` says
@@ -146,7 +167,7 @@ class _WorkerProcess:
         future: Future[ChunkResult] = Future()
         self.pending.put(future)
         if self.connection.fileno() < 0:
-            # Closed: the reader has seen it die, and may have failed the others.
+            # The reader has closed it and may already have failed what was pending before.
             self.fail_pending()
         return future
 
@@ -181,7 +202,7 @@ def _kill(workers: list[_WorkerProcess]) -> None:
 def _send_tasks(outbox: queue.SimpleQueue[tuple[_WorkerProcess, bytes] | None]) -> None:
     while (entry := outbox.get()) is not None:
         worker, message = entry
-        # A worker that is gone: the reader sees that too, and fails its futures.
+        # An error means that the worker is gone. The reader sees that too, and fails its futures.
         with contextlib.suppress(OSError):
             send(worker.connection, [message])
 
@@ -210,7 +231,7 @@ def _read_results(workers: list[_WorkerProcess]) -> None:
 
 
 def _dead_in_silence(alive: dict[Any, _WorkerProcess]) -> list[Any]:
-    """Return the sockets of dead workers whose own children hold the far end open."""
+    """Return the sockets of dead workers, which may be open still: a child of theirs holds them."""
     return [near_end for near_end, worker in alive.items() if worker.process.exitcode is not None]
 
 
@@ -223,7 +244,7 @@ def _work(
 ) -> None:
     """Process chunks until the trainer closes the socket or dies."""
     ignore_interrupt()
-    # Nor is this one ours: a preempted trainer may want to finish its step and save.
+    # SIGTERM is the trainer's as well: when preempted, it may want to finish its step and save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent(by_signal)
     connection.settimeout(None)
@@ -238,6 +259,7 @@ def _work(
     newest = 0
     try:
         while True:
+            # Everything that has come is read first: the newest generation decides what is stale.
             while not waiting or wait([connection], 0):
                 newest, task = pickle.loads(*receive(connection))
                 if task is not None:
@@ -253,7 +275,8 @@ def _work(
 def _die_with_parent(by_signal: bool) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if by_signal and sys.platform == "linux":
-        # Also while a library holds the GIL. Sent when the thread that started us ends.
+        # Works even while a library holds the GIL. The system sends it when the thread that
+        # started this process ends, so only if that is the main thread (`by_signal`).
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

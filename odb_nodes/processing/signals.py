@@ -1,4 +1,4 @@
-"""Ctrl-C while workers start or stop: not in the middle, and not in a worker."""
+"""Keep Ctrl-C from interrupting the start and stop of workers, and the workers themselves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CAN_MASK = hasattr(signal, "pthread_sigmask")  # not on Windows
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Within this context Ctrl-C does nothing; it takes effect after.
+    """Defer Ctrl-C until this context ends.
 
-    Processes that start within it are born deaf to Ctrl-C: see `ignore_interrupt`.
+    Processes that start within it block the signal until they call `ignore_interrupt`.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -23,7 +23,8 @@ def deferred_interrupt() -> Iterator[None]:
         return
     missed: list[Any] = []
     signal.signal(signal.SIGINT, lambda number, frame: missed.append((number, frame)))
-    # Only this thread is deaf, so that is not enough for Ctrl-C here; but children inherit it.
+    # The mask is for children, which inherit it. It blocks the signal in this thread only, so the
+    # trainer needs the handler as well.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _CAN_MASK else set()
     try:
         yield
@@ -36,7 +37,7 @@ def deferred_interrupt() -> Iterator[None]:
 
 
 def ignore_interrupt() -> None:
-    """In a worker: leave Ctrl-C to the trainer."""
+    """Leave Ctrl-C to the trainer; to be called in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if _CAN_MASK:  # what it starts in turn should hear it
+    if _CAN_MASK:  # processes that the worker starts may want the signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

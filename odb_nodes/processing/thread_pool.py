@@ -16,7 +16,12 @@ _STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
 
 
 class ThreadPool:
-    """Daemon threads that take chunks from one queue; a single one where chunks are seeded."""
+    """Daemon threads that take chunks from one queue; a single thread if chunks are seeded.
+
+    Args:
+        processor: what the threads apply to each chunk.
+        options: number of threads.
+    """
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         self._processor = processor
@@ -24,8 +29,8 @@ class ThreadPool:
         self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
             queue.SimpleQueue()
         )
-        # Seeded chunks take turns with the global generators. One thread keeps them in order: of
-        # several, a later chunk that hangs could hold up an earlier one.
+        # Seeded chunks take turns with the global generators, so several threads would gain
+        # nothing, and a later chunk that hangs could hold up an earlier one.
         count = options.num_workers if processor.seed is None else 1
         self._threads = [
             threading.Thread(target=self._work, name=f"odb_nodes-worker-{index}", daemon=True)
@@ -38,22 +43,22 @@ class ThreadPool:
         """Queue a chunk."""
         future: Future[ChunkResult] = Future()
         self._tasks.put((task, future))
-        if self._closed:  # Perhaps nobody is left to take it.
+        if self._closed:  # perhaps no thread is left to take it
             self.discard()
         return future
 
     def discard(self) -> None:
-        """Skip what is queued and not yet begun."""
+        """Skip queued chunks that no thread has begun."""
         with contextlib.suppress(queue.Empty):
             while True:
                 entry = self._tasks.get_nowait()
                 if entry is not None:
                     entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
         if self._closed:
-            self._tasks.put(None)  # which was perhaps taken away from a thread
+            self._tasks.put(None)  # the loop may have taken the one that ends the threads
 
     def close(self) -> None:
-        """Stop the threads; one that is inside of the user's code stops when that returns."""
+        """Stop the threads; one that is inside the user's code stops when that returns."""
         self._closed = True
         self.discard()
         deadline = time.monotonic() + _STOP_S

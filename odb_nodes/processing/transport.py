@@ -1,9 +1,14 @@
 """Carry a chunk of samples between processes as a few flat buffers.
 
 A thousand small arrays cost a thousand allocations, and torch tensors a file descriptor each. So
-where the samples of a chunk are dicts of one shape, each 1-d column travels as one array, and the
-samples on the other side are views of it; everything else is pickled with its buffers out of band
-(PEP 574), tensors as numpy. Types are kept: what left as a list, array or tensor arrives as one.
+if the samples of a chunk are dicts with the same keys, each 1-d column travels as one array, and
+the samples that arrive are views of it. Everything else is pickled with its buffers out of band
+(PEP 574), tensors as numpy arrays. Types are kept: a list, array or tensor arrives as one.
+
+A message is a sequence of parts: `pack` makes a pickle followed by the buffers that it refers to,
+in the order in which the pickler meets them, and `unpack` hands them back in that order. On the
+socket, the number of parts and their sizes come first, 8 bytes each, so the receiver allocates each
+part once and reads straight into it.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is torch.Tensor:
             if _is_plain(value):
                 return torch.from_numpy, (value.detach().contiguous().numpy(),)
-            # A copy: not the whole storage that it may be a view of.
+            # A copy, since `torch.save` writes the whole storage that a view is of.
             copy = value.detach().clone().requires_grad_(value.requires_grad)
             return from_bytes, (to_bytes(copy),)
         if type(value) is np.ndarray and not value.flags.writeable:
@@ -44,7 +49,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether numpy can hold a tensor, without losing anything of it."""
+    """Tell whether numpy can hold a tensor without loss."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
     lazy = tensor.is_conj() or tensor.is_neg()
     return plain and tensor.dtype in _NUMPY_DTYPES and not (tensor.requires_grad or lazy)
@@ -79,11 +84,11 @@ def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None
 def receive(connection: socket.socket) -> list[bytearray]:
     """Read a message.
 
-    Each part has memory of its own: writable, and a large array that outlives the chunk keeps only
-    itself (a joined column stays whole as long as a sample of it).
+    Each part has writable memory of its own, so a large array that outlives its chunk keeps only
+    itself alive. A joined column lives as long as any sample of it.
 
     Raises:
-        EOFError: the other side has closed, or has died.
+        EOFError: the other side has closed the connection, or has died.
     """
     (count,) = struct.unpack("<Q", _read(connection, 8))
     sizes = struct.unpack(f"<{count}Q", _read(connection, 8 * count))
@@ -138,7 +143,7 @@ def _dicts_from_columns(packed: Any) -> list[Any]:
 
 
 def _to_column(values: list[Any]) -> Any:
-    """Join 1-d arrays or tensors of one dtype; leave any other values as they are."""
+    """Join 1-d arrays or tensors of the same type and dtype; leave other values as they are."""
     kind, first = type(values[0]), values[0]
     joinable = kind is np.ndarray or (kind is torch.Tensor and _is_plain(first))
     if not joinable or any(

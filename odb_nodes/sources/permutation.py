@@ -10,15 +10,16 @@ from odb_nodes._core.hashing import hash_ints
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
 _FEW = 64
-"""Up to so many elements are computed at once: most of the smallest network lies outside."""
+"""A permutation of at most so many elements is computed at once, since most positions of the
+smallest network lie outside of it."""
 
 
 class Permutation:
-    """The permutation of `range(size)` that belongs to a seed, computed where it is asked for.
+    """A permutation of `range(size)`, decided by a seed and computed element by element.
 
-    A balanced Feistel network over the next larger power of four; results outside of the range are
+    A balanced Feistel network over the next larger power of four. Results outside the range are
     encrypted again until they fall into it (Black and Rogaway, "Ciphers with Arbitrary Finite
-    Domains", 2002). It depends on integer arithmetic alone, so on no library's version.
+    Domains", 2002). Only integer arithmetic decides the result, and no library's version.
 
     Args:
         size: number of elements.

@@ -1,17 +1,13 @@
-"""Checks of what the classes of `vision` are given."""
+"""Checks of arguments that several classes of `vision` take."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from odb_nodes._core.checks import describe
+
 ORDER = "The order is `VisionLanguageProcessor(tokenizer, image_processor)`"
 PATCHES = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
-
-
-def check_type(name: str, value: object, expected: type, remedy: str) -> None:
-    """Raise a `TypeError` with the remedy where `value` is not of a type."""
-    if not isinstance(value, expected):
-        raise _wrong(name, value, f"a `{expected.__name__}`", remedy)
 
 
 def check_names(name: str, value: object) -> None:
@@ -32,9 +28,9 @@ def check_image_processor(name: str, value: Any, remedy: str) -> None:
     """Raise an error where `value` cannot cut images into patches.
 
     Args:
-        name: of the argument.
-        value: what it is.
-        remedy: how to come by one that can.
+        name: the argument's name.
+        value: the argument's value.
+        remedy: a sentence that says where to get one that can.
 
     Raises:
         TypeError: it is no image processor, or one that makes no patches.
@@ -57,13 +53,4 @@ def check_image_processor(name: str, value: Any, remedy: str) -> None:
 
 
 def _wrong(name: str, value: object, rule: str, remedy: str) -> TypeError:
-    return TypeError(f"`{name}` must be {rule}, but is {_shown(value)} instead. {remedy}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, type):
-        return f"the class `{value.__name__}`"
-    if isinstance(value, (str, int, float, dict, list, tuple, type(None))):
-        return f"{value!r:.80}"
-    method = getattr(value, "__name__", "")
-    return f"the {type(value).__name__} `{method}`" if method else f"a `{type(value).__name__}`"
+    return TypeError(f"`{name}` must be {rule}, but is {describe(value)} instead. {remedy}")

@@ -17,9 +17,9 @@ class Part(NamedTuple):
     """A part of a rendered conversation.
 
     Attributes:
-        kind: `"text"` to tokenize, a `"special"` token by its name, or an `"image"`.
-        content: text, name, or image.
-        supervised: the model learns to write it.
+        kind: `"text"` to tokenize, a `"special"` token, or an `"image"`.
+        content: the text, the token's name, or the image.
+        supervised: whether the model learns to write it.
     """
 
     kind: Literal["text", "special", "image"]
@@ -31,15 +31,15 @@ class Part(NamedTuple):
 class ChatTemplate:
     """The conversation format of Qwen2-VL: `<|im_start|>role`, a line, content, `<|im_end|>`.
 
-    What the assistant says is supervised, with the token that ends it; nothing else is.
+    Only the assistant's text and the token that ends it are supervised.
 
     Args:
-        system: what a conversation begins with that has no system message; `None` for nothing.
-        start: token that begins a message.
-        end: token that ends a message.
-        image_start: token before an image.
-        image_token: token that stands for one merged patch of an image.
-        image_end: token after an image.
+        system: the system message of a conversation that has none; `None` to add none.
+        start: the token that begins a message.
+        end: the token that ends a message.
+        image_start: the token before an image.
+        image_token: the token that stands for one merged patch of an image.
+        image_end: the token after an image.
     """
 
     system: str | None = "You are a helpful assistant."
@@ -58,7 +58,7 @@ class ChatTemplate:
             messages: one or more, each with `role`, `"system"`, `"user"` or `"assistant"`, and
                 `content`: a string, or a list of `{"type": "text", "text": ...}` and
                 `{"type": "image", "image": ...}`.
-            images: for the image parts without `image`, in order.
+            images: the images of the image parts without `image`, in order.
 
         Raises:
             SampleError: a message is not like that, there is none, or there are more or fewer

@@ -1,4 +1,4 @@
-"""An image that weighs nothing, for ranks without images in a step where others have some."""
+"""An image without weight in the loss, for a rank that has none where other ranks do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy as np
 from odb_nodes.collate.token_rows import row_of
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX
-from odb_nodes.step_info import StepInfo
 
 IMAGES_KEY = "images"
-"""A list of (H, W, 3) uint8, of which patches are made with the batch."""
+"""A list of (H, W, 3) uint8 arrays, which become patches when the batch is made."""
 SETTINGS_KEY = "image_settings"
-"""What the patches of `images` are made with, see `settings_of`."""
+"""The settings that the patches of `images` are to be made with, see `settings_of`."""
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", IMAGES_KEY, SETTINGS_KEY)
 TYPE_KEY = "mm_token_type_ids"
-"""(L,) int64: 1 where an image's token is, 0 for text. transformers 5 wants it beside images."""
+"""(L,) int64: 1 for the tokens of images, 0 for text. transformers 5 wants it beside images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +26,15 @@ class DummyImage:
     """The smallest image that a model takes, to be put behind the text of a sample.
 
     It passes through the vision tower, so this rank takes part in that tower's collectives. Its
-    tokens come after all others, which in a causal model do not see them, and they are not
-    supervised: loss and gradients are those without it, and those of the tower are zero. An
-    auxiliary loss over all tokens, as of experts, does count them.
+    tokens come last, where no other token of a causal model sees them, and they are not supervised:
+    loss and gradients are the same as without it, and the tower's are zero. Only an auxiliary loss
+    over all tokens, such as that of experts, counts them.
 
     Args:
-        token_ids: what stands in the text for it, the image's tokens included.
-        image_token_id: which of them are the image's.
-        grid_thw: its patches, in time, height and width.
-        patch_values: values of a patch: channels x temporal size x height x width.
+        token_ids: the tokens that stand for the image in a text.
+        image_token_id: the token among them that stands for a merged patch.
+        grid_thw: the number of patches in time, height and width.
+        patch_values: values per patch: channels x temporal size x height x width.
     """
 
     token_ids: tuple[int, ...]
@@ -47,8 +46,8 @@ class DummyImage:
         """Return a sample without images with this one behind its text.
 
         Args:
-            sample: processed sample, a mapping with `input_ids`.
-            token_keys: keys with a value per token.
+            sample: a processed sample, with `input_ids` and `labels`.
+            token_keys: the keys with a value per token.
 
         Raises:
             SampleError: the sample has no `labels`, so that every token is supervised.
@@ -77,7 +76,7 @@ class DummyImage:
         return grown
 
     def take_out(self, sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return a sample of a filler step without its images, and without their tokens."""
+        """Return a sample without its images and their tokens, for a step that it only fills."""
         ids = row_of("input_ids", sample["input_ids"])
         keep = ids != self.image_token_id
         left = {key: value for key, value in sample.items() if key not in IMAGE_KEYS}
@@ -85,14 +84,3 @@ class DummyImage:
             if key in left and len(row := row_of(key, left[key])) == len(ids):
                 left[key] = row[keep]
         return left
-
-
-def check_agreed(modality: str, info: StepInfo) -> None:
-    """Raise a `ValueError` where this rank has images of which the ranks do not know."""
-    if info.all_samples_this_step > info.local_samples:
-        raise ValueError(
-            f"step {info.step} has images on this rank, so {modality!r} must be among its "
-            f"`modalities`, but they are {info.modalities}: ranks without images would leave this "
-            "one waiting. Pass the name that the `RankAligner` has for images as `modality`, and "
-            "let `observe` count the `patches` of samples that have some."
-        )

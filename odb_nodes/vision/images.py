@@ -51,8 +51,8 @@ def resized_shape(
     ratio changes as little as that allows.
 
     Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
+        height: height of the image, in pixels.
+        width: width of the image, in pixels.
         multiple: pixels; patch size times merge size.
         min_pixels: fewest pixels of the result.
         max_pixels: most pixels of the result; an elongated image may exceed it.
@@ -96,7 +96,7 @@ class ImageReader:
             decoded whole, at 3 bytes a pixel or more. The default is that of Pillow, which refuses
             twice its own `PIL.Image.MAX_IMAGE_PIXELS` in any case. Pillow's warning below that is
             switched off for the process, unless a filter of yours asks for it.
-        resample: filter of Pillow, `PIL.Image.Resampling`, in 0..5; 3 is bicubic.
+        resample: number of a Pillow filter, `PIL.Image.Resampling`, in 0..5; 3 is bicubic.
     """
 
     multiple: int = 28
@@ -226,7 +226,7 @@ def _leave_warnings_to_errors() -> None:
 
 
 def _orientation_of(image: Image) -> Any:
-    """Return what the orientation tag of an image says; 1 is upright."""
+    """Return the orientation tag of an image; 1 is upright."""
     try:
         return image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception:  # tags that are damaged say nothing; the image may be good
@@ -234,14 +234,14 @@ def _orientation_of(image: Image) -> Any:
 
 
 def _turned(image: Image, orientation: Any) -> Image:
-    """Return an image as its orientation tag says that it is to be seen."""
+    """Return an image turned upright by its orientation tag."""
     if orientation not in _TURNS:
         return image
     return image.transpose(import_extra("PIL.Image", "vision").Transpose(_TURNS[orientation]))
 
 
 def _opaque(image: Image) -> Image:
-    """Return an image on white where it is transparent, by alpha or by one colour of its own."""
+    """Return an image with white in place of transparency, by alpha or by a transparent colour."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image
     pillow = import_extra("PIL.Image", "vision")

@@ -1,61 +1,53 @@
-"""Collate function: text with images, for models that take all patches of a batch in one row."""
+"""Collate function of text and images, for models that take all patches of a batch in one row."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from odb_nodes._core.rows import flatten_row
-from odb_nodes.collate.padding_collate import PaddingCollate
-from odb_nodes.collate.token_rows import TOKEN_KEYS, of_group, row_of
+from odb_nodes._core.checks import check_type
+from odb_nodes.collate.token_rows import TOKEN_KEYS, length_of, of_group, row_of
 from odb_nodes.errors import SampleError
-from odb_nodes.step_info import StepInfo
-from odb_nodes.vision.arguments import check_image_processor, check_type
-from odb_nodes.vision.dummy import (
-    IMAGE_KEYS,
-    IMAGES_KEY,
-    SETTINGS_KEY,
-    TYPE_KEY,
-    DummyImage,
-    check_agreed,
-)
+from odb_nodes.vision.arguments import check_image_processor
+from odb_nodes.vision.dummy import IMAGE_KEYS, IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
 from odb_nodes.vision.patches import check_settings, make_patches
+from odb_nodes.vision.step_images import StepImages
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionLanguageCollate(PaddingCollate):
+class VisionLanguageCollate(StepImages):
     """Pads the text of samples as `PaddingCollate` does, and joins their images.
 
     Beside the text's keys a batch with images has `pixel_values`, (patches, values) float32, and
-    `image_grid_thw`, (images, 3) int64, in the order of the samples. A batch without any lacks both
-    keys. Position ids are the model's to make.
+    `image_grid_thw`, (images, 3) int64, in the order of the samples. A batch without images lacks
+    both keys. Position ids are made by the model.
 
-    Where other ranks have images in a step and this one has none, the `dummy` goes behind the
-    shortest sample: the batch gets no wider, unless the longest is within the dummy's tokens of
-    that. Where no rank has any, but the sample that this one fills with does, its images are taken
-    out.
+    If other ranks have images in a step and this one has none, the `dummy` goes behind its shortest
+    sample. The batch gets no wider, unless all samples are about equally long. If no rank has
+    images, but the sample that this one fills the step with does, they are taken out.
 
     Args:
-        dummy: what makes up for missing images, see `VisionLanguageProcessor.dummy_image`; `None`
-            where no rank waits for another one's images: one rank, or a tower that is not sharded.
-        image_processor: makes the patches of samples that carry `images` instead, see
-            `VisionLanguageProcessor.late_patches`.
-        modality: name of images among the `StepInfo.modalities`.
+        dummy: the image that makes up for missing ones, from `VisionLanguageProcessor.dummy_image`;
+            `None` if no rank waits for images of another: one rank, or a tower that is not sharded.
+        image_processor: the image processor that makes the patches of samples that carry `images`,
+            see `VisionLanguageProcessor.late_patches`.
+        modality: the name of images among the `StepInfo.modalities`.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: there are `shapes` and a `dummy`.
     """
 
+    pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values", IMAGES_KEY)
+    image_keys: ClassVar[tuple[str, ...]] = IMAGE_KEYS
     token_keys: tuple[str, ...] = (*TOKEN_KEYS, TYPE_KEY)
     dummy: DummyImage | None
     image_processor: Any = None
-    modality: str = "image"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,9 +74,9 @@ class VisionLanguageCollate(PaddingCollate):
                 processor would.
         """
         self.check_mappings(samples)
-        texts = [_text_of(sample) for sample in samples]
+        texts = list(map(self._text_of, samples))
         if any(TYPE_KEY in text for text in texts):
-            texts = [_typed(text) for text in texts]
+            texts = [{TYPE_KEY: np.zeros(length_of(text), np.int64), **text} for text in texts]
         batch = super().__call__(texts)
         images = self._images(samples)
         if images:
@@ -95,30 +87,25 @@ class VisionLanguageCollate(PaddingCollate):
             batch["attention_mask"][len(samples) :, :1] = 1
         return batch
 
-    def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
-        """Return the batch of `samples`, with images where any rank has some in this step.
+    def _dummy(self) -> DummyImage | None:
+        return self.dummy
 
-        Raises:
-            ValueError: this rank has images, but the step's `modalities` do not say so.
-        """
-        self.check_mappings(samples)
-        if self.dummy is not None:
-            found = any(map(has_images, samples))
-            agreed = self.modality in info.modalities
-            if agreed and not found:
-                samples = self._with_dummy(samples, self.dummy)
-            elif found and not agreed and info.is_filler:
-                samples = [self.dummy.take_out(sample, self.token_keys) for sample in samples]
-            elif found and not agreed:
-                check_agreed(self.modality, info)
-        return self(samples)
+    def _with_dummy(self, samples: list[Mapping[str, Any]], dummy: DummyImage) -> dict[str, Any]:
+        # Behind the shortest sample it seldom makes the batch wider.
+        lengths = list(map(length_of, samples))
+        shortest = lengths.index(min(lengths))
+        grown = dummy.put_behind(samples[shortest], self.token_keys)
+        return self([*samples[:shortest], grown, *samples[shortest + 1 :]])
+
+    def _without_images(self, sample: Mapping[str, Any], dummy: DummyImage) -> Mapping[str, Any]:
+        return dummy.take_out(sample, self.token_keys)
 
     def _images(self, samples: list[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
         """Return patches and grids of the samples that have images, checked against their text."""
         images: list[tuple[Any, Any]] = []
         per_token = self._patches_per_token()
         for index, sample in enumerate(samples):
-            if not has_images(sample):
+            if not self._has_images(sample):
                 continue
             try:
                 pixels, grid = self._patches_of(sample)
@@ -135,7 +122,7 @@ class VisionLanguageCollate(PaddingCollate):
         return images
 
     def _patches_per_token(self) -> int | None:
-        """Return how many patches are merged into a token, where that is known."""
+        """Return the number of patches that are merged into a token, if it is known."""
         if self.dummy is not None:
             return math.prod(self.dummy.grid_thw)
         return None if self.image_processor is None else int(self.image_processor.merge_size) ** 2
@@ -163,25 +150,9 @@ class VisionLanguageCollate(PaddingCollate):
             )
         return pixels, grid
 
-    def _with_dummy(
-        self, samples: list[Mapping[str, Any]], dummy: DummyImage
-    ) -> list[Mapping[str, Any]]:
-        lengths = [len(flatten_row("input_ids", sample["input_ids"])) for sample in samples]
-        shortest = lengths.index(min(lengths))
-        grown = dummy.put_behind(samples[shortest], self.token_keys)
-        return [*samples[:shortest], grown, *samples[shortest + 1 :]]
-
-
-def has_images(sample: Mapping[str, Any]) -> bool:
-    """Tell whether a processed sample has images."""
-    return any(
-        (images := sample.get(key)) is not None and len(images) > 0
-        for key in ("pixel_values", IMAGES_KEY)
-    )
-
 
 def _check_tokens(sample: Mapping[str, Any], patches: int, per_token: int | None) -> int | None:
-    """Return how many patches a token of an image is made of; `None` where that is not known.
+    """Return the number of patches per image token; `None` if it is not known.
 
     Raises:
         SampleError: the image tokens of the sample are more or fewer than its patches make.
@@ -199,13 +170,3 @@ def _check_tokens(sample: Mapping[str, Any], patches: int, per_token: int | None
             "text before it is processed, or leave it out."
         )
     return per_token
-
-
-def _text_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in sample.items() if key not in IMAGE_KEYS}
-
-
-def _typed(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    if TYPE_KEY in text:
-        return text
-    return {**text, TYPE_KEY: np.zeros(len(flatten_row("input_ids", text["input_ids"])), np.int64)}

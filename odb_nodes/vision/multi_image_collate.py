@@ -1,4 +1,4 @@
-"""Collate function: a few whole images per sample, of any number and size."""
+"""Collate function of text and whole images, in any number and size per sample."""
 
 from __future__ import annotations
 
@@ -9,37 +9,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes.collate.padding_collate import PaddingCollate
 from odb_nodes.collate.token_rows import of_group
 from odb_nodes.errors import SampleError
-from odb_nodes.step_info import StepInfo
-from odb_nodes.vision.dummy import check_agreed
+from odb_nodes.vision.step_images import StepImages
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiImageCollate(PaddingCollate):
+class MultiImageCollate(StepImages):
     """Pads the text of samples as `PaddingCollate` does, and their images in number and size.
 
-    Samples have `pixel_values`: a sequence of images, each (C, H, W), or one array; or they lack
-    the key. What else they have, such as `id` and `task`, becomes a tensor of B numbers or a list
-    of B values. Beside these a batch has:
+    A sample with images has `pixel_values`: a sequence of images, each (C, H, W), or one array.
+    Other keys, such as `id` and `task`, become a tensor of B numbers or a list of B values. Beside
+    these a batch has:
 
-    - `pixel_values`: (B, most images, C, largest H, largest W), 0 where there is nothing; of the
-      images' dtype. Left out of a batch without images.
-    - `image_mask`: (B, most images) bool, where an image is.
+    - `pixel_values`: (B, most images, C, largest H, largest W), padded with 0, of the images'
+      dtype. Left out of a batch without images.
+    - `image_mask`: (B, most images) bool, True for images and False for padding.
     - `image_sizes`: (B, most images, 2) int64, height and width without the padding.
 
-    B is the number of samples, unless there are `shapes`. Where other ranks have images in a step
-    and this one has none, it gets one of zeros, float32, that the mask leaves out; where none has,
-    those of a sample that is filled with are left out.
+    B is the number of samples, unless there are `shapes`. If other ranks have images in a step and
+    this one has none, it gets one of zeros, float32, that the mask leaves out. If no rank has
+    images, those of a sample that only fills the step are left out.
 
     Args:
-        dummy_shape: (C, H, W) of that image, which the model must accept; `None` for none.
-        modality: name of images among the `StepInfo.modalities`.
+        dummy_shape: the (C, H, W) of the image of zeros, which the model must accept; `None` for
+            no such image.
+        modality: the name of images among the `StepInfo.modalities`.
     """
 
     dummy_shape: tuple[int, int, int] | None = None
-    modality: str = "image"
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`.
@@ -49,35 +47,20 @@ class MultiImageCollate(PaddingCollate):
             SampleError: an image is not (C, H, W), or they differ in C or dtype.
         """
         self.check_mappings(samples)
-        batch = super().__call__([_without_images(sample) for sample in samples])
+        batch = super().__call__(list(map(self._text_of, samples)))
         rows = len(batch["attention_mask"])
         return {**batch, **_padded([_images_of(samples, i) for i in range(len(samples))], rows)}
 
-    def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
-        """Return the batch of `samples`, with images where any rank has some in this step.
+    def _dummy(self) -> tuple[int, int, int] | None:
+        return self.dummy_shape
 
-        Raises:
-            ValueError: this rank has images, but the step's `modalities` do not say so.
-        """
-        self.check_mappings(samples)
-        agreed = self.modality in info.modalities
-        if self.dummy_shape is not None and info.is_filler and not agreed:
-            samples = [_without_images(sample) for sample in samples]
+    def _with_dummy(self, samples: list[Mapping[str, Any]], dummy: Any) -> dict[str, Any]:
         batch = self(samples)
-        if self.dummy_shape is None or agreed == ("pixel_values" in batch):
-            return batch
-        if not agreed:
-            check_agreed(self.modality, info)
-            return batch
         rows = len(batch["image_mask"])
-        batch["pixel_values"] = torch.zeros(rows, 1, *self.dummy_shape)
+        batch["pixel_values"] = torch.zeros(rows, 1, *dummy)
         batch["image_mask"] = torch.zeros(rows, 1, dtype=torch.bool)
         batch["image_sizes"] = torch.zeros(rows, 1, 2, dtype=torch.int64)
         return batch
-
-
-def _without_images(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in sample.items() if key != "pixel_values"}
 
 
 def _images_of(samples: Sequence[Mapping[str, Any]], index: int) -> list[Any]:

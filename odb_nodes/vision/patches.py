@@ -19,14 +19,14 @@ _SETTINGS = (
     "image_mean",
     "image_std",
 )
-"""What decides the patches of an image of its final size; not the bounds of that size."""
+"""The settings that decide the patches of an image of its final size; not that size's bounds."""
 
 
 def make_patches(image_processor: Any, images: Sequence[Any]) -> dict[str, Any]:
-    """Return what an image processor of transformers makes of images that need no resizing.
+    """Return the patches of images that need no resizing.
 
     Args:
-        image_processor: that of the model.
+        image_processor: the image processor of the model.
         images: Pillow images, RGB, or (H, W, 3) uint8 arrays.
 
     Returns:
@@ -50,8 +50,8 @@ def check_settings(image_processor: Any, expected: Mapping[str, str]) -> None:
     """Raise a `SampleError` unless an image processor makes the patches that are expected.
 
     Args:
-        image_processor: of the collate function.
-        expected: `settings_of` the one that the samples were processed for.
+        image_processor: the image processor of the collate function.
+        expected: `settings_of` the image processor that the samples were processed for.
     """
     found = settings_of(image_processor)
     if found == dict(expected):

@@ -1,28 +1,31 @@
-"""What becomes of samples whose images cannot be used."""
+"""The treatment of samples whose images cannot be used."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from odb_nodes._core.checks import check_choice
+
 Policy = Literal["error", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadImages:
-    """What becomes of a sample with an image that cannot be used.
+    """The treatment of a sample with an image that cannot be used, by reason.
 
     `"error"` raises a `SampleError`, before which nothing is lost. `"skip"` leaves the whole sample
     out of the epoch and counts it in `skipped_samples`, by the name of the field.
 
-    A file that is there but cannot be read (no permission, a network file system that fails) is an
-    error always: to skip it would make the run depend on the moment.
+    A file that exists but cannot be read (no permission, a network file system that fails) is
+    always an error: skipping it would make the run depend on the moment.
 
     Args:
-        missing: there is no such file.
-        corrupt: it is no image, has no pixels, or is truncated or damaged.
-        huge: it has more pixels than the `ImageReader` allows.
-        elongated: its longer side is over 200 times the other, which no patch grid can hold.
+        missing: the policy for a file that does not exist.
+        corrupt: the policy for what is no image, has no pixels, or is truncated or damaged.
+        huge: the policy for an image of more pixels than the `ImageReader` allows.
+        elongated: the policy for an image whose longer side is over 200 times the other, which no
+            patch grid can hold.
     """
 
     missing: Policy = "error"
@@ -32,10 +35,7 @@ class BadImages:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if (value := getattr(self, field.name)) not in get_args(Policy):
-                raise ValueError(
-                    f'`{field.name}` must be "error" or "skip", but is {value!r} instead.'
-                )
+            check_choice(field.name, getattr(self, field.name), get_args(Policy))
 
     @classmethod
     def skipped(cls) -> BadImages:

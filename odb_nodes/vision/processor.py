@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import check_bool
+from odb_nodes._core.checks import check_bool, check_type
 from odb_nodes._core.fingerprints import tokenizer_name
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Skipped
@@ -18,7 +18,6 @@ from odb_nodes.vision.arguments import (
     check_image_processor,
     check_names,
     check_tokenizer,
-    check_type,
 )
 from odb_nodes.vision.chat import ChatTemplate, Part
 from odb_nodes.vision.dummy import IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
@@ -29,25 +28,26 @@ from odb_nodes.vision.policy import BadImages
 
 @dataclass(frozen=True)
 class VisionLanguageProcessor:
-    """Record -> sample for Qwen2-VL and models like it; runs in the workers.
+    """Turns a record into a sample for Qwen2-VL and models like it; runs in the workers.
 
     A record is a mapping with `messages` (see `ChatTemplate.render`), one of the assistant or more,
     `images` for the image parts without one of their own, and `id`, which errors name. An image is
-    a path, the bytes of a file, or a Pillow image. The text becomes tokens part by part, so no text
-    can be taken for a special token, and each image `grid.prod() / merge_size**2` image tokens.
-    Nothing is cut off: what is too long is up to the `TokenBudget`.
+    a path, the bytes of a file, or a Pillow image. The text is tokenized part by part, so no text
+    can pass for a special token, and each image becomes `grid.prod() / merge_size**2` image tokens.
+    Nothing is cut off: the `TokenBudget` says what becomes of long samples.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        image_processor: that of the model, `Qwen2VLImageProcessorPil` of transformers or one like
-            it: it rescales, normalizes and cuts patches. `ImageReader` decodes and resizes for it.
-        template: form of the conversation, and which tokens are supervised.
-        bad_images: what becomes of a sample whose images cannot be used.
+        image_processor: the image processor of the model, `Qwen2VLImageProcessorPil` of
+            transformers or one like it, which rescales, normalizes and cuts patches. `ImageReader`
+            decodes and resizes for it.
+        template: the form of the conversation, which also says which tokens are supervised.
+        bad_images: the treatment of samples whose images cannot be used.
         max_image_pixels: most pixels of an image before it is resized.
-        keep: keys of the record that the sample has, too, where the record has them.
-        late_patches: samples carry `images`, one byte a value, and the `image_processor` of the
-            `VisionLanguageCollate` makes `pixel_values` of them: an eighth of the memory in the
-            pool and of what travels between processes, and more work where batches are made.
+        keep: the keys of a record that its sample keeps, if the record has them.
+        late_patches: whether samples carry `images`, one byte a value, of which the
+            `image_processor` of the `VisionLanguageCollate` makes `pixel_values`. This takes an
+            eighth of the memory, in the pool and between processes, and more work per batch.
 
     Raises:
         TypeError: an argument is of another type.
@@ -81,20 +81,23 @@ class VisionLanguageProcessor:
             for name in names
             for token in [getattr(template, name)]
         }
+        object.__setattr__(self, "_read", read)
+        object.__setattr__(self, "_special", special)
+
+    @property
+    def fingerprint_name(self) -> str:
+        """The settings that decide the samples, which the state of a graph is checked against."""
         parts = (
             tokenizer_name(self.tokenizer),
-            special,
-            read,
-            template,
+            self._special,
+            self._read,
+            self.template,
             self.bad_images,
-            settings_of(processor),
+            settings_of(self.image_processor),
             f"keep={self.keep}",
             f"late_patches={self.late_patches}",
         )
-        # What the state of a graph is checked against, see `stable_name`.
-        name = f"{type(self).__qualname__}({', '.join(map(str, parts))})"
-        for key, value in (("_read", read), ("_special", special), ("__qualname__", name)):
-            object.__setattr__(self, key, value)
+        return f"{type(self).__qualname__}({', '.join(map(str, parts))})"
 
     def __call__(self, record: Mapping[str, Any]) -> dict[str, Any] | Skipped:
         """Return the sample of a record.

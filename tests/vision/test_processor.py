@@ -265,7 +265,9 @@ def test_an_empty_answer_is_one():
 def test_what_is_wrong_is_said_when_it_is_built():
     with pytest.raises(ValueError, match="must have the token '<image>' .`image_token` of the"):
         make(template=ChatTemplate(image_token="<image>"))
-    with pytest.raises(ValueError, match='`huge` must be "error" or "skip", but is .drop. instead'):
+    with pytest.raises(
+        ValueError, match='`huge` must be one of \\("error", "skip"\\), but is .drop. instead'
+    ):
         BadImages(huge="drop")
 
 

@@ -79,8 +79,7 @@ class Run:
         args = self._trainer.args
         if self._steps_per_epoch is None:
             return int(args.max_steps)
-        steps: float = self._steps_per_epoch * args.num_train_epochs
-        return math.ceil(steps)
+        return math.ceil(self._steps_per_epoch * float(args.num_train_epochs))
 
     @property
     def most_steps(self) -> int:
@@ -90,8 +89,8 @@ class Run:
         samples = self.batches.samples_per_epoch
         if samples is None:
             return NO_BOUND
-        epochs = math.ceil(self._trainer.args.num_train_epochs)
-        return max(self.total_steps, int(epochs * samples)) + 1
+        epochs = math.ceil(float(self._trainer.args.num_train_epochs))
+        return max(self.total_steps, epochs * samples) + 1
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
         """Warn, once, where a learning-rate schedule by steps does not end with the run.

@@ -44,16 +44,23 @@ def restored_limit():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(
-    "budget",
-    [
-        TokenBudget(512, layout="packed", shapes=1),
-        TokenBudget(512, layout="packed", shapes=1, max_samples=40, pad_to_multiple_of=64),
-        TokenBudget(512, shapes=8, pad_to_multiple_of=8),
-        TokenBudget(512, shapes=8, max_samples=16),
-    ],
-    ids=str,
-)
+BUDGETS = [
+    TokenBudget(512, layout="packed", shapes=1, max_samples=40, pad_to_multiple_of=64),
+    TokenBudget(512, shapes=8, max_samples=16),
+]
+ALL_BUDGETS = [
+    *BUDGETS,
+    TokenBudget(512, layout="packed", shapes=1),
+    TokenBudget(512, shapes=8, pad_to_multiple_of=8),
+]
+
+
+def pytest_generate_tests(metafunc):
+    if "budget" in metafunc.fixturenames:
+        exhaustive = metafunc.config.getoption("--exhaustive")
+        metafunc.parametrize("budget", ALL_BUDGETS if exhaustive else BUDGETS, ids=str)
+
+
 def test_nothing_is_compiled_again_after_the_warm_up(budget):
     ladder = budget.shape_ladder()
     model = compiled_model(limit=len(ladder))

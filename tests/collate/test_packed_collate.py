@@ -224,7 +224,7 @@ def test_dummy_rows_are_not_counted():
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_bounded_shapes_resume_exactly(layout, state, sampled):
     budget = TokenBudget(300, layout=layout, shapes=6, max_samples=20)
-    less = sampled(every=3, horizon=8)
+    less = sampled(every=3, horizon=8, chain=1)
     assert_resumes_exactly(lambda: loader(budget, state=state), epochs=1, **less)
 
 

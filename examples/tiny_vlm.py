@@ -64,6 +64,7 @@ class Pictures:
         content: list[Record] = [{"type": "image"} for _ in images]
         content.append({"type": "text", "text": question(rng, len(images))})
         return {
+            "id": index,
             "images": images,
             "messages": [
                 {"role": "user", "content": content},

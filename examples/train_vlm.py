@@ -57,6 +57,7 @@ def main() -> None:
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
+            del batch["id"]  # of the samples, for you to trace them; the model does not take it
             inputs = {key: value.to(device) for key, value in batch.items()}
             loss = model(**inputs).loss * info.loss_scale
             loss.backward()

@@ -79,6 +79,7 @@ def weights(path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a machine that is shared takes its time
 @pytest.mark.parametrize("script", LAST_CHECKPOINT)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(script, tmp_path):
     losses, end = run(script, tmp_path / "whole")

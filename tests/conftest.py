@@ -29,6 +29,9 @@ SLOW_PATHS = {
         "processing/test_faults.py",
     ],
     "frameworks": [
+        "_compat/test_accelerate.py",
+        "_compat/test_lightning.py",
+        "_compat/test_transformers.py",
         "collate/test_compiled_shapes.py",
         "integrations/test_accelerate.py",
         "integrations/test_huggingface.py",

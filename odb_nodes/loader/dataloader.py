@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
-from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.nodes import BaseNode
 
+from odb_nodes._compat.torch import pin_memory
 from odb_nodes._core.checks import check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossScaling

@@ -27,7 +27,7 @@ GRAPHS = [
     "torchdata",
 ]
 OURS = [name for name in GRAPHS if name != "torchdata"]
-SAMPLED = 40
+SAMPLED = 12
 
 
 @pytest.fixture

@@ -255,7 +255,10 @@ def test_what_is_no_group_is_refused():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(([1],), "`source` must be a `BaseNode`, but is .1. instead"), ((groups(), 5), "`collate_fn`")],
+    [
+        (([1],), "`source` must be a `BaseNode`, but is .1. instead"),
+        ((groups(), 5), "`collate_fn`"),
+    ],
 )
 def test_arguments_that_are_not_valid_are_named(arguments, message):
     with pytest.raises(TypeError, match=message):

@@ -236,7 +236,7 @@ def test_a_state_is_given_back_as_it_was():
         next(node)
 
 
-# The edges of an epoch (P22 of facts.md).
+# The edges of an epoch (P22 of docs/upstream_faults.md).
 
 EDGES = {"shard": (5, 1, 2), "one item": (1, 0, 1), "empty shard": (2, 2, 3)}
 

@@ -15,9 +15,9 @@ from torchdata.nodes import (
     SamplerWrapper,
 )
 
-STOPPING = "contract/graph.py (`stop_threads`)"
-EPOCHS = "contract/graph.py (`begin_epoch`)"
-LENGTHS = "contract/graph.py (`length_of`)"
+STOPPING = "_compat/torchdata.py (`join_threads`)"
+EPOCHS = "_compat/torchdata.py (`set_epoch`)"
+LENGTHS = "_compat/torchdata.py (`length_of`)"
 READ_AHEAD = "nodes/read_ahead.py"
 
 

@@ -138,8 +138,8 @@ def new_threads():
     return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
 
 
-# The faults of torchdata's Loader (see docs/upstream_faults.md) beside what ours does. Where the first
-# of a pair fails, upstream has repaired it: say so there.
+# The faults of torchdata's Loader beside what ours does. Where the first of a pair fails, upstream
+# has repaired it: say so in docs/upstream_faults.md.
 
 BOTH = pytest.mark.parametrize("loader_class", [StockLoader, Loader], ids=["torchdata", "ours"])
 

@@ -310,7 +310,7 @@ def test_every_step_resumes(stop, by, sampled):
     weights=st.data(),
     stop=st.sampled_from(["first_exhausted", "all_exhausted", "cycle"]),
 )
-@fewer(5)
+@fewer(10)
 def test_any_sources(sizes, weights, stop):
     named = {f"s{index}": size for index, size in enumerate(sizes)}
     drawn = {name: weights.draw(st.floats(0.2, 5)) for name in named}

@@ -44,19 +44,26 @@ def test_every_step(sizes, options, tmp_path):
 
 TRAINER = """
     from odb_nodes import load_rank_state, save_rank_state
-    folder, size = sys.argv[1], [150, 110][rank]
+    folder, size, said = sys.argv[1], [150, 110][rank], []
+
+    def say(line):
+        print(line, flush=True)
+        said.append(line)
+        if sys.argv[2:] == [str(len(said))]:
+            time.sleep(600)  # to be killed, and not while one rank has saved and the other has not
+
     loader = r.make_loader(size, read_ahead=2)
     if os.path.isdir(folder):
         loader.load_state_dict(load_rank_state(folder))
     for epoch in range(2):
         for batch in loader:
             event = r.describe(batch)
-            print(json.dumps(event), flush=True)
+            say(json.dumps(event))
             if event[2] % 4 == 3:
                 dist.barrier()  # so that the files of all ranks are of one step
                 save_rank_state(loader.state_dict(), folder)
                 dist.barrier()
-        print("end", flush=True)
+        say("end")
     dist.destroy_process_group()
 """
 
@@ -66,7 +73,7 @@ def test_killing_all_ranks_and_starting_again_from_files(kill_after, tmp_path):
     with RankJob(tmp_path, TRAINER, 2, tmp_path / "whole") as job:
         expected = [out.splitlines() for out in job.finish()]
     folder = tmp_path / "killed"
-    with RankJob(tmp_path, TRAINER, 2, folder) as job:
+    with RankJob(tmp_path, TRAINER, 2, folder, kill_after) as job:
         for _ in range(kill_after):
             for program in job.ranks:
                 program.line()

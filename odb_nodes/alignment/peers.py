@@ -16,7 +16,6 @@ from odb_nodes.alignment.exchange import (
     LocalExchange,
     resolve_exchange,
 )
-from odb_nodes.contract import StatefulNode
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
 from odb_nodes.errors import PeerError, StateError
@@ -219,7 +218,7 @@ def _nodes_alike(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
     return _by_name(
         (type(node).__name__, config)
         for node, config in _configured_nodes(source)
-        if isinstance(node, StatefulNode) and node.same_on_all_ranks
+        if getattr(node, "same_on_all_ranks", False)
     )
 
 

@@ -129,11 +129,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         self._peers.begin()
+        with self._peers.reporting_failure("reset"):
+            super().reset(initial_state)
+
+    def prepare_reset(self) -> None:
+        """Find this rank's place among the others, and make sure that the sources share it."""
         self._rule = replace(self._rule, world_size=self._peers.world_size)
         self._clear()
-        with self._peers.reporting_failure("reset"):
-            self._peers.check_source(self.source)
-            super().reset(initial_state)
+        self._peers.check_source(self.source)
 
     def _clear(self) -> None:
         self._at = AlignerState()

@@ -98,6 +98,7 @@ class EpochNode(StatefulNode[T, S]):
     """
 
     STATE: ClassVar[type[Any]] = EpochState
+    _STATE_BASE = EpochState
 
     def __init__(self) -> None:
         super().__init__()

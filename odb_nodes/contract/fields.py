@@ -6,7 +6,7 @@ A node declares its state as a dataclass. The annotations say what a field may h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -18,6 +18,7 @@ __all__ = [
     "RowsOf",
     "SourceState",
     "SourceStates",
+    "check_declaration",
     "check_fields",
     "source_fields",
 ]
@@ -58,10 +59,8 @@ class RowsOf:
         return f"hold rows of {self.size_bytes} bytes"
 
 
-@dataclass(frozen=True)
 class _IsState:
-    def __call__(self, value: Any) -> str | None:
-        return None if value else "be the state of a node"
+    """Marks a field that holds the state of another node."""
 
 
 Count = Annotated[int, InRange(0, _MAX_INT64)]
@@ -78,7 +77,13 @@ SourceStates = dict[str, SourceState]
 def _checks_of(declared: Any) -> dict[str, Check]:
     """Return a check for each field of a dataclass, by name."""
     hints = get_type_hints(declared, include_extras=True)
-    return {one.name: _check_of(hints[one.name]) for one in fields(declared)}
+    found = {}
+    for field in fields(declared):
+        try:
+            found[field.name] = _check_of(hints[field.name])
+        except TypeError as error:
+            raise TypeError(f"`{field.name}` of `{declared.__name__}`: {error}") from None
+    return found
 
 
 @cache
@@ -86,6 +91,23 @@ def source_fields(declared: Any) -> frozenset[str]:
     """Return the names of the fields that hold the states of sources."""
     hints = get_type_hints(declared, include_extras=True)
     return frozenset(name for name, hint in hints.items() if hint in (SourceState, SourceStates))
+
+
+def check_declaration(declared: Any) -> None:
+    """Make sure that a dataclass declares fields that can be checked.
+
+    Raises:
+        TypeError: it is no dataclass, or the annotation of a field is not one of those above; names
+            class and field.
+    """
+    if "__dataclass_fields__" not in vars(declared):
+        raise TypeError(
+            f"`{declared.__name__}` must be a dataclass: put `@dataclass(kw_only=True)` over it."
+        )
+    try:
+        _checks_of(declared)
+    except NameError as error:
+        raise TypeError(f"an annotation of `{declared.__name__}` is not known: {error}.") from error
 
 
 def check_fields(declared: Any, values: dict[str, Any]) -> dict[str, str]:
@@ -107,7 +129,8 @@ def _check_of(hint: Any) -> Check:
     if hint is Any:
         return _accept
     if kind is Annotated:
-        return _all_of([_check_of(parts[0]), *hint.__metadata__])
+        limits = [one for one in hint.__metadata__ if isinstance(one, (InRange, RowsOf))]
+        return _all_of([_check_of(parts[0]), *limits])
     if kind in (Union, UnionType):
         return _any_of(list(map(_check_of, parts)))
     if hint in _NAMES:
@@ -138,7 +161,10 @@ _NAMES = {
 def _check_type(kind: type[Any]) -> Check:
     """Return a check for exactly that type: a bool is no integer here."""
     kinds = (float, int) if kind is float else (kind,)
-    return lambda value: None if type(value) in kinds else f"be {_NAMES[kind]}"
+    rule = f"be {_NAMES[kind]}"
+    if kind is dict:  # a plain node's state may be another mapping
+        return lambda value: None if isinstance(value, Mapping) else rule
+    return lambda value: None if type(value) in kinds else rule
 
 
 def _accept(_value: Any) -> None:

@@ -9,7 +9,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._compat import torchdata
 from odb_nodes._compat.torchdata import length_of
-from odb_nodes.contract.node import StatefulNode, call_member
+from odb_nodes.contract.node import call_member
 from odb_nodes.planning import TokenBudget
 
 __all__ = [
@@ -94,12 +94,11 @@ def begin_cycle(root: BaseNode[Any]) -> None:
 def find_budget(source: BaseNode[Any]) -> TokenBudget | None:
     """Return the budget of the groups that a graph forms; `None` where it forms none."""
     for node in walk(source):
-        if isinstance(node, StatefulNode) and node.budget is not None:
-            return node.budget
+        if isinstance(budget := getattr(node, "budget", None), TokenBudget):
+            return budget
     return None
 
 
 def remaining_samples(source: BaseNode[Any]) -> int:
     """Return how many samples of the epoch a graph holds, or knows to be left."""
-    nodes = (node for node in walk(source) if isinstance(node, StatefulNode))
-    return sum(node.remaining_samples for node in nodes)
+    return sum(getattr(node, "remaining_samples", 0) for node in walk(source))

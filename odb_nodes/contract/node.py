@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
-from odb_nodes.contract.fields import source_fields
+from odb_nodes.contract.fields import check_declaration, check_fields, source_fields
 from odb_nodes.contract.item_location import ItemLocation
-from odb_nodes.contract.state import NodeState, copy_state, seal, unseal
+from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 
@@ -48,12 +48,34 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     keeps_failed_items: ClassVar[bool] = False
     same_on_all_ranks: ClassVar[bool] = False
 
+    _STATE_BASE: ClassVar[type[Any]] = NodeState
+    __is_made = False
+    __failure: Exception | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
+            raise TypeError(
+                f"`STATE` of `{cls.__name__}` must be a dataclass derived from "
+                f"`{cls._STATE_BASE.__name__}`, but is {cls.STATE!r} instead."
+            )
+        check_declaration(cls.STATE)
+        if reserved := ENVELOPE & {*cls.STATE.__dataclass_fields__}:
+            raise TypeError(
+                f"`STATE` of `{cls.__name__}` must not have a field {sorted(reserved)}: the "
+                "envelope of a state has one. Give it another name."
+            )
+
     def __init__(self) -> None:
         super().__init__()
-        self.__failure: Exception | None = None
-        self.__is_reset = False
+        self.__is_made = True
+        self.__is_reset = self.__is_checked = False
+        self.__failure = None
 
     # --- what a node defines --------------------------------------------------------------------
+
+    def prepare_reset(self) -> None:
+        """Let go of what a reset leaves behind, before `begin_epoch` or `restore`."""
 
     def begin_epoch(self) -> None:
         """Stand at the beginning of the next epoch, and reset the sources with `None`."""
@@ -122,9 +144,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         Raises:
             StateError: the state is damaged, or does not fit the node or its data.
         """
+        if not self.__is_made:
+            raise TypeError(f"`{type(self).__name__}.__init__` must call `super().__init__()`.")
         super().reset(initial_state)
-        self.__is_reset = False
+        self.__is_reset = self.__is_checked = False
         try:
+            self.prepare_reset()
             if initial_state is None:
                 self._begin()
             else:
@@ -147,12 +172,16 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                 f"{type(self).__name__} has no state after an error, which would lose the item "
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
-        return seal(type(self).__name__, self.fingerprint(), self._saved_values())
+        config = self.fingerprint()
+        if not self.__is_checked:  # once after a reset: some ask for a state at each item
+            self._check_saved(config, self.save())
+            self.__is_checked = True
+        return seal(type(self).__name__, config, self._saved_values())
 
     def __next__(self) -> T:
         if self.__failure is not None:
             raise self.__failure
-        if not self.__is_reset:
+        if not (self.__is_made and self.__is_reset):
             self.reset(None)
         try:
             return self._next()
@@ -168,6 +197,22 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if isinstance(error, Exception):
             return error
         return StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+
+    def _check_saved(self, config: object, saved: object) -> None:
+        """Make sure that the node saves what it declared: a state is read long after."""
+        name = type(self).__name__
+        if not isinstance(config, dict):
+            raise TypeError(
+                f"`fingerprint` of `{name}` must return a dict, but returned {config!r}."
+            )
+        if not isinstance(saved, self.STATE):
+            expected = self.STATE.__name__
+            raise TypeError(f"`save` of `{name}` must return its `{expected}`, not {saved!r:.80}.")
+        for field, rule in check_fields(self.STATE, vars(saved)).items():
+            value = getattr(saved, field)
+            raise TypeError(
+                f"`save` of `{name}` returned {value!r:.80} as `{field}`, which must {rule}."
+            )
 
     def _begin(self) -> None:
         self.begin_epoch()

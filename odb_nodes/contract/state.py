@@ -18,12 +18,14 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from odb_nodes.contract.fields import check_fields
 from odb_nodes.errors import StateError
 
 __all__ = [
+    "ENVELOPE",
     "STATE_VERSION",
     "NodeState",
     "add_digest",
@@ -40,7 +42,7 @@ _VERSION_KEY = "version"
 _NODE_KEY = "node"
 _CONFIG_KEY = "config"
 _DIGEST_KEY = "digest"
-_ENVELOPE = (_VERSION_KEY, _NODE_KEY, _CONFIG_KEY)
+ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
 _PLAIN = (int, str, bytes, float, bool, type(None))
 
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
@@ -66,6 +68,8 @@ def copy_state(state: Any) -> Any:
     if kind is list:
         return [copy_state(value) for value in state]
     if kind is tuple:
+        if all(type(value) in _PLAIN for value in state):
+            return state
         return tuple([copy_state(value) for value in state])
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
@@ -151,7 +155,7 @@ def unseal(
 def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -> dict[str, Any]:
     """Return the values of the declared fields, which are all there and hold what they may."""
     names = [one.name for one in fields(declared)]
-    expected = [*_ENVELOPE, *names]
+    expected = [*sorted(ENVELOPE), *names]
     if missing := [name for name in expected if name not in state]:
         raise StateError(
             f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
@@ -274,9 +278,13 @@ def _append_words(value: Any, words: list[str]) -> None:
     elif isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         words.append(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
-    else:
-        words.append(f"{kind.__qualname__} {value!r}")
+    elif isinstance(value, (set, frozenset)):
+        _append_words(sorted(map(repr, value)), words)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        words.append(f"{value.dtype} {value.shape} {zlib.crc32(value.tobytes())}")
+    else:  # not plain data, which no file would hold; its text may differ in another process
+        words.append(kind.__qualname__)
 
 
 def _key_of(item: tuple[Any, Any]) -> str:
-    return str(item[0])  # sorted, since formats other than torch's may not keep the order of keys
+    return repr(item[0])  # sorted, since formats other than torch's may not keep the order of keys

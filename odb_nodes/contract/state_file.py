@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -46,7 +47,7 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _check_readable(temporary)
+        check_readable(temporary)
         os.chmod(temporary, _mode_of(path))
         os.replace(temporary, path)
     except BaseException:
@@ -54,10 +55,10 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         raise
 
 
-def _check_readable(path: str) -> None:
-    """Raise if a file cannot be read again: it must not replace one that can."""
+def check_readable(file: str | io.BytesIO) -> None:
+    """Raise a `StateError` if what was saved cannot be read: it must not replace what can."""
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
     except pickle.UnpicklingError as error:
         raise StateError(
             "`state` must hold plain data and tensors only (numpy's are not: use `float(x)` and "

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
-from odb_nodes.contract.state_file import load_state, save_state
+from odb_nodes.contract.state_file import check_readable, load_state, save_state
 from odb_nodes.errors import StateError
 
 __all__ = ["DistributedState", "load_rank_state", "save_rank_state"]
@@ -122,29 +122,39 @@ class DistributedState:
         self._key = _name(rank, world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the bytes of this rank's state under its key. No other rank is asked."""
+        """Return the bytes of this rank's state under its key. No other rank is asked.
+
+        Raises:
+            StateError: the state holds something else than plain data and tensors.
+        """
         data = to_bytes(self._loader.state_dict())
+        check_readable(io.BytesIO(data))
         return {self._key: io.BytesIO(hashlib.sha256(data).digest() + data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state.
 
         Raises:
-            StateError: it is damaged; or there is none: the checkpoint was saved by another number
-                of ranks. (`dcp.load` finds the key missing first, and raises an error of its own.)
+            StateError: it is damaged, is not what `state_dict` returned, or was saved by another
+                number of ranks. (`dcp.load` finds the key missing first, and raises an error of its
+                own.)
         """
-        if self._key not in state_dict:
+        buffer = state_dict.get(self._key) if isinstance(state_dict, Mapping) else None
+        if buffer is None and any(_FILE.fullmatch(str(key)) for key in state_dict or ()):
             raise StateError(
                 f"the checkpoint has no `{self._key}`, but {sorted(state_dict)}: it was saved by "
                 "another number of ranks. Resume with as many as before."
             )
-        buffer = state_dict[self._key]
-        buffer.seek(0)
-        saved = buffer.read()
+        if not isinstance(buffer, io.BytesIO):
+            raise StateError(
+                f"the state must be what `DistributedState.state_dict` returned, bytes under "
+                f"`{self._key}`, but is {state_dict!r:.80}."
+            )
+        saved = buffer.getvalue()
         digest, data = saved[:_DIGEST_BYTES], saved[_DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
             raise StateError(
-                f"`{self._key}` of the checkpoint is damaged: its digest is not that of the "
-                f"{len(data)} bytes that were saved. Use an earlier checkpoint."
+                f"`{self._key}` of the checkpoint is damaged: its digest is not that of "
+                f"what was saved, but that of {len(saved)} other bytes. Use an earlier checkpoint."
             )
         self._loader.load_state_dict(from_bytes(data))

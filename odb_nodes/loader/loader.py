@@ -206,9 +206,9 @@ class Loader(Generic[T]):
         try:
             with allow_mismatch(not self._strict):
                 self.root.reset(copy_state(state.root))
-        except KeyError as error:
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise StateError(
-                f"a node finds no {error} in its part of the state, or your own code raised this. "
+                f"a node cannot take its part of the state, or your own code raised {error!r}. "
                 "Build the graph with the same nodes in the same order as when it was saved."
             ) from error
         if state.ended:

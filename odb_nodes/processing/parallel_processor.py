@@ -136,15 +136,18 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 world size.
             WorkerError: a worker could not be started.
         """
-        if self._pool is not None and self._in_flight:
-            self._pool.discard()
-        self._clear()
         super().reset(initial_state)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
             with deferred_interrupt():
                 self._pool = start_pool(self._processor, self._workers)
                 self._finalizer = weakref.finalize(self, self._pool.close)
+
+    def prepare_reset(self) -> None:
+        """Leave what is in flight."""
+        if self._pool is not None and self._in_flight:
+            self._pool.discard()
+        self._clear()
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""

@@ -12,6 +12,7 @@ from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState
+from odb_nodes.errors import StateError
 from odb_nodes.sources.permutation import Permutation
 
 _BLOCK = 1024  # indices computed at a time
@@ -78,7 +79,16 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         self._go_to(0)
 
     def restore(self, state: SamplerState) -> None:
-        """Go to an index of the epoch."""
+        """Go to an index of the epoch.
+
+        Raises:
+            StateError: the epoch has fewer.
+        """
+        if state.position > len(self):
+            raise StateError(
+                f"the state of {type(self).__name__} stands after {state.position} indices, but "
+                f"an epoch of this rank has {len(self)}. Resume over the data it was saved on."
+            )
         self._go_to(state.position)
 
     def save(self) -> SamplerState:

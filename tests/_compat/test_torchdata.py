@@ -1,5 +1,7 @@
 """Canaries: what we rely on inside of torchdata, to stop its threads and to begin its epochs."""
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -87,31 +89,45 @@ def test_a_parallel_mapper_of_threads_stops_by_an_event(in_order):
             assert not thread.is_alive()
 
 
-@pytest.mark.slow
-def test_a_parallel_mapper_of_processes_has_queues_that_can_be_closed():
+OF_PROCESSES = """
+import operator, os, threading
+from torchdata.nodes import IterableWrapper, ParallelMapper
+
+if __name__ == "__main__":
+    options = {"method": "process", "multiprocessing_context": "spawn"}
+    mapper = ParallelMapper(IterableWrapper(range(1000)), operator.neg, 1, **options)
+    mapper.reset(None)
+    assert next(mapper) == 0
+    it = mapper._it._it  # of the `_ParallelMapperImpl` within
+    assert it.method == "process"
+    it._stop.set()
+    it._mp_stop.set()
+    it._read_thread.join(10)
+    it._sort_thread.join(10)
+    for worker in it._workers:
+        worker.terminate()
+        worker.join(10)
+        assert not worker.is_alive()
+    for queue in (it._in_q, it._intermed_q):
+        assert queue._thread is None or isinstance(queue._thread, threading.Thread)
+        queue.cancel_join_thread()
+        queue._reader.close()
+        queue.close()
+    print("closed", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.workers
+def test_a_parallel_mapper_of_processes_has_queues_that_can_be_closed(tmp_path):
+    """In a program of its own: a queue that is closed under its threads may end the process."""
+    program = tmp_path / "program.py"
+    program.write_text(OF_PROCESSES)
     with relies_on("torchdata", "_ParallelMapperIter of processes, and its queues", STOPPING):
-        mapper = ParallelMapper(
-            IterableWrapper(range(1000)),
-            double,
-            1,
-            method="process",
-            multiprocessing_context="spawn",
+        ran = subprocess.run(
+            [sys.executable, program], capture_output=True, text=True, timeout=120, check=False
         )
-        it = impl_of(started(mapper))._it
-        assert it.method == "process"
-        it._stop.set()
-        it._mp_stop.set()
-        it._read_thread.join(10)
-        it._sort_thread.join(10)
-        for worker in it._workers:
-            worker.terminate()
-            worker.join(10)
-            assert not worker.is_alive()
-        for queue in (it._in_q, it._intermed_q):
-            queue.cancel_join_thread()
-            queue._reader.close()
-            queue.close()
-        assert it._in_q._thread is None or isinstance(it._in_q._thread, threading.Thread)
+        assert ran.stdout == "closed\n", ran.stderr
 
 
 def test_a_mapper_with_prebatch_hides_its_impl_below_an_unbatcher():

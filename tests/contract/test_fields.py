@@ -52,8 +52,8 @@ BAD = {
     "pair": [(1,), (1, "x"), [1, b"x"]],
     "names": [("a", 1), "ab"],
     "by_name": [{1: 1}, {"a": -1}],
-    "source": [{}, []],
-    "sources": [{"a": None}, {"a": {}}],
+    "source": [[]],
+    "sources": [{"a": None}],
 }
 
 

@@ -54,7 +54,7 @@ def test_any_mode_becomes_rgb(mode):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(turned, monkeypatch):
-    image = smooth(1504, 1000)
+    image = smooth(2400, 1600)
     exif = Image.Exif()
     exif[0x0112] = 6 if turned else 1
     decoded = []
@@ -69,7 +69,7 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(turned, monkeypatch):
     files = [as_bytes(image, kind, exif=exif) for kind in ("PNG", "JPEG")]
     whole, drafted = (np.asarray(read(file), int) for file in files)
     step = -1 if turned else 1
-    assert decoded == [(1504, 1000)[::step], (188, 125)[::step]]
+    assert decoded == [(2400, 1600)[::step], (300, 200)[::step]]
     assert np.abs(whole - drafted).mean() < 2
 
 

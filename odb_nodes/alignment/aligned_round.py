@@ -104,8 +104,8 @@ class AlignedRound:
         """Return the group of a step, once.
 
         Args:
-            index: of the step in the round.
-            step: number of the step in the epoch.
+            index: the index of the step in the round.
+            step: the number of the step in the epoch.
             rule: how the losses become one.
             modalities: names of the bits of the flags.
         """

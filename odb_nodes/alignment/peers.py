@@ -147,7 +147,7 @@ class Peers:
         Args:
             reports: the reports of all ranks for the round.
             own: this rank's filler, if it has one.
-            where: for errors.
+            where: the place that errors name.
 
         Returns:
             An encoded sample, on the ranks that had none.

@@ -181,7 +181,7 @@ class Loader(Generic[T]):
         """Make the iterator that `iter` asks for. If that raises, all stays as it was."""
         if self._lost is not None:
             raise StateError(
-                "the graph raised, and nobody knows where it stands: load the last saved state."
+                "the graph failed, and its position is unknown: load the last saved state."
             ) from self._lost
         state = before = self._pending
         if before is None and self._it is not None:

@@ -41,10 +41,10 @@ def source_of(
 
     Args:
         dataset: map-style or iterable; or a node, which shares its items over the ranks itself.
-        shuffle: a map-style one; `None`: where there is no `sampler`.
+        shuffle: whether to shuffle a map-style dataset; `None`: where there is no `sampler`.
         seed: the seed of the shuffling.
         sampler: an iterable of indices into a map-style dataset.
-        shard: which one of how many the source yields.
+        shard: (index, count) of this rank's shard.
 
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
@@ -103,7 +103,7 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
 
     Args:
         loader: the loader of this rank.
-        shard: which rank of how many this is.
+        shard: (index, count) of this rank's shard.
     """
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None and loader.batch_size is None:

@@ -14,7 +14,7 @@ from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_stat
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.state import add_digest, allow_mismatch, check_digest, seal, unseal
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 
 T = TypeVar("T")
 
@@ -206,7 +206,9 @@ class Loader(Generic[T]):
         try:
             with allow_mismatch(not self._strict):
                 self.root.reset(copy_state(state.root))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (SampleError, StateError):
+            raise
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise StateError(
                 f"a node cannot take its part of the state, or your own code raised {error!r}. "
                 "Build the graph with the same nodes in the same order as when it was saved."

@@ -5,7 +5,8 @@
 
 First table: groups of the rolling pool beside those of sorted windows (collect a window, sort it,
 cut it longest first, start over). Second table: the state of a `WindowBucketer` over a source that
-costs next to nothing, and a restore from the state of the run that has the most to replay.
+costs next to nothing, that of a `Loader` over both, and a restore from the state of the run that
+has the most to replay.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torchdata.nodes import Mapper
 
-from odb_nodes import LengthObserver, ShardedSampler, TokenBudget, WindowBucketer
+from odb_nodes import LengthObserver, Loader, ShardedSampler, TokenBudget, WindowBucketer
 from odb_nodes.planning import RollingPool
 
 T = TypeVar("T")
@@ -128,12 +129,14 @@ class StateCost:
 
     Attributes:
         state_s: seconds of `state_dict()`, median; those of the source's own are not counted.
+        loader_state_s: seconds of `state_dict()` of a `Loader`, median, its digest included.
         bytes_per_sample: pickled size per pooled sample; the source's own is not counted.
         replayed_samples: samples that a restore processed again, from the state with the most.
         restore_s: seconds of that restore, median.
     """
 
     state_s: float
+    loader_state_s: float
     bytes_per_sample: float
     replayed_samples: int
     restore_s: float
@@ -159,10 +162,13 @@ def measure_state(lengths: list[int], window: int) -> StateCost:
         emitted_samples += len(group)
         pooled_samples += state["pulled"] - emitted_samples
         costliest = max(costliest, state, key=lambda saved: saved.get("pulled_since_source", -1))
+    with Loader(make_bucketer(lengths, window)) as loader:
+        loader_seconds = [timed(loader.state_dict)[1] for _ in loader]
     resumed = make_bucketer(lengths, window)
     restore_s = median(timed(resumed.reset, costliest)[1] for _ in range(REPEATS))
     return StateCost(
         state_s=median(seconds),
+        loader_state_s=median(loader_seconds),
         bytes_per_sample=own_bytes / pooled_samples,
         replayed_samples=resumed.replayed_samples,
         restore_s=restore_s,
@@ -172,14 +178,15 @@ def measure_state(lengths: list[int], window: int) -> StateCost:
 def print_state(lengths: list[int], windows: list[int]) -> None:
     """Print the second table."""
     print(
-        f"{'window':>8}|{'us/state_dict':>14}{'bytes/pooled sample':>21}{'most replayed':>15}"
-        f"{'ms/restore':>12}"
+        f"{'window':>8}|{'us/state_dict':>14}{'of a Loader':>13}{'bytes/pooled sample':>21}"
+        f"{'most replayed':>15}{'ms/restore':>12}"
     )
     for window in windows:
         cost = measure_state(lengths, window)
         print(
-            f"{window:>8}|{cost.state_s * 1e6:>14.1f}{cost.bytes_per_sample:>21.1f}"
-            f"{cost.replayed_samples / window:>13.2f} W{cost.restore_s * 1e3:>12.1f}"
+            f"{window:>8}|{cost.state_s * 1e6:>14.1f}{cost.loader_state_s * 1e6:>13.1f}"
+            f"{cost.bytes_per_sample:>21.1f}{cost.replayed_samples / window:>13.2f} W"
+            f"{cost.restore_s * 1e3:>12.1f}"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import json
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -253,38 +254,37 @@ def check_digest(state: Mapping[str, Any], node: str) -> None:
 
 
 def _digest(state: Any) -> int:
-    """Return a CRC-32 of a state, which depends on values and types alone."""
-    words: list[str] = []
-    _append_words(state, words)
-    return zlib.crc32(";".join(words).encode(errors="surrogatepass"))
+    """Return a CRC-32 of a state, which depends on its values alone, not on the order of keys."""
+    try:
+        text = _CANONICAL.encode(state)
+    except TypeError:  # keys that JSON does not have, or that cannot be sorted
+        text = _CANONICAL.encode(_with_text_keys(state))
+    return zlib.crc32(text.encode())
 
 
-def _append_words(value: Any, words: list[str]) -> None:
-    """Append what tells a value from any other: its type, its size, and what it holds."""
+def _describe(value: Any) -> Any:
+    """Return what tells a value that JSON does not have from any other of its type."""
     kind = type(value)
     if kind is bytes:
-        words.append(f"bytes {len(value)} {zlib.crc32(value)}")
-    elif kind in _PLAIN:
-        words.append(repr(value))
-    elif isinstance(value, Mapping):
-        words.append(f"dict {len(value)}")
-        for key, item in sorted(value.items(), key=_key_of):
-            words.append(repr(key))
-            _append_words(item, words)
-    elif isinstance(value, (list, tuple)):
-        words.append(f"{kind.__name__} {len(value)}")
-        for item in value:
-            _append_words(item, words)
-    elif isinstance(value, torch.Tensor):
+        return ["bytes", len(value), zlib.crc32(value)]
+    if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        words.append(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
-    elif isinstance(value, (set, frozenset)):
-        _append_words(sorted(map(repr, value)), words)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        words.append(f"{value.dtype} {value.shape} {zlib.crc32(value.tobytes())}")
-    else:  # not plain data, which no file would hold; its text may differ in another process
-        words.append(kind.__qualname__)
+        return [str(value.dtype), [*value.shape], zlib.crc32(data)]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return [str(value.dtype), [*value.shape], zlib.crc32(value.tobytes())]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    return kind.__qualname__  # no plain data, which no file would hold; its text may vary
 
 
-def _key_of(item: tuple[Any, Any]) -> str:
-    return repr(item[0])  # sorted, since formats other than torch's may not keep the order of keys
+_CANONICAL = json.JSONEncoder(sort_keys=True, default=_describe)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {repr(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_text_keys(item) for item in value]
+    return value

@@ -262,7 +262,8 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
     found = unseal(sealed, holder, declared, {})
     if not _equal(state.get(_DIGEST_KEY), _digest(sealed)):
         raise StateError(
-            f"the state of {holder} is damaged: its digest is not that of what was saved. {_EARLIER}"
+            f"the state of {holder} is damaged: its digest is not that of what was saved. "
+            f"{_EARLIER}"
         )
     return found
 

@@ -168,8 +168,8 @@ class Run:
         if self._resumed_at not in (None, step):
             raise StateError(
                 f"the `Trainer` resumes at optimizer step {step}, but the state of its batches was "
-                f"saved at step {self._resumed_at}: files of two checkpoints were mixed, or "
-                "`trainer_state.json` is missing. Use a whole checkpoint."
+                f"saved at step {self._resumed_at}: files of two checkpoints were mixed. "
+                "Use a whole checkpoint."
             )
 
     def check_arguments(self) -> None:

@@ -38,6 +38,7 @@ SLOW_PATHS = {
         "integrations/test_lightning.py",
         "integrations/test_lightning_ranks.py",
         "integrations/test_llama_factory_trainer.py",
+        "integrations/test_run_states.py",
         "sources/test_hf_datasets.py",
     ],
     "sweep": [

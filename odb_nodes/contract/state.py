@@ -31,10 +31,11 @@ __all__ = [
     "NodeState",
     "add_digest",
     "allow_mismatch",
-    "check_digest",
     "copy_state",
     "seal",
+    "seal_whole",
     "unseal",
+    "unseal_whole",
 ]
 
 STATE_VERSION = 2
@@ -235,22 +236,42 @@ def _summary(value: object) -> str:
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
+def seal_whole(holder: str, values: NodeState) -> dict[str, Any]:
+    """Return the state of what holds a whole graph, or a run over one, with a digest of all of it.
+
+    Args:
+        holder: the name that it is sealed under.
+        values: what it holds; it is copied.
+    """
+    return add_digest(seal(holder, {}, copy_state(vars(values))))
+
+
+def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
+    """Return a copy of what `seal_whole` has sealed, once it is known to be whole.
+
+    Args:
+        state: what `seal_whole` returned.
+        holder: the name that it was sealed under.
+        declared: the dataclass of the values.
+
+    Raises:
+        StateError: see `unseal`; or bits have flipped, or parts were changed or swapped.
+    """
+    if not isinstance(state, Mapping):
+        return unseal(state, holder, declared, {})
+    sealed = {key: value for key, value in state.items() if key != _DIGEST_KEY}
+    found = unseal(sealed, holder, declared, {})
+    if not _equal(state.get(_DIGEST_KEY), _digest(sealed)):
+        raise StateError(
+            f"the state of {holder} is damaged: its digest is not that of what was saved. "
+            f"{_EARLIER}"
+        )
+    return found
+
+
 def add_digest(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with a digest of all that it holds."""
     return {**state, _DIGEST_KEY: _digest(state)}
-
-
-def check_digest(state: Mapping[str, Any], node: str) -> None:
-    """Make sure that a state is what `add_digest` returned.
-
-    Raises:
-        StateError: bits have flipped, or parts were changed or swapped.
-    """
-    saved = {key: value for key, value in state.items() if key != _DIGEST_KEY}
-    if _digest(saved) != state[_DIGEST_KEY]:
-        raise StateError(
-            f"the state of {node} is damaged: its digest is not that of what was saved. {_EARLIER}"
-        )
 
 
 def _digest(state: Any) -> int:

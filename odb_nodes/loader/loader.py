@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
 from odb_nodes.contract.node import check_node
-from odb_nodes.contract.state import add_digest, allow_mismatch, check_digest, seal, unseal
+from odb_nodes.contract.state import allow_mismatch, seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
 
 T = TypeVar("T")
@@ -36,13 +36,6 @@ class LoaderState(NodeState):
     ended: bool
     next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
     left: bool
-
-
-@dataclass(kw_only=True)
-class _SavedState(LoaderState):
-    """A `LoaderState` with its digest, as `state_dict` returns it."""
-
-    digest: Annotated[int, InRange(0, 2**32 - 1)]
 
 
 class Loader(Generic[T]):
@@ -118,8 +111,7 @@ class Loader(Generic[T]):
         state = self._pending
         if state is None:
             state = (iter(self) if self._it is None else self._it).state()
-        values = {**copy_state(vars(state)), "next_epoch": self._next_epoch}
-        return add_digest(seal(type(self).__name__, {}, values))
+        return seal_whole(type(self).__name__, replace(state, next_epoch=self._next_epoch))
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter()` go on from a state, which is copied.
@@ -132,12 +124,9 @@ class Loader(Generic[T]):
             StateError: it is no state of a `Loader`, or is damaged. What does not fit the nodes is
                 raised by `iter()`.
         """
-        name = type(self).__name__
-        state = vars(unseal(state_dict, name, _SavedState, {}))
-        check_digest(state_dict, name)
-        del state["digest"]
-        self._pending, self._strict = LoaderState(**state), strict
-        self._next_epoch = self._pending.next_epoch
+        state = unseal_whole(state_dict, type(self).__name__, LoaderState)
+        self._pending, self._strict = state, strict
+        self._next_epoch = state.next_epoch
         self._it, self._lost = None, None
 
     def set_epoch(self, epoch: int) -> None:

@@ -8,7 +8,7 @@ from graphs import make, sampler
 
 from odb_nodes import Loader, StateError, load_state, save_state
 from odb_nodes.contract import NodeState, copy_state
-from odb_nodes.contract.state import add_digest, seal, unseal
+from odb_nodes.contract.state import add_digest, seal, seal_whole, unseal, unseal_whole
 
 
 @dataclass(kw_only=True)
@@ -47,6 +47,22 @@ def test_a_state_is_copied_whole():
 def test_a_state_that_does_not_fit_says_why(state, message):
     with pytest.raises(StateError, match=message):
         unseal(state, "Node", OneField, {})
+
+
+def test_a_whole_state_is_refused_after_any_change():
+    state = seal_whole("Node", OneField(x=7))
+    assert unseal_whole(state, "Node", OneField) == OneField(x=7)
+    for digest in (None, True, state["digest"] + 1, float(state["digest"]), torch.ones(2)):
+        with pytest.raises(StateError, match="its digest is not that of what was saved"):
+            unseal_whole({**state, "digest": digest}, "Node", OneField)
+    with pytest.raises(StateError, match="its digest is not that of what was saved"):
+        unseal_whole({**state, "x": 8}, "Node", OneField)
+    with pytest.raises(StateError, match="its digest is not that of what was saved"):
+        unseal_whole(seal("Node", {}, {"x": 7}), "Node", OneField)
+    with pytest.raises(StateError, match="`x` must be an integer"):
+        unseal_whole({**state, "x": "7"}, "Node", OneField)
+    with pytest.raises(StateError, match="must be a state saved by a Node"):
+        unseal_whole([state], "Node", OneField)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import shutil
 import signal
 import sys
 import warnings
@@ -674,6 +675,14 @@ def test_a_checkpoint_without_a_state_is_refused(tmp_path):
         t.make_trainer(tmp_path, gradient_accumulation_steps=2).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-6")
         )
+
+
+def test_files_of_two_checkpoints_do_not_mix(tmp_path):
+    t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1).train()
+    early, late = (tmp_path / f"checkpoint-{step}" for step in (3, 6))
+    shutil.copy(early / "odb_nodes-rank00000-of-00001.pt", late)
+    with pytest.raises(StateError, match="resumes at optimizer step 6, but .* saved at step 3"):
+        t.make_trainer(tmp_path).train(resume_from_checkpoint=str(late))
 
 
 def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):

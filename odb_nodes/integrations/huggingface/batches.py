@@ -34,10 +34,6 @@ class TrainBatches:
         epochs: number of epochs after which the run ends; may be a fraction. None for no end.
     """
 
-    EPOCH_KEY = "epoch"
-    SAMPLES_KEY = "samples"
-    LOADER_KEY = "loader"
-
     def __init__(
         self, loader: ODBDataLoader, samples_per_epoch: int | None, epochs: float | None
     ) -> None:
@@ -102,19 +98,20 @@ class TrainBatches:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self.samples, self.steps, self._it = epoch, 0, 0, None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run on this rank."""
-        return {
-            self.LOADER_KEY: self.loader.state_dict(),
-            self.EPOCH_KEY: self.epoch,
-            self.SAMPLES_KEY: self.samples,
-        }
+    def go_to(self, epoch: int, samples: int, loader: dict[str, Any]) -> None:
+        """Make the next `iter()` continue from a position.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next `iter()` continue from a state."""
-        self.loader.load_state_dict(state[self.LOADER_KEY])
-        self.epoch, self.samples = state[self.EPOCH_KEY], state[self.SAMPLES_KEY]
-        self._it = None
+        Args:
+            epoch: number of epochs that have ended.
+            samples: samples of all ranks that are done in the present epoch.
+            loader: state of the loader.
+
+        Raises:
+            StateError: see `ODBDataLoader.load_state_dict`.
+        """
+        self.loader.load_state_dict(loader)
+        self._begin_epoch(epoch)
+        self.samples = samples
 
 
 def make_batches(trainer: Any) -> TrainBatches:

@@ -25,7 +25,12 @@ class RunCallback(TrainerCallback):
         self._has_stepped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Show the epochs that were asked for, not those that bound the loop."""
+        """Show the epochs that were asked for, not those that bound the loop.
+
+        Raises:
+            StateError: the checkpoint is put together from several.
+        """
+        self._run.check_step(state.global_step)
         self._has_stepped = False
         self._run.meter.take()  # The time of all set-up is not the first steps'.
         if self._run.ends_by_epochs:

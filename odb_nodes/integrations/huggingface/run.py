@@ -6,14 +6,18 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes._core.checks import MAX_COUNT
+from odb_nodes.contract import Count, InRange, NodeState, SourceState
+from odb_nodes.contract.state import seal_whole, unseal_whole
+from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_options, make_batches
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.metrics import StepMeter
@@ -24,11 +28,31 @@ from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
 MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is seen
 ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
+HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
 NOT_SAVED = (
     "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
     "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
 )
+
+
+@dataclass(kw_only=True)
+class RunState(NodeState):
+    """The position of a run on one rank, between two optimizer steps.
+
+    Attributes:
+        step: optimizer steps of the run that are done.
+        epoch: number of epochs that have ended.
+        samples: samples of all ranks that are done in the present epoch.
+        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
+        loader: state of the loader.
+    """
+
+    step: Count
+    epoch: Count
+    samples: Count
+    steps_per_epoch: Annotated[int, InRange(1, MAX_COUNT)] | None
+    loader: SourceState
 
 
 class Run:
@@ -38,12 +62,16 @@ class Run:
         trainer: the trainer that runs.
         batches: the batches of the run.
         steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
+        resumed_at: optimizer steps before the checkpoint that the run resumes; None for a new run.
     """
 
-    BATCHES_KEY = "batches"
-    STEPS_KEY = "steps_per_epoch"
-
-    def __init__(self, trainer: Any, batches: TrainBatches, steps_per_epoch: int | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        batches: TrainBatches,
+        steps_per_epoch: int | None,
+        resumed_at: int | None,
+    ) -> None:
         shift = trainer.odb.shift_labels
         if shift is None:
             shift = compat.shifts_labels(trainer.model)
@@ -53,6 +81,7 @@ class Run:
         self.meter = StepMeter()
         self.optimizer_samples = 0
         self._steps_per_epoch = steps_per_epoch
+        self._resumed_at = resumed_at
         self._columns = compat.model_columns(trainer)
         self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
@@ -117,7 +146,31 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
-        return {self.BATCHES_KEY: self.batches.state_dict(), self.STEPS_KEY: self._steps_per_epoch}
+        batches = self.batches
+        state = RunState(
+            step=self._trainer.state.global_step,
+            epoch=batches.epoch,
+            samples=batches.samples,
+            steps_per_epoch=self._steps_per_epoch,
+            loader=batches.loader.state_dict(),
+        )
+        return seal_whole(HOLDER, state)
+
+    def check_step(self, step: int) -> None:
+        """Check that what the `Trainer` has loaded is of the checkpoint that the batches are of.
+
+        Args:
+            step: optimizer steps of the run so far, by the trainer's count.
+
+        Raises:
+            StateError: it is not.
+        """
+        if self._resumed_at not in (None, step):
+            raise StateError(
+                f"the `Trainer` resumes at optimizer step {step}, but the state of its batches was "
+                f"saved at step {self._resumed_at}: files of two checkpoints were mixed. "
+                "Use a whole checkpoint."
+            )
 
     def check_arguments(self) -> None:
         """Reject a hyperparameter search over arguments that the run was already made with.
@@ -190,25 +243,26 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
         checkpoint: the folder of the checkpoint; None for a new run.
 
     Raises:
-        FileNotFoundError, StateError: the checkpoint has no state of this rank.
+        FileNotFoundError, StateError: the checkpoint has no state of this rank, or a damaged one.
         TypeError, ValueError: the dataset does not have what the configuration needs of it.
     """
     batches, args = make_batches(trainer), trainer.args
     saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
+    state = None if saved is None else unseal_whole(saved, HOLDER, RunState)
     # A resumed run keeps the number of its checkpoint, which the learning-rate schedule is made of.
-    steps_per_epoch = None if saved is None else saved[Run.STEPS_KEY]
+    steps_per_epoch = None if state is None else state.steps_per_epoch
     if args.max_steps > 0:
         steps_per_epoch = None
     elif steps_per_epoch is None:
         steps_per_epoch = _steps_per_epoch(trainer)
-    if saved is not None:
-        batches.load_state_dict(saved[Run.BATCHES_KEY])
+    if state is not None:
+        batches.go_to(state.epoch, state.samples, state.loader)
     if trainer.odb.schedule == "samples" and batches.samples_per_epoch is None:
         raise ValueError(
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
             f"as `{type(trainer.train_dataset).__name__}` does not."
         )
-    return Run(trainer, batches, steps_per_epoch)
+    return Run(trainer, batches, steps_per_epoch, None if state is None else state.step)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

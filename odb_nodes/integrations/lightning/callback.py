@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from odb_nodes._compat import lightning as compat
+from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.checks import (
@@ -19,7 +20,7 @@ from odb_nodes.integrations.lightning.checks import (
     check_states,
     check_trainer,
 )
-from odb_nodes.integrations.lightning.run import Position, Run
+from odb_nodes.integrations.lightning.run import Run, RunState
 from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo
@@ -42,12 +43,12 @@ class ODBCallback(Callback):
         log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.
     """
 
-    STATE_KEY = "odb_nodes"
+    STATE_KEY = "odb_nodes"  # of a checkpoint, where it holds a state of each rank
 
     def __init__(self, *, log_metrics: bool = True) -> None:
         self._log_metrics = log_metrics
         self._batches: TrainBatches | None = None
-        self._run = Run(None, Position())
+        self._run = Run(None, RunState())
         self._meter = StepMeter()
 
     def batches(self, loader: ODBDataLoader) -> TrainBatches:
@@ -83,7 +84,7 @@ class ODBCallback(Callback):
         if stage == "fit":
             check_trainer(trainer)
             self._batches = None
-            self._run = Run(trainer, Position(epoch=trainer.current_epoch))
+            self._run = Run(trainer, RunState(epoch=trainer.current_epoch))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loader, and start the metrics."""
@@ -162,7 +163,8 @@ class ODBCallback(Callback):
             steps=position.steps,
             total_steps=position.total_steps,
         )
-        checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, asdict(position))
+        state = seal_whole(ODBCallback.__name__, position)
+        checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, state)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -170,12 +172,13 @@ class ODBCallback(Callback):
         """Continue from the position of the checkpoint.
 
         Raises:
-            StateError: it has no state of a loader, or was saved by another number of ranks.
+            StateError: it has no state of a loader, was saved by another number of ranks, or is
+                damaged.
         """
         if not compat.is_fitting(trainer):
             return
         states = check_states(trainer, checkpoint.get(self.STATE_KEY))
-        start = Position(**states[trainer.global_rank])
+        start = unseal_whole(states[trainer.global_rank], ODBCallback.__name__, RunState)
         self._run = Run(trainer, start)
         if self._batches is None:
             return

@@ -101,7 +101,7 @@ def check_epoch_end(trainer: Any) -> None:
         )
 
 
-def check_states(trainer: Any, states: Any) -> list[dict[str, Any]]:
+def check_states(trainer: Any, states: Any) -> list[Any]:
     """Return the states of all ranks in a checkpoint.
 
     Args:
@@ -109,12 +109,18 @@ def check_states(trainer: Any, states: Any) -> list[dict[str, Any]]:
         states: what the checkpoint has under the key of `ODBCallback`; None where it has nothing.
 
     Raises:
-        StateError: there are none, or those of another number of ranks.
+        StateError: there are none, or those of another number of ranks. What each one holds is not
+            checked here.
     """
     if states is None:
         raise StateError(
             "the checkpoint has no state of a loader: it was saved without `ODBCallback`. To begin "
             "a run with its weights, load them with `load_from_checkpoint`."
+        )
+    if not isinstance(states, list):
+        raise StateError(
+            "the checkpoint must have a list of the states of all ranks, but has a "
+            f"`{type(states).__name__}` instead: it is damaged. Use an earlier checkpoint."
         )
     if len(states) != trainer.world_size:
         raise StateError(
@@ -122,4 +128,4 @@ def check_states(trainer: Any, states: Any) -> list[dict[str, Any]]:
             f"{trainer.world_size}: each rank has its own share of the data. Resume with as many "
             "ranks as before."
         )
-    return list(states)
+    return states

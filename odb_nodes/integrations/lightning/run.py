@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from odb_nodes._compat import lightning as compat
+from odb_nodes.contract import Count, NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """The position of a run between two optimizer steps. Its fields are plain data.
+@dataclass(kw_only=True)
+class RunState(NodeState):
+    """The position of a run on one rank, between two optimizer steps. It is never changed.
 
     Attributes:
         epoch: number of epochs that have ended.
@@ -22,15 +23,26 @@ class Position:
         total_steps: micro-steps of the run that are done.
         samples: samples of this rank that are done in the present epoch.
         loader: state of the loader; None before the first batch of a run.
-        rngs: states of torch's generators, CPU and GPU; None before the first optimizer step.
+        cpu_rng: state of torch's generator; None before the first optimizer step.
+        gpu_rng: that of the GPU; None also where the rank has none.
     """
 
-    epoch: int = 0
-    steps: int = 0
-    total_steps: int = 0
-    samples: int = 0
-    loader: dict[str, Any] | None = None
-    rngs: list[Any] | None = None
+    epoch: Count = 0
+    steps: Count = 0
+    total_steps: Count = 0
+    samples: Count = 0
+    loader: SourceState | None = None
+    cpu_rng: bytes | None = None
+    gpu_rng: bytes | None = None
+
+    def validate(self) -> None:
+        """Check the state of torch's generator, which is set only when the first batch begins."""
+        if self.cpu_rng is None:
+            return
+        try:
+            torch.Generator().set_state(_tensor_of(self.cpu_rng))
+        except RuntimeError as error:
+            raise ValueError(f"`cpu_rng` is no state of a generator of torch ({error}).") from None
 
 
 class Run:
@@ -41,7 +53,7 @@ class Run:
         start: the position that the run begins at.
     """
 
-    def __init__(self, trainer: Any, start: Position) -> None:
+    def __init__(self, trainer: Any, start: RunState) -> None:
         self._trainer = trainer
         self.start = start
         self.current: Fetched | None = None
@@ -65,8 +77,8 @@ class Run:
         Raises:
             StateError: the loader's count differs.
         """
-        if self.current is None and self.start.rngs is not None:
-            _set_rngs(self.start.rngs)
+        if self.current is None:
+            self._set_rngs()
         self._settled = self.settle()
         fetched = batches.take()
         info = fetched.info
@@ -99,7 +111,7 @@ class Run:
         """Whether the optimizer has taken the current batch."""
         return bool(self._trainer.global_step > self._optimizer_steps)
 
-    def settle(self) -> Position:
+    def settle(self) -> RunState:
         """Return the position after the last optimizer step.
 
         It goes by what the optimizer did, not by which hooks have run: another callback may save a
@@ -110,13 +122,14 @@ class Run:
         info = self.current.info
         if not info.ends_optimizer_step or not self.has_stepped:
             return self._settled
-        return Position(
+        return RunState(
             epoch=self._epoch,
             steps=info.step + 1,
             total_steps=self._total_steps,
             samples=self.epoch_samples,
             loader=self.current.state,
-            rngs=_get_rngs(),
+            cpu_rng=_bytes_of(torch.get_rng_state()),
+            gpu_rng=_bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
         )
 
     def state_after(self, batches: TrainBatches | None) -> dict[str, Any] | None:
@@ -124,14 +137,17 @@ class Run:
         end = None if batches is None else batches.end
         return end.state if end is not None and end.last is self.current else None
 
+    def _set_rngs(self) -> None:
+        start = self.start
+        if start.cpu_rng is not None:
+            torch.set_rng_state(_tensor_of(start.cpu_rng))
+        if start.gpu_rng is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(_tensor_of(start.gpu_rng))
 
-def _get_rngs() -> list[Any]:
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return [torch.get_rng_state(), gpu]
+
+def _bytes_of(rng: torch.Tensor) -> bytes:
+    return rng.numpy().tobytes()
 
 
-def _set_rngs(states: list[Any]) -> None:
-    cpu, gpu = states
-    torch.set_rng_state(cpu)
-    if gpu is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(gpu)
+def _tensor_of(rng: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(rng), dtype=torch.uint8)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, SAVE_EVERY, KILL_AFTER = 9, 3, 5
+STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
 LOSS = re.compile(r"\bloss\b\W+([\d.]+)")
 RANKS = ("train_ddp", "train_fsdp")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -22,11 +22,11 @@ LAST_CHECKPOINT = {
     "train_packed": "checkpoint.pt",
     "train_vlm": "checkpoint.pt",
     "mix_sources": "checkpoint.pt",
-    "train_hf_trainer": "checkpoint-9/model.safetensors",
-    "train_accelerate": "step-9/model.safetensors",
+    "train_hf_trainer": "checkpoint-6/model.safetensors",
+    "train_accelerate": "step-6/model.safetensors",
     "train_lightning": "checkpoints/last.ckpt",
-    "train_ddp": "step-9/model.pt",
-    "train_fsdp": "step-9",
+    "train_ddp": "step-6/model.pt",
+    "train_fsdp": "step-6",
 }
 
 

@@ -288,7 +288,17 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
+# torchdata's reset waits half a second for each of its threads
+THREADED = {"threads", "prebatched threads"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.workers] if name in THREADED else [])
+        for name, make in GRAPHS.items()
+    ],
+)
 def test_items_and_ends_of_epochs_follow_as_in_the_run_that_saved(make, sampled):
     slow = type(make()) not in (Numbers, Batcher, SamplerWrapper)  # to stop its threads
     assert_resumes_exactly(make, epochs=3, **sampled(chain=0, every=3) if slow else {})

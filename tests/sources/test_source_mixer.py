@@ -216,8 +216,8 @@ def test_no_order_comes_twice_where_the_epoch_is_set(nested):
     def make():
         node = mixer(**CYCLED, stop="cycle")
         if nested:  # begun again as a whole, by the outer one
-            node = SourceMixer({"in": node, "big": sampler("big", 900)}, {"in": 0.6, "big": 0.4})
-            node = SourceMixer({"a": node, "b": sampler("b", 3000)}, stop="cycle")
+            node = SourceMixer({"in": node, "big": sampler("big", 300)}, {"in": 0.6, "big": 0.4})
+            node = SourceMixer({"a": node, "b": sampler("b", 1000)}, stop="cycle")
             node = Mapper(node, inner)
         return Loader(node)
 

@@ -66,8 +66,8 @@ def assert_resumes_exactly(
     Raises:
         AssertionError: names the state, the item that differs, and both values; or the run yielded
             no item at all.
-        TypeError, ValueError: an argument is not what is said above, or `make_graph` returned the
-            same graph twice.
+        TypeError, ValueError: an argument is not valid, `make_graph` returned the same graph twice,
+            or a state holds something that `torch.load(weights_only=True)` refuses.
     """
     check_count("epochs", epochs)
     check_count("every", every)

@@ -43,7 +43,7 @@ class SimulationOptions(JobOptions):
             the budget.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     world_size: int

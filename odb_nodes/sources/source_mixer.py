@@ -33,7 +33,7 @@ class Mixing:
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
 
     Raises:
-        ValueError: `by` or `stop` is not what is said above.
+        ValueError: `by` or `stop` is not one of those.
     """
 
     weights: Mapping[str, float] | None = None
@@ -96,7 +96,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             order (`"cycle"`).
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     STATE = MixerState
@@ -108,8 +108,8 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         sources: Mapping[str, BaseNode[Any]],
         weights: Mapping[str, float] | None = None,
         *,
-        by: Unit = "samples",
-        stop: Stop = "all_exhausted",
+        by: Unit = Mixing.by,
+        stop: Stop = Mixing.stop,
     ) -> None:
         super().__init__()
         if not sources:

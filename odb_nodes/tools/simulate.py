@@ -38,7 +38,7 @@ def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> S
             from the defaults `window`, `round_size`, `uneven`, `accumulate`, `seed` and `cost_fn`.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above, or there is no step.
+        TypeError, ValueError: an option is not valid, or there is no step.
         SampleError: a sample is too long under `oversize="error"`.
     """
     job = SimulationOptions(**options)

@@ -10,16 +10,9 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
-from odb_nodes.processing import ParallelProcessor, WorkerOptions
+from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
-from odb_nodes.sources import (
-    IterableSource,
-    JsonlSource,
-    Mixing,
-    PerSource,
-    ShardedSampler,
-    SourceMixer,
-)
+from odb_nodes.sources import IterableSource, JsonlSource, Mixing, ShardedSampler, SourceMixer
 from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 
 __version__ = "0.1.0"

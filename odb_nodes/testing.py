@@ -64,10 +64,10 @@ def assert_resumes_exactly(
         What was gone through.
 
     Raises:
-        AssertionError: names the state, the item that differs, and both values; or the run yielded
-            no item at all.
-        TypeError, ValueError: an argument is not what is said above, or `make_graph` returned the
-            same graph twice.
+        AssertionError: names the state, the item that differs, and both values; or what a state
+            holds that cannot be loaded; or the run yielded no item at all.
+        TypeError, ValueError: an argument is not valid, or `make_graph` returned the same graph
+            twice.
     """
     check_count("epochs", epochs)
     check_count("every", every)
@@ -121,10 +121,10 @@ class _Maker:
 def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[bytes]]:
     graph = _as_loader(make_graph())
     events: list[Any] = []
-    states = [to_bytes(graph.state_dict())]
+    states = [_saved(graph)]
     for event in _events(graph, epochs):
         events.append(event)
-        states.append(to_bytes(graph.state_dict()))
+        states.append(_saved(graph))
     _close(graph)
     return events, states
 
@@ -150,12 +150,45 @@ def _resume(
             difference = _difference(reference[index], next(events, "nothing"))
             if difference:
                 raise AssertionError(f"what follows {_place(reference, index)}{difference}")
-        result = to_bytes(graph.state_dict())
+        result = _saved(graph)
     except Exception as error:
         raise AssertionError(f"{where}: {error}") from error
     finally:
         _close(graph)
     return result
+
+
+def _saved(graph: Any) -> bytes:
+    """Return the graph's state as bytes that can be read again."""
+    state = graph.state_dict()
+    if not _is_readable(state):
+        raise AssertionError(
+            f"{_unreadable(state)}, which `torch.load(weights_only=True)` refuses. Save plain "
+            "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
+            "`torch.from_numpy(a)` in place of an array, None in place of empty bytes."
+        )
+    return to_bytes(state)
+
+
+def _is_readable(state: Any) -> bool:
+    try:
+        from_bytes(to_bytes(state))
+    except Exception:  # of any kind: torch and pickle raise what they like
+        return False
+    return True
+
+
+def _unreadable(state: Any, place: str = "state_dict()") -> str:
+    """Say where a state holds something that cannot be read again, and of which type it is."""
+    pairs: Any = ()
+    if isinstance(state, Mapping):
+        pairs = state.items()
+    elif isinstance(state, (list, tuple)):
+        pairs = enumerate(state)
+    for key, value in pairs:
+        if not _is_readable(value):
+            return _unreadable(value, f"{place}[{key!r}]")
+    return f"`{place}` is a `{type(state).__module__}.{type(state).__qualname__}`"
 
 
 def _load_again(graph: Any, state: bytes) -> None:

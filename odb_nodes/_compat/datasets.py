@@ -14,6 +14,7 @@ SPLIT_BY_SHARDS = {
     "ExamplesIterable",
     "FilteredExamplesIterable",
     "FormattedExamplesIterable",
+    "InterleavedShardsExamplesIterable",
     "MappedExamplesIterable",
     "RebatchedArrowExamplesIterable",
     "SelectColumnsIterable",

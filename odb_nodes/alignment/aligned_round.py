@@ -29,7 +29,7 @@ class LossRule:
 
     world_size: int
     accumulate: int
-    scaling: LossScaling
+    scaling: LossScaling = "exact"
 
     def scale(self, info: StepInfo) -> float:
         """Return what this rank's mean loss is multiplied by."""
@@ -46,8 +46,8 @@ class AlignedRound:
     """The steps of one round, and this rank's groups for them.
 
     Args:
-        table: for each step the index of this rank's group or `FILLER`, and the samples, targets
-            and flags of all ranks, (steps, 4) int64.
+        table: a row for each step: the index of this rank's group or `FILLER`, and the samples,
+            targets and flags of all ranks, (steps, 4) int64.
         ends_alone: this rank ends with its last group, where others go on.
     """
 

@@ -23,6 +23,9 @@ from odb_nodes.nodes.payload import encode_sample
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.sample import Sample
 
+PEER_TIMEOUT_S = 1800.0
+"""Default of `timeout_s`: seconds until a rank that does not come is an error on the others."""
+
 _GRACE_S = 5.0  # for the others to hear of a failure at once
 
 
@@ -96,7 +99,7 @@ class Peers:
 
         Args:
             config: what the ranks must have in common.
-            source: whose nodes that share data must be configured alike, too.
+            source: the node below; its nodes that share data must be configured alike, too.
 
         Raises:
             StateError: they do not, or are not. The same error on all ranks.

@@ -16,7 +16,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
-from odb_nodes.alignment.peers import Peers
+from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import remaining_samples
 from odb_nodes.contract.node import check_node
@@ -69,7 +69,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     STATE = AlignerState
@@ -81,10 +81,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         process_group: Any = None,
         round_size: int = JobOptions.round_size,
         uneven: Uneven = JobOptions.uneven,
-        loss_scaling: LossScaling = "exact",
+        loss_scaling: LossScaling = LossRule.scaling,
         accumulate: int = JobOptions.accumulate,
         seed: int = JobOptions.seed,
-        timeout_s: float = 1800.0,
+        timeout_s: float = PEER_TIMEOUT_S,
         *,
         cost_fn: CostFn | None = None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,

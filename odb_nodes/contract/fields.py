@@ -6,9 +6,10 @@ A node declares its state as a dataclass. The annotations say what a field may h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import islice
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,9 +25,6 @@ __all__ = [
 ]
 
 _MAX_INT64 = 2**63 - 1
-
-Check = Callable[[Any], str | None]
-"""Value -> the rule that it breaks; `None` where it breaks none."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +72,24 @@ SourceStates = dict[str, SourceState]
 
 
 @cache
-def _checks_of(declared: Any) -> dict[str, Check]:
-    """Return a check for each field of a dataclass, by name."""
+def _hints_of(declared: Any) -> dict[str, Any]:
+    """Return the annotation of each field of a dataclass, by name, once all can be checked."""
     hints = get_type_hints(declared, include_extras=True)
-    found = {}
-    for field in fields(declared):
-        try:
-            found[field.name] = _check_of(hints[field.name])
-        except TypeError as error:
-            raise TypeError(f"`{field.name}` of `{declared.__name__}`: {error}") from None
-    return found
+    hints = {field.name: hints[field.name] for field in fields(declared)}
+    for name, hint in hints.items():
+        if (unknown := _unknown_in(hint)) is not None:
+            raise TypeError(
+                f"`{name}` of `{declared.__name__}`: a state cannot declare a field of type "
+                f"`{unknown}`."
+            )
+    return hints
 
 
 @cache
 def source_fields(declared: Any) -> frozenset[str]:
     """Return the names of the fields that hold the states of sources."""
-    hints = get_type_hints(declared, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if hint in (SourceState, SourceStates))
+    states = (SourceState, SourceStates)
+    return frozenset(name for name, hint in _hints_of(declared).items() if hint in states)
 
 
 def check_declaration(declared: Any) -> None:
@@ -105,7 +104,7 @@ def check_declaration(declared: Any) -> None:
             f"`{declared.__name__}` must be a dataclass: put `@dataclass(kw_only=True)` over it."
         )
     try:
-        _checks_of(declared)
+        _hints_of(declared)
     except NameError as error:
         raise TypeError(f"an annotation of `{declared.__name__}` is not known: {error}.") from error
 
@@ -120,29 +119,8 @@ def check_fields(declared: Any, values: dict[str, Any]) -> dict[str, str]:
     Raises:
         TypeError: an annotation is none of those.
     """
-    broken = {name: check(values[name]) for name, check in _checks_of(declared).items()}
-    return {name: rule for name, rule in broken.items() if rule is not None}
-
-
-def _check_of(hint: Any) -> Check:
-    kind, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return _accept
-    if kind is Annotated:
-        limits = [one for one in hint.__metadata__ if isinstance(one, (InRange, RowsOf))]
-        return _all_of([_check_of(parts[0]), *limits])
-    if kind in (Union, UnionType):
-        return _any_of(list(map(_check_of, parts)))
-    if hint in _NAMES:
-        return _check_type(hint)
-    if kind is list or (kind is tuple and parts[1:] == (...,)):
-        return _all_of([_check_type(kind), _each(_check_of(parts[0]))])
-    if kind is tuple:
-        return _all_of([_check_type(tuple), _in_turn(list(map(_check_of, parts)))])
-    if kind is dict:
-        key, value = map(_check_of, parts)
-        return _all_of([_check_type(dict), _each(key), lambda held: _each(value)(held.values())])
-    raise TypeError(f"a state cannot declare a field of type `{hint}`.")
+    hints = _hints_of(declared).items()
+    return {name: rule for name, hint in hints for rule in islice(_broken(hint, values[name]), 1)}
 
 
 _NAMES = {
@@ -158,44 +136,42 @@ _NAMES = {
 }
 
 
-def _check_type(kind: type[Any]) -> Check:
-    """Return a check for exactly that type: a bool is no integer here."""
-    kinds = (float, int) if kind is float else (kind,)
-    rule = f"be {_NAMES[kind]}"
+def _unknown_in(hint: Any) -> Any:
+    """Return what is in an annotation and cannot be checked; `None` where all of it can be."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind not in (Any, Annotated, Union, UnionType, *_NAMES):
+        return hint
+    inner = parts[:1] if kind is Annotated else [part for part in parts if part is not ...]
+    return next((found for part in inner if (found := _unknown_in(part)) is not None), None)
+
+
+def _broken(hint: Any, value: Any) -> Iterator[str]:
+    """Yield the rules that a value breaks: take only the first, which the others take for kept."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        yield from _broken(parts[0], value)
+        limits = [one for one in parts[1:] if isinstance(one, (InRange, RowsOf))]
+        yield from filter(None, (limit(value) for limit in limits))
+    elif kind in (Union, UnionType):
+        broken = [next(_broken(part, value), None) for part in parts]
+        if None not in broken:
+            yield " or ".join(map(str, broken))
+    elif kind is not Any:
+        if not _is_a(kind, value):
+            yield f"be {_NAMES[kind]}"
+        if kind is tuple and parts and parts[-1] is not ...:
+            if len(value) != len(parts):
+                yield f"have {len(parts)} elements"
+            for part, one in zip(parts, value, strict=True):
+                yield from _broken(part, one)
+        elif parts:
+            columns = (value.keys(), value.values()) if kind is dict else (value,)
+            for part, held in zip(parts, columns, strict=False):
+                for one in held:
+                    yield from (f"{rule}, each of its elements" for rule in _broken(part, one))
+
+
+def _is_a(kind: type[Any], value: Any) -> bool:
     if kind is dict:  # a plain node's state may be another mapping
-        return lambda value: None if isinstance(value, Mapping) else rule
-    return lambda value: None if type(value) in kinds else rule
-
-
-def _accept(_value: Any) -> None:
-    return None
-
-
-def _all_of(checks: list[Check]) -> Check:
-    return lambda value: next((rule for one in checks if (rule := one(value)) is not None), None)
-
-
-def _any_of(checks: list[Check]) -> Check:
-    def check(value: Any) -> str | None:
-        broken = [one(value) for one in checks]
-        return None if None in broken else " or ".join(map(str, broken))
-
-    return check
-
-
-def _in_turn(checks: list[Check]) -> Check:
-    def check_all(values: Any) -> str | None:
-        if len(values) != len(checks):
-            return f"have {len(checks)} elements"
-        pairs = zip(checks, values, strict=True)
-        return next((rule for one, value in pairs if (rule := one(value)) is not None), None)
-
-    return check_all
-
-
-def _each(check: Check) -> Check:
-    def check_all(values: Any) -> str | None:
-        broken = next((rule for one in values if (rule := check(one)) is not None), None)
-        return None if broken is None else f"{broken}, each of its elements"
-
-    return check_all
+        return isinstance(value, Mapping)
+    return type(value) is kind or (kind is float and type(value) is int)  # a bool is no integer

@@ -164,7 +164,7 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
             `accumulate` equal to the accelerator's `gradient_accumulation_steps`.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
     check_type("loader", loader, ODBDataLoader, "See `ODBDataLoader.from_dataloader`.")
     _check_accumulation(accelerator.gradient_accumulation_steps, loader)

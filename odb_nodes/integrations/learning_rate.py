@@ -28,7 +28,7 @@ class LrScaling:
             2022).
 
     Raises:
-        TypeError, ValueError: a field is not what is said above.
+        TypeError, ValueError: a field is not valid.
     """
 
     reference_samples: int

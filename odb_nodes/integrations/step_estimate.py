@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -15,8 +15,12 @@ from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import SimulationOptions, simulate_steps
 from odb_nodes.planning.options import JobOptions
+from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Skipped
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["check_can_estimate", "estimate_steps"]
 
@@ -50,7 +54,7 @@ def estimate_steps(
     process_fn: Callable[[Any], Any] | None = None,
     observe: Observe | None = None,
     looked_at: int = LOOKED_AT,
-    **options: Any,
+    **options: Unpack[SimulationKeywords],
 ) -> int:
     """Return about how many optimizer steps an epoch has.
 
@@ -82,8 +86,8 @@ def estimate_steps(
     simulated = min(share, _MOST_SIMULATED)
     # All of them as they are, where all were looked at: drawing adds an error of its own.
     lengths = seen if simulated == len(seen) else rng.choice(seen, simulated)
-    alone = SimulationOptions(world_size=1, budget=job.budget, window=job.window, seed=job.seed)
-    groups = sum(1 for _ in simulate_steps(lengths, **vars(alone)))
+    alone = replace(job, world_size=1, cost_fn=None)
+    groups = sum(1 for _ in simulate_steps(lengths, alone))
     return max(1, math.ceil(groups * share / simulated / job.accumulate))
 
 

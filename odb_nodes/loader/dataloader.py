@@ -20,9 +20,10 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.options import LoaderOptions, PoolState, ProcessFn
+from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
+from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
@@ -82,9 +83,9 @@ class ODBDataLoader:
             an epoch that ends when each sample was emitted once.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above, `collate_fn` is a
-            `PaddingCollate` or `PackedCollate` for another budget, or the dataset is empty. It may
-            be empty where it is `sharded` and the job has several ranks.
+        TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
+            `PackedCollate` for another budget, or the dataset is empty. It may be empty where it is
+            `sharded` and the job has several ranks.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from odb_nodes._core.checks import (
     check_bool,
@@ -14,15 +14,16 @@ from odb_nodes._core.checks import (
     check_seconds,
     check_type,
 )
-from odb_nodes.alignment.aligned_round import LossScaling
+from odb_nodes.alignment.aligned_round import LossRule, LossScaling
+from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
+from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 
-PoolState = Literal["replay", "payload"]
 ProcessFn = Callable[[Any], Any] | None
 
 
@@ -41,7 +42,7 @@ class BatchOptions(PlanOptions):
     prefetch: int = 4
     state: PoolState = "replay"
     workers: WorkerOptions | None = None
-    timeout_s: float = 1800.0
+    timeout_s: float = PEER_TIMEOUT_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +76,7 @@ class LoaderOptions(BatchOptions, JobOptions):
     pin_memory: bool = False
     process_group: Any = None
     sharded: bool = False
-    loss_scaling: LossScaling = "exact"
+    loss_scaling: LossScaling = LossRule.scaling
     weights: Mapping[str, float] | Mixing | None = None
 
     def __post_init__(self) -> None:

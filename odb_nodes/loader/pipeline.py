@@ -15,11 +15,11 @@ from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.processing import ParallelProcessor, WorkerOptions
+from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
-from odb_nodes.sources.source_mixer import Mixing, PerSource, SourceMixer, check_names
+from odb_nodes.sources.source_mixer import Mixing, SourceMixer, check_names
 
 
 @dataclass(frozen=True)

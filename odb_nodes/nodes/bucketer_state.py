@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.contract import Count, NodeState, RowsOf, SourceState
 
-POOL_MODES = ("replay", "payload")
+PoolState = Literal["replay", "payload"]
 """What a state may hold of the pool: how to make its samples again, or the samples."""
 
 
@@ -20,9 +20,9 @@ class BucketerState(NodeState):
 
     Attributes:
         source: the state of the source at or before the oldest pooled sample.
-        mode: what it holds of the pool, `"replay"` or `"payload"`.
+        mode: what the state holds of the pool, `"replay"` or `"payload"`.
         pulled: samples pulled in the epoch.
-        pulled_since_source: those of them that were pulled after `source`.
+        pulled_since_source: samples of these that were pulled after `source`.
         ended: the source has ended.
         pool: `"replay"`: tokens, ordinals after `source` and patches of the pooled samples,
             (3, n) int32.
@@ -45,7 +45,8 @@ class BucketerState(NodeState):
 
     def validate(self) -> None:
         """Check that what is pooled was pulled."""
-        if self.mode not in POOL_MODES or (self.payload is None) == (self.mode == "payload"):
+        known = self.mode in get_args(PoolState)
+        if not known or (self.payload is None) == (self.mode == "payload"):
             raise ValueError(f"`mode` is {self.mode!r}, which does not go with `payload`.")
         if self.pulled_since_source > self.pulled:
             raise ValueError(

@@ -18,7 +18,7 @@ class ExclusionCounter:
 
     Attributes:
         oversize: samples that exceed the budget on their own.
-        dropped: those of them that `oversize="drop"` left out.
+        dropped: oversize samples that `oversize="drop"` left out.
         skipped: reason -> samples that processing `Skipped`.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.nodes.bucketer_state import POOL_MODES, BucketerState
+from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.snapshots import Snapshots
@@ -56,10 +56,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
         window: int = PlanOptions.window,
-        state: Literal["replay", "payload"] = "replay",
+        state: PoolState = "replay",
     ) -> None:
         super().__init__()
-        check_choice("state", state, POOL_MODES)
+        check_choice("state", state, get_args(PoolState))
         check_node("source", source)
         self.source = source
         self._budget = TokenBudget.of(budget)

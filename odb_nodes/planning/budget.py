@@ -39,7 +39,7 @@ class TokenBudget:
             `"alone"` has another shape. `None`: any shape.
 
     Raises:
-        TypeError, ValueError: a field is not what is said above; names it and its value.
+        TypeError, ValueError: a field is not valid; names it and its value.
     """
 
     tokens: int
@@ -118,7 +118,7 @@ class TokenBudget:
         """Return, for an error, which limit a sample exceeds on its own.
 
         Args:
-            tokens: of the sample; where these fit, it is the patches that do not.
+            tokens: tokens of the sample; where these fit, it is the patches that do not.
         """
         if tokens <= self.capacity:
             return f"`max_patches` is {self.max_patches}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.alignment import FILLER, CostReport, make_report, plan_round
+from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
 from odb_nodes.planning.options import JobOptions
@@ -43,7 +43,7 @@ class SimulationOptions(JobOptions):
             the budget.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     world_size: int
@@ -56,9 +56,24 @@ class SimulationOptions(JobOptions):
         TokenBudget.of(self.budget)
 
 
-def simulate_steps(lengths: npt.ArrayLike, **options: Any) -> Iterator[Step]:
-    """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
-    job = SimulationOptions(**options)
+class _JobKeywords(TypedDict):
+    world_size: int
+    budget: int | TokenBudget
+
+
+class SimulationKeywords(_JobKeywords, total=False):
+    """The fields of `SimulationOptions`, as the types of keyword arguments."""
+
+    window: int
+    round_size: int
+    uneven: Uneven
+    accumulate: int
+    seed: int
+    cost_fn: CostFn | None
+
+
+def simulate_steps(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
+    """Yield the steps of the first epoch of a job. Lengths and errors are those of `simulate`."""
     tokens, budget = _check_lengths(lengths), TokenBudget.of(job.budget)
     if budget.oversize == "error" and budget.is_oversize(longest := int(tokens.max())):
         raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")

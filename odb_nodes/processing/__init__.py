@@ -2,5 +2,6 @@
 
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.parallel_processor import ParallelProcessor
+from odb_nodes.processing.per_source import PerSource
 
-__all__ = ["ParallelProcessor", "WorkerOptions"]
+__all__ = ["ParallelProcessor", "PerSource", "WorkerOptions"]

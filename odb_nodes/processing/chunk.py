@@ -51,8 +51,8 @@ class ChunkProcessor:
 
     Args:
         process_fn: maps an item to a processed sample.
-        seed: with the epoch and an item's position, seeds Python, numpy and torch before the item;
-            `None` seeds nothing.
+        seed: number that, with the epoch and an item's position, seeds Python, numpy and torch
+            before the item; `None` seeds nothing.
     """
 
     process_fn: Callable[[Any], Any]

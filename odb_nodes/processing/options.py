@@ -29,7 +29,7 @@ class WorkerOptions:
         worker_init_fn: called with the worker's number in each worker process when it starts.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     num_workers: int = 0

@@ -3,13 +3,12 @@
 from odb_nodes.sources.iterable_source import IterableSource
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.sharded_sampler import ShardedSampler
-from odb_nodes.sources.source_mixer import Mixing, PerSource, SourceMixer
+from odb_nodes.sources.source_mixer import Mixing, SourceMixer
 
 __all__ = [
     "IterableSource",
     "JsonlSource",
     "Mixing",
-    "PerSource",
     "ShardedSampler",
     "SourceMixer",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice
-from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
@@ -34,7 +33,7 @@ class Mixing:
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
 
     Raises:
-        ValueError: `by` or `stop` is not what is said above.
+        ValueError: `by` or `stop` is not one of those.
     """
 
     weights: Mapping[str, float] | None = None
@@ -97,7 +96,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             order (`"cycle"`).
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     STATE = MixerState
@@ -109,8 +108,8 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         sources: Mapping[str, BaseNode[Any]],
         weights: Mapping[str, float] | None = None,
         *,
-        by: Unit = "samples",
-        stop: Stop = "all_exhausted",
+        by: Unit = Mixing.by,
+        stop: Stop = Mixing.stop,
     ) -> None:
         super().__init__()
         if not sources:
@@ -217,17 +216,17 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                 ) from error
             if isinstance(item, Skipped):  # which has no part in the shares
                 return item.of_source(name)
-            self._samples[name] += 1
-            self._last = name
-            if isinstance(item, Sample):
-                self._tokens[name] += item.tokens
-                return item.of_source(name)
-            if self._by == "tokens":
+            if self._by == "tokens" and not isinstance(item, Sample):
                 raise SampleError(
                     f'`sources[{name!r}]` must yield `Sample` where `by` is "tokens", but yielded '
                     f"`{type(item).__name__}` instead. Process and observe each source first."
                 )
-            return SourceItem(name, item)
+            self._samples[name] += 1
+            self._last = name
+            if not isinstance(item, Sample):
+                return SourceItem(name, item)
+            self._tokens[name] += item.tokens
+            return item.of_source(name)
         raise StopIteration
 
     def item_location(self) -> ItemLocation:
@@ -280,41 +279,6 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             "by": self._by,
             "stop": self._stop,
         }
-
-
-class PerSource:
-    """Processes the items of each source with a function of its own.
-
-    Args:
-        functions: name of the source -> function of an item. They must be picklable where workers
-            are processes that are not forked.
-    """
-
-    def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
-        self._functions = dict(functions)
-
-    @property
-    def fingerprint_name(self) -> str:
-        """The sources, each with the name of its function."""
-        return f"{type(self).__name__}({stable_names(self._functions)})"
-
-    def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
-        """Return what the function of the item's source makes of it, with the name of the source.
-
-        Raises:
-            SampleError: there is no function for that source.
-        """
-        try:
-            function = self._functions[routed.source]
-        except KeyError:
-            raise SampleError(
-                f"`PerSource` has no function for source {routed.source!r}, but for "
-                f"{sorted(self._functions)}."
-            ) from None
-        result = function(routed.item)
-        if isinstance(result, (Sample, Skipped)):
-            return result.of_source(routed.source)
-        return SourceItem(routed.source, result)
 
 
 def _check_rules(by: Unit, stop: Stop) -> None:

@@ -29,7 +29,6 @@ class Stream:
 
     Attributes:
         split: whether each rank reads shards of its own.
-        restorable: whether the stream's own state brings it back to where it stood.
 
     Raises:
         ValueError: the stream was split over ranks already.
@@ -52,7 +51,6 @@ class Stream:
         if self.split:
             dataset = hf_datasets.split_over_ranks(dataset, rank, world_size)
         self.dataset = dataset
-        self.restorable = hf_datasets.consists_of(self._stages, hf_datasets.RESTORABLE)
 
     def __iter__(self) -> Iterator[Any]:
         # A state that was loaded once would be applied to every iteration of its epoch.
@@ -95,5 +93,5 @@ def as_stream(dataset: Iterable[Any], rank: int, world_size: int) -> Stream | No
     """Return the `Stream` of a dataset; `None` for anything but an `IterableDataset`."""
     if not is_stream(dataset):
         return None
-    stream = Stream(dataset, rank, world_size)
-    return RestorableStream(dataset, rank, world_size) if stream.restorable else stream
+    restorable = hf_datasets.consists_of(hf_datasets.stages_of(dataset), hf_datasets.RESTORABLE)
+    return (RestorableStream if restorable else Stream)(dataset, rank, world_size)

@@ -9,20 +9,24 @@ import argparse
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
 from odb_nodes.planning.budget import Layout
+from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.report import SimulationReport, markdown_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["SimulationOptions", "lognormal_lengths", "simulate", "simulate_steps"]
 
 
-def simulate(lengths: npt.ArrayLike, **options: Any) -> SimulationReport:
+def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> SimulationReport:
     """Plan the first epoch of a job, and return its efficiency, balance and filler.
 
         simulate(lengths, world_size=64, budget=16_384, window=512)
@@ -34,11 +38,11 @@ def simulate(lengths: npt.ArrayLike, **options: Any) -> SimulationReport:
             from the defaults `window`, `round_size`, `uneven`, `accumulate`, `seed` and `cost_fn`.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above, or there is no step.
+        TypeError, ValueError: an option is not valid, or there is no step.
         SampleError: a sample is too long under `oversize="error"`.
     """
     job = SimulationOptions(**options)
-    return SimulationReport.of(simulate_steps(lengths, **options), TokenBudget.of(job.budget))
+    return SimulationReport.of(simulate_steps(lengths, job), TokenBudget.of(job.budget))
 
 
 def lognormal_lengths(

@@ -111,7 +111,7 @@ class VisionLanguageProcessor:
             by `bad_images`.
 
         Raises:
-            SampleError: an image cannot be used, the record is not what is said above, or no
+            SampleError: an image cannot be used, the record is not as described above, or no
                 message is the assistant's; names the record's `id`.
         """
         if not isinstance(record, Mapping):

@@ -2,13 +2,15 @@
 
 import inspect
 from dataclasses import MISSING, FrozenInstanceError, fields
+from typing import get_type_hints
 
 import pytest
 
 from odb_nodes import ODBDataLoader, RankAligner, WindowBucketer, WorkerOptions
 from odb_nodes.integrations.step_estimate import estimate_steps
 from odb_nodes.loader.options import BatchOptions, LoaderOptions
-from odb_nodes.planning import TokenBudget
+from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.tools.simulate import simulate
 
 
@@ -116,9 +118,19 @@ def test_simulations_and_estimates_check_their_options_likewise(function, option
         function([1], **{"world_size": 1, "budget": 64, **option})
 
 
+def test_the_keywords_of_simulations_and_estimates_are_the_fields_of_the_options():
+    assert SimulationKeywords.__required_keys__ == {
+        field.name for field in fields(SimulationOptions) if field.default is MISSING
+    }
+    assert get_type_hints(SimulationKeywords) == get_type_hints(SimulationOptions)
+    for function in (simulate, estimate_steps):
+        annotation = inspect.signature(function).parameters["options"].annotation
+        assert annotation == f"Unpack[{SimulationKeywords.__name__}]"
+
+
 def test_an_option_that_does_not_exist_is_an_error():
     with pytest.raises(TypeError, match="'windw'"):
-        simulate([1], world_size=1, budget=64, windw=3)
+        simulate([1], world_size=1, budget=64, windw=3)  # type: ignore[call-arg]
 
 
 def test_a_trainer_completes_the_options_that_a_user_decides():

@@ -1,7 +1,9 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from graphs import ABOVE, BELOW, make, make_dataloader, process
 from hypothesis import given
@@ -113,6 +115,33 @@ def test_a_graph_that_does_not_resume_exactly_is_found_out():
         assert_resumes_exactly(graph)
     with pytest.raises(AssertionError, match="no items"):
         assert_resumes_exactly(lambda: Loader(ShardedSampler(1, rank=1, world_size=2)))
+
+
+class Counting:
+    """An iterable whose state is a list with a count of some type."""
+
+    def __init__(self, kind):
+        self.kind, self.count = kind, 0
+
+    def __iter__(self):
+        while self.count < 3:
+            self.count += 1
+            yield self.count
+        self.count = 0
+
+    def state_dict(self):
+        return {"counts": [0, self.kind(self.count)]}
+
+    def load_state_dict(self, state):
+        self.count = int(state["counts"][1])
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.array, lambda count: b"", lambda count: object])
+def test_what_a_state_cannot_hold_is_named(kind):
+    place = re.escape("`state_dict()['counts'][1]` is a `")
+    with pytest.raises(AssertionError, match=rf"^{place}.*refuses\. Save plain Python data"):
+        assert_resumes_exactly(lambda: Counting(kind))
+    assert assert_resumes_exactly(lambda: Counting(int)).steps == 6
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,12 @@ def interleaved(**options):
     return datasets.interleave_datasets(parts, stopping_strategy="all_exhausted", **options)
 
 
+def below_the_buffer():
+    """The stages that a shuffle adds, without the buffer, which cannot be restored."""
+    shuffled = stream().shuffle(seed=5, buffer_size=7)
+    return datasets.IterableDataset(ex_iterable=shuffled._ex_iterable.ex_iterable)
+
+
 STREAMS = {
     "arrow": stream,
     "one shard": lambda: stream(1),
@@ -63,6 +69,7 @@ STREAMS = {
     "concatenate": lambda: datasets.concatenate_datasets(
         [rows(0, 9).to_iterable_dataset(), rows(9, 24).to_iterable_dataset()]
     ),
+    "shuffled shards": below_the_buffer,
     "shuffle": lambda: stream().shuffle(seed=5, buffer_size=7),
     "shuffle of a generator": lambda: generated().shuffle(seed=5, buffer_size=7),
     "shuffle, then map": lambda: generated().shuffle(seed=5, buffer_size=4).map(lambda row: row),
@@ -100,15 +107,19 @@ def test_a_share_resumes(name, sampled):
     assert_resumes_exactly(lambda: IterableSource(STREAMS[name](), 1, 2), **less)
 
 
-def test_shards_are_not_read_by_other_ranks():
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_shards_are_not_read_by_other_ranks(shuffled):
     read = []
 
     def note(row):
         read.append(row["id"])
         return row
 
-    node = IterableSource(generated().map(note), 1, 2)
-    assert ids(Loader(node)) == read
+    whole = generated().map(note)
+    node = IterableSource(whole.shuffle(seed=3, buffer_size=5) if shuffled else whole, 1, 2)
+    got = ids(Loader(node))
+    assert sorted(got) == sorted(read)
+    assert shuffled or got == read
     assert len(read) == 12
 
 

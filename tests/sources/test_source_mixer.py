@@ -427,6 +427,13 @@ def test_shares_of_tokens_need_samples():
         list(Loader(mixer(by="tokens")))
 
 
+def test_what_is_refused_is_not_counted():
+    node = mixer(by="tokens")
+    with pytest.raises(SampleError, match="must yield `Sample`"):
+        next(node)
+    assert {*node.samples.values()} == {*node.tokens.values()} == {0}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

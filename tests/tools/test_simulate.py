@@ -20,7 +20,13 @@ from odb_nodes import (
     WindowBucketer,
 )
 from odb_nodes.planning.group_costs import padded_tokens
-from odb_nodes.tools.simulate import lognormal_lengths, main, simulate, simulate_steps
+from odb_nodes.tools.simulate import (
+    SimulationOptions,
+    lognormal_lengths,
+    main,
+    simulate,
+    simulate_steps,
+)
 
 TIMEOUT_S = 20.0
 
@@ -75,6 +81,10 @@ jobs = {
 }
 
 
+def steps_of(lengths, **options):
+    return list(simulate_steps(lengths, SimulationOptions(**options)))
+
+
 def planned_samples(lengths, budget):
     """Indices of the samples that a budget does not drop."""
     drop = budget.oversize == "drop"
@@ -90,7 +100,7 @@ def test_the_steps_are_those_of_real_ranks(lengths, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of oversize and of unemitted samples
         expected = real_steps(lengths, **options)
-    assert [indices(step) for step in simulate_steps(lengths, **options)] == expected
+    assert [indices(step) for step in steps_of(lengths, **options)] == expected
 
 
 def test_the_steps_are_those_of_real_ranks_over_many_rounds():
@@ -98,12 +108,12 @@ def test_the_steps_are_those_of_real_ranks_over_many_rounds():
     options = {"world_size": 8, "budget": 16_384, "window": 32, "round_size": 16, "seed": 3}
     expected = real_steps(lengths, **options)
     assert len(expected) > 4 + 8 + 16
-    assert [indices(step) for step in simulate_steps(lengths, **options)] == expected
+    assert [indices(step) for step in steps_of(lengths, **options)] == expected
 
 
 @given(**{**jobs, "world_size": st.integers(1, 40)}, uneven=st.sampled_from(["fill", "join"]))
 def test_every_sample_is_planned_exactly_once(lengths, budget, world_size, **options):
-    steps = list(simulate_steps(lengths, budget=budget, world_size=world_size, **options))
+    steps = steps_of(lengths, budget=budget, world_size=world_size, **options)
     planned = [index for step in steps for group in indices(step) for index in group or []]
     assert sorted(planned) == planned_samples(lengths, budget)
     for step in steps:
@@ -180,7 +190,7 @@ def test_the_figures_have_not_changed():
 
 
 def test_the_order_of_steps_has_not_changed():
-    steps = list(simulate_steps(range(3, 43), world_size=3, budget=100, window=8, seed=5))
+    steps = steps_of(range(3, 43), world_size=3, budget=100, window=8, seed=5)
     assert [indices(step) for step in steps[:3]] == [
         [[12, 15, 18, 21], [13, 16, 19, 22], [35, 38]],
         [[30, 33], [31, 34], [29, 32]],

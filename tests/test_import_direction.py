@@ -52,7 +52,7 @@ FRAMEWORKS = {
 """Optional package -> the rooms that may import it."""
 
 PURE = "planning"
-PURE_NEEDS = {"numpy", *sys.stdlib_module_names}
+PURE_NEEDS = {"numpy", "typing_extensions", *sys.stdlib_module_names}  # the second for types alone
 PRIVATE = re.compile(rf"{PACKAGE}\.(_core|_compat)\b|from {PACKAGE} import .*\b(_core|_compat)\b")
 
 

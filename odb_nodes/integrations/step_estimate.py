@@ -13,9 +13,9 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.planning import SimulationOptions, simulate_steps
+from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.simulation import SimulationKeywords
+from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Skipped
 
@@ -87,7 +87,7 @@ def estimate_steps(
     # All of them as they are, where all were looked at: drawing adds an error of its own.
     lengths = seen if simulated == len(seen) else rng.choice(seen, simulated)
     alone = replace(job, world_size=1, cost_fn=None)
-    groups = sum(1 for _ in simulate_steps(lengths, alone))
+    groups = sum(1 for _ in steps_of(lengths, alone))
     return max(1, math.ceil(groups * share / simulated / job.accumulate))
 
 

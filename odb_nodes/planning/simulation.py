@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _FIRST_EPOCH = 0
 
@@ -72,8 +75,13 @@ class SimulationKeywords(_JobKeywords, total=False):
     cost_fn: CostFn | None
 
 
-def simulate_steps(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
-    """Yield the steps of the first epoch of a job. Lengths and errors are those of `simulate`."""
+def simulate_steps(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> Iterator[Step]:
+    """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
+    return steps_of(lengths, SimulationOptions(**options))
+
+
+def steps_of(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
+    """Yield the steps of the first epoch of a job. See `simulate_steps`."""
     tokens, budget = _check_lengths(lengths), TokenBudget.of(job.budget)
     if budget.oversize == "error" and budget.is_oversize(longest := int(tokens.max())):
         raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")

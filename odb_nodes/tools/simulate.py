@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
 from odb_nodes.planning.budget import Layout
-from odb_nodes.planning.simulation import SimulationKeywords
+from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.report import SimulationReport, markdown_table
 
@@ -42,7 +42,7 @@ def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> S
         SampleError: a sample is too long under `oversize="error"`.
     """
     job = SimulationOptions(**options)
-    return SimulationReport.of(simulate_steps(lengths, job), TokenBudget.of(job.budget))
+    return SimulationReport.of(steps_of(lengths, job), TokenBudget.of(job.budget))
 
 
 def lognormal_lengths(

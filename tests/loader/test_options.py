@@ -11,7 +11,7 @@ from odb_nodes.integrations.step_estimate import estimate_steps
 from odb_nodes.loader.options import BatchOptions, LoaderOptions
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.simulation import SimulationKeywords
-from odb_nodes.tools.simulate import simulate
+from odb_nodes.tools.simulate import simulate, simulate_steps
 
 
 def parameters_of(function):
@@ -123,7 +123,7 @@ def test_the_keywords_of_simulations_and_estimates_are_the_fields_of_the_options
         field.name for field in fields(SimulationOptions) if field.default is MISSING
     }
     assert get_type_hints(SimulationKeywords) == get_type_hints(SimulationOptions)
-    for function in (simulate, estimate_steps):
+    for function in (simulate, simulate_steps, estimate_steps):
         annotation = inspect.signature(function).parameters["options"].annotation
         assert annotation == f"Unpack[{SimulationKeywords.__name__}]"
 

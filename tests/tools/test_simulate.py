@@ -21,7 +21,6 @@ from odb_nodes import (
 )
 from odb_nodes.planning.group_costs import padded_tokens
 from odb_nodes.tools.simulate import (
-    SimulationOptions,
     lognormal_lengths,
     main,
     simulate,
@@ -82,7 +81,7 @@ jobs = {
 
 
 def steps_of(lengths, **options):
-    return list(simulate_steps(lengths, SimulationOptions(**options)))
+    return list(simulate_steps(lengths, **options))
 
 
 def planned_samples(lengths, budget):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.codec import from_bytes, to_bytes
+from odb_nodes.contract import copy_state
 from odb_nodes.loader.loader import Loader
 
 __all__ = ["ResumeReport", "assert_resumes_exactly"]
@@ -26,7 +28,7 @@ class ResumeReport:
     Attributes:
         steps: items of the uninterrupted run.
         resumes: fresh graphs that were resumed and compared.
-        state_bytes: size of the largest serialised state.
+        state_bytes: size of the largest state that was saved, in bytes.
     """
 
     steps: int
@@ -84,20 +86,22 @@ def assert_resumes_exactly(
     steps = sum(event is not _END for event in reference)
     if not steps:
         raise AssertionError("the graph yields no items: there is nothing to resume.")
-    resumes = 0
+    resumes = largest_bytes = 0
     for start in range(0, len(states), every):
         stop = len(reference) if horizon is None else min(start + horizon, len(reference))
-        _resume(make_graph, states[start], reference, start, stop, thorough=start % 2 == 1)
+        data = _saved(states[start])
+        largest_bytes = max(largest_bytes, len(data))
+        _resume(make_graph, data, reference, start, stop, thorough=start % 2 == 1)
         resumes += 1
     for start in range(0, len(states), max(1, len(states) // 8)):
         state, at = states[start], start
         for link in range(chain):
             stop = min(at + 1 + (start + link) % 5, len(reference))
-            state = _resume(make_graph, state, reference, at, stop)
+            state = _resume(make_graph, _saved(state), reference, at, stop)
             at = stop
             resumes += 1
-        _resume(make_graph, state, reference, at, len(reference))
-    return ResumeReport(steps=steps, resumes=resumes, state_bytes=max(map(len, states)))
+        _resume(make_graph, _saved(state), reference, at, len(reference))
+    return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 
 class _Maker:
@@ -118,13 +122,13 @@ class _Maker:
         return graph
 
 
-def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[bytes]]:
+def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[Any]]:
     graph = _as_loader(make_graph())
     events: list[Any] = []
-    states = [_saved(graph)]
+    states = [copy_state(graph.state_dict())]
     for event in _events(graph, epochs):
         events.append(event)
-        states.append(_saved(graph))
+        states.append(copy_state(graph.state_dict()))
     _close(graph)
     return events, states
 
@@ -137,12 +141,12 @@ def _resume(
     stop: int,
     *,
     thorough: bool = False,
-) -> bytes:
+) -> Any:
     """Resume a fresh graph at `start`, compare up to `stop`, and return its state there."""
     graph = _as_loader(make_graph())
     where = f"resumed {_place(reference, start)}"
     try:
-        graph.load_state_dict(from_bytes(state))
+        graph.load_state_dict(_loaded(state))
         if thorough:
             _load_again(graph, state)
         events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
@@ -150,7 +154,7 @@ def _resume(
             difference = _difference(reference[index], next(events, "nothing"))
             if difference:
                 raise AssertionError(f"what follows {_place(reference, index)}{difference}")
-        result = _saved(graph)
+        result = copy_state(graph.state_dict())
     except Exception as error:
         raise AssertionError(f"{where}: {error}") from error
     finally:
@@ -158,22 +162,32 @@ def _resume(
     return result
 
 
-def _saved(graph: Any) -> bytes:
-    """Return the graph's state as bytes that can be read again."""
-    state = graph.state_dict()
-    if not _is_readable(state):
-        raise AssertionError(
-            f"{_unreadable(state)}, which `torch.load(weights_only=True)` refuses. Save plain "
-            "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
-            "`torch.from_numpy(a)` in place of an array, None in place of empty bytes."
-        )
-    return to_bytes(state)
+def _saved(state: Any) -> bytes:
+    try:
+        return to_bytes(state)
+    except Exception as error:  # of any kind: torch and pickle raise what they like
+        raise _refused(state) from error
+
+
+def _loaded(data: bytes) -> Any:
+    try:
+        return from_bytes(data)
+    except Exception as error:  # of any kind
+        raise _refused(torch.load(io.BytesIO(data), weights_only=False)) from error
+
+
+def _refused(state: Any) -> AssertionError:
+    return AssertionError(
+        f"{_unreadable(state)}, which `torch.load(weights_only=True)` refuses. Save plain "
+        "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
+        "`torch.from_numpy(a)` in place of an array, None in place of empty bytes."
+    )
 
 
 def _is_readable(state: Any) -> bool:
     try:
         from_bytes(to_bytes(state))
-    except Exception:  # of any kind: torch and pickle raise what they like
+    except Exception:  # of any kind
         return False
     return True
 
@@ -194,12 +208,12 @@ def _unreadable(state: Any, place: str = "state_dict()") -> str:
 def _load_again(graph: Any, state: bytes) -> None:
     """Give the state back, load it again, also over an iterator that exists already."""
     again = graph.state_dict()
-    if difference := _difference(from_bytes(state), again):
+    if difference := _difference(_loaded(state), again):
         raise AssertionError(f"the state saved right after loading it{difference}")
     graph.load_state_dict(again)
     iter(graph)
     graph.state_dict()
-    graph.load_state_dict(from_bytes(state))
+    graph.load_state_dict(_loaded(state))
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:

@@ -63,12 +63,12 @@ def ocr(index):
 FUNCTIONS = {"chat": chat, "caption": caption, "ocr": ocr}
 
 
-def observed(**options):
+def observed(sizes=SIZES, **options):
     """Every source processed and observed on its own, so that it yields `Sample`."""
     return SourceMixer(
         {
             name: LengthObserver(Mapper(sampler(name, size), FUNCTIONS[name]))
-            for name, size in SIZES.items()
+            for name, size in sizes.items()
         },
         WEIGHTS,
         **options,
@@ -302,7 +302,8 @@ def test_a_source_that_cannot_begin_again_is_an_error_and_no_endless_loop(monkey
 def test_every_step_resumes(stop, by, sampled):
     make = observed if by == "tokens" else mixer
     less = sampled(every=9, horizon=12, chain=1)
-    assert_resumes_exactly(lambda: Loader(make(by=by, stop=stop)), epochs=3, **less)
+    sizes = {"chat": 20, "caption": 36, "ocr": 8}
+    assert_resumes_exactly(lambda: Loader(make(sizes, by=by, stop=stop)), epochs=3, **less)
 
 
 @given(

@@ -18,9 +18,9 @@ from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.contract import EpochNode, copy_state
+from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.contract.graph import remaining_samples
 from odb_nodes.contract.node import check_node
-from odb_nodes.contract.state import allow_mismatch
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.planning.alignment import CostReport, SplitLadder, Uneven, make_report, plan_round

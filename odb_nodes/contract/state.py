@@ -8,20 +8,17 @@ hold is declared (see `fields`); that a whole state is the one that was saved, i
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import copy
 import json
-import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from odb_nodes.contract.config import check_config, equal
 from odb_nodes.contract.fields import check_fields
 from odb_nodes.errors import StateError
 
@@ -30,7 +27,6 @@ __all__ = [
     "STATE_VERSION",
     "NodeState",
     "add_digest",
-    "allow_mismatch",
     "copy_state",
     "seal",
     "seal_whole",
@@ -46,18 +42,6 @@ _CONFIG_KEY = "config"
 _DIGEST_KEY = "digest"
 ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
 _PLAIN = (int, str, bytes, float, bool, type(None))
-
-_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
-
-
-@contextlib.contextmanager
-def allow_mismatch(allow: bool = True) -> Iterator[None]:
-    """Within this context a changed configuration field warns instead of raising."""
-    token = _strict.set(not allow)
-    try:
-        yield
-    finally:
-        _strict.reset(token)
 
 
 def copy_state(state: Any) -> Any:
@@ -150,7 +134,7 @@ def unseal(
         found.validate()
     except ValueError as error:
         raise StateError(f"the state of {node} is damaged: {error} {_EARLIER}") from error
-    _check_config(node, saved_config, config, fixed(found) if fixed is not None else ())
+    check_config(node, saved_config, config, fixed(found) if fixed is not None else ())
     return found
 
 
@@ -178,56 +162,6 @@ def _damaged(node: str, broken: Mapping[str, str], state: Mapping[str, Any]) -> 
 
 
 _EARLIER = "Use an earlier checkpoint."
-
-
-def _check_config(
-    node: str, saved: Mapping[str, Any], present: Mapping[str, Any], fixed: Collection[str]
-) -> None:
-    changed = []
-    for name in sorted({*saved, *present}, key=str):
-        if not _equal(saved.get(name, _ABSENT), present.get(name, _ABSENT)):
-            values = repr(saved.get(name, "absent")), repr(present.get(name, "absent"))
-            before, now = _where_they_differ(*values)
-            change = f"`{name}` was {before} when saved, but is {now} now"
-            if name in fixed and not _strict.get():
-                raise StateError(
-                    f"{change}: it can change only between epochs. Load a state that was saved "
-                    "after the last step of an epoch."
-                )
-            changed.append(change)
-    if not changed:
-        return
-    message = (
-        f"the state does not fit {node}: {'; '.join(changed)}. Build the node as it was, or load "
-        "with `strict=False` if the change is meant: the rest of the epoch then differs, and after "
-        "a change of the order of samples it may repeat or miss some."
-    )
-    if _strict.get():
-        raise StateError(message)
-    warnings.warn(message, stacklevel=2)
-
-
-def _equal(saved: Any, present: Any) -> bool:
-    """Compare as `==` does, but True is not 1: a state where it stands for it is damaged."""
-    return type(saved) is type(present) and bool(saved == present)
-
-
-def _where_they_differ(*texts: str) -> tuple[str, ...]:
-    """Return texts; of long ones the part from a little before they differ."""
-    if max(map(len, texts)) <= _LONG_CHARACTERS:
-        return texts
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    start = max(0, sum(1 for _ in alike) - _CONTEXT_CHARACTERS)
-    shown = []
-    for text in texts:
-        part = text[start : start + _LONG_CHARACTERS]
-        shown.append(f"{'...' * (start > 0)}{part}{'...' * (start + len(part) < len(text))}")
-    return tuple(shown)
-
-
-_ABSENT = object()
-_LONG_CHARACTERS = 160
-_CONTEXT_CHARACTERS = 40
 
 
 def _summary(value: object) -> str:
@@ -261,7 +195,7 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
         return unseal(state, holder, declared, {})
     sealed = {key: value for key, value in state.items() if key != _DIGEST_KEY}
     found = unseal(sealed, holder, declared, {})
-    if not _equal(state.get(_DIGEST_KEY), _digest(sealed)):
+    if not equal(state.get(_DIGEST_KEY), _digest(sealed)):
         raise StateError(
             f"the state of {holder} is damaged: its digest is not that of what was saved. "
             f"{_EARLIER}"

@@ -11,9 +11,10 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
+from odb_nodes.contract.config import allow_mismatch, several_changes
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
-from odb_nodes.contract.node import check_node
-from odb_nodes.contract.state import allow_mismatch, seal_whole, unseal_whole
+from odb_nodes.contract.node import StatefulNode, check_node
+from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
 
 T = TypeVar("T")
@@ -195,7 +196,13 @@ class Loader(Generic[T]):
         try:
             with allow_mismatch(not self._strict):
                 self.root.reset(copy_state(state.root))
-        except (SampleError, StateError):
+        except StateError as error:
+            nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]
+            present = [(type(node).__name__, node.fingerprint()) for node in nodes]
+            if self._strict and (changes := several_changes(present, state.root)):
+                raise StateError(changes) from error
+            raise
+        except SampleError:
             raise
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise StateError(

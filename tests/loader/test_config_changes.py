@@ -124,6 +124,27 @@ def test_several_changes_are_named_together():
         next(iter(loader))
 
 
+def test_changes_of_several_nodes_are_named_together():
+    def make(**changed):
+        options = {"token_budget": TokenBudget(256), "window": 24, "accumulate": 1, "seed": 0}
+        return ODBDataLoader(Dataset(), **{**options, **changed})
+
+    run = make()
+    next(iter(run))
+    budget = TokenBudget(256, layout="packed")
+    loader = make(token_budget=budget, accumulate=2, seed=1, collate_fn=list)
+    loader.load_state_dict(run.state_dict())
+    with pytest.raises(StateError) as caught:
+        next(iter(loader))
+    for part in (
+        "RankAligner: `accumulate` was 1 when saved, but is 2 now",
+        "WindowBucketer: `budget.layout` was 'padded' when saved",
+        "ShardedSampler: `seed` was 0",
+        "strict=False",
+    ):
+        assert part in str(caught.value)
+
+
 @pytest.mark.parametrize(("before", "after"), [("replay", "payload"), ("payload", "replay")])
 def test_a_change_of_what_a_state_holds_loses_nothing(before, after):
     reference = list(Loader(bucketed(state=before)))

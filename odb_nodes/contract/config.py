@@ -1,0 +1,140 @@
+"""Configurations: what decides a node's output, compared when a state is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
+from odb_nodes.errors import StateError
+
+__all__ = ["allow_mismatch", "check_config", "equal", "several_changes"]
+
+_REMEDY = (
+    "Build the graph as it was, or load with `strict=False` if the change is meant: the rest of "
+    "the epoch then differs, and after a change of the order of samples it may repeat or miss some."
+)
+_ABSENT = object()
+_LONG_CHARACTERS = 160
+_CONTEXT_CHARACTERS = 40
+
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
+
+
+@contextlib.contextmanager
+def allow_mismatch(allow: bool = True) -> Iterator[None]:
+    """Within this context a changed configuration field warns instead of raising."""
+    token = _strict.set(not allow)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def check_config(
+    node: str, saved: Mapping[str, Any], present: Mapping[str, Any], fixed: Collection[str] = ()
+) -> None:
+    """Compare the configuration of a node with that in its state.
+
+    Args:
+        node: the name of the node.
+        saved: the configuration in the state.
+        present: the configuration now.
+        fixed: the fields that must be the same also within `allow_mismatch`.
+
+    Raises:
+        StateError: a field has changed; names all that have. Within `allow_mismatch` it is a
+            warning, unless one of them is fixed.
+    """
+    changes = _changes(saved, present)
+    if changes:
+        message = f"the state does not fit {node}: {'; '.join(changes.values())}. "
+        _reject(message, [name for name in changes if name in fixed])
+
+
+def several_changes(nodes: Iterable[tuple[str, Mapping[str, Any]]], state: object) -> str | None:
+    """Say which fields have changed, where the resets of nodes would name those of one node alone.
+
+    A node that is the only one of its name is compared.
+
+    Args:
+        nodes: name and configuration of each node of a graph.
+        state: the state of the graph, in which those of the nodes are sealed.
+
+    Returns:
+        The message of an error; None unless fields of several nodes have changed.
+    """
+    present, saved = _singles(nodes), _singles(_sealed(state))
+    changes = {
+        name: found
+        for name in present
+        if name in saved and (found := _changes(saved[name], present[name]))
+    }
+    if len(changes) < 2:
+        return None
+    parts = (f"{name}: {'; '.join(found.values())}" for name, found in changes.items())
+    return f"the state does not fit {'. '.join(parts)}. {_REMEDY}"
+
+
+def equal(saved: Any, present: Any) -> bool:
+    """Compare as `==` does, but True is not 1: a state where it stands for it is damaged."""
+    return type(saved) is type(present) and bool(saved == present)
+
+
+def _reject(message: str, fixed: Collection[str]) -> None:
+    if fixed:
+        raise StateError(
+            f"{message}Of these, `{'`, `'.join(fixed)}` can change only between epochs: build the "
+            "node as it was, or load a state that was saved after the last step of an epoch."
+        )
+    message += _REMEDY
+    if _strict.get():
+        raise StateError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def _changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is to be said of each field that has changed."""
+    found = {}
+    for name in sorted({*saved, *present}, key=str):
+        if not equal(saved.get(name, _ABSENT), present.get(name, _ABSENT)):
+            before, now = _where_they_differ(
+                repr(saved.get(name, "absent")), repr(present.get(name, "absent"))
+            )
+            found[name] = f"`{name}` was {before} when saved, but is {now} now"
+    return found
+
+
+def _sealed(state: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield name and configuration of each state that is sealed within another."""
+    if isinstance(state, Mapping):
+        if isinstance(state.get("node"), str) and isinstance(state.get("config"), Mapping):
+            yield state["node"], state["config"]
+        for part in state.values():
+            yield from _sealed(part)
+    elif isinstance(state, (list, tuple)):
+        for part in state:
+            yield from _sealed(part)
+
+
+def _singles(named: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
+    pairs = list(named)
+    counts = Counter(name for name, _ in pairs)
+    return {name: config for name, config in pairs if counts[name] == 1}
+
+
+def _where_they_differ(*texts: str) -> tuple[str, ...]:
+    """Return texts; of long ones the part from a little before they differ."""
+    if max(map(len, texts)) <= _LONG_CHARACTERS:
+        return texts
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    start = max(0, sum(1 for _ in alike) - _CONTEXT_CHARACTERS)
+    shown = []
+    for text in texts:
+        part = text[start : start + _LONG_CHARACTERS]
+        shown.append(f"{'...' * (start > 0)}{part}{'...' * (start + len(part) < len(text))}")
+    return tuple(shown)

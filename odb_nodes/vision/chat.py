@@ -71,10 +71,11 @@ class ChatTemplate:
             )
         for message in messages:
             _check_message(message)
-        if not isinstance(images, Iterable) or isinstance(images, (str, bytes, Mapping)):
+        is_one = isinstance(images, (str, bytes, Mapping)) or getattr(images, "ndim", 1) in (2, 3)
+        if not isinstance(images, Iterable) or is_one:
             raise SampleError(
                 f"`images` must be a list of images, but is {images!r:.100} instead. Put a single "
-                "one in a list."
+                "one in a list: `[image]`."
             )
         left = iter(images)
         parts = list(self._parts(messages, left))

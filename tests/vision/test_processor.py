@@ -243,6 +243,10 @@ def said(content, role="assistant"):
             "`images` must be a list of images, but is '/a.jpg' instead. Put a single one in a l",
         ),
         ({**said([{"type": "image"}]), "images": noise(9, 9)}, "`images` must be a list of images"),
+        (
+            {**said([{"type": "image"}]), "images": np.asarray(noise(9, 9))},
+            "Put a single one in a list",
+        ),
         ({**said([{"type": "image"}]), "images": [7]}, "an image must be a path, .* is `int` inst"),
     ],
 )

@@ -73,9 +73,10 @@ class ChatTemplate:
             _check_message(message)
         is_one = isinstance(images, (str, bytes, Mapping)) or getattr(images, "ndim", 1) in (2, 3)
         if not isinstance(images, Iterable) or is_one:
+            shown = f"an array {images.shape}" if hasattr(images, "shape") else f"{images!r:.100}"
             raise SampleError(
-                f"`images` must be a list of images, but is {images!r:.100} instead. Put a single "
-                "one in a list: `[image]`."
+                f"`images` must be a list of images, but is {shown} instead. Put a single one in a "
+                "list: `[image]`."
             )
         left = iter(images)
         parts = list(self._parts(messages, left))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._compat.torchdata import unrepeatable_sampler
 from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
@@ -61,7 +62,8 @@ class Loader(Generic[T]):
 
     Raises:
         TypeError: `root` is no node.
-        ValueError: a node has `in_order=False`, which loses and repeats items on resume.
+        ValueError: a node has `in_order=False`, or a sampler that cannot yield its order again:
+            these lose and repeat items on resume.
     """
 
     def __init__(
@@ -77,6 +79,12 @@ class Loader(Generic[T]):
                 raise ValueError(
                     f"`in_order` of `{type(node).__name__}` must be True: without an order, no "
                     "state can say which items came out, and a resumed run loses and repeats some."
+                )
+            if (sampler := unrepeatable_sampler(node)) is not None:
+                raise ValueError(
+                    f"`sampler` of `{type(node).__name__}` is a `{type(sampler).__name__}`, whose "
+                    "order cannot be drawn again: a resumed run loses and repeats samples. Use "
+                    "`ShardedSampler`, or a sampler that is seeded by `set_epoch`."
                 )
         self.root = root
         self._restart = restart_on_stop_iteration

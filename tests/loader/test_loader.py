@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import fewer
-from torch.utils.data import DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+)
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -667,6 +672,22 @@ def test_a_graph_without_an_order_is_refused():
     """P20: its states lose and repeat items."""
     root = Batcher(ParallelMapper(Numbers(), tuple, 2, in_order=False), 2)
     with pytest.raises(ValueError, match=r"`in_order` of `_?ParallelMapper\w*` must be True"):
+        Loader(root)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(9)),
+        RandomSampler(range(9), generator=torch.Generator()),
+        SubsetRandomSampler(range(9)),
+        BatchSampler(RandomSampler(range(9)), 2, False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_that_cannot_yield_its_order_again_is_refused(sampler):
+    root = Mapper(SamplerWrapper(sampler), str)
+    with pytest.raises(ValueError, match=r"whose order cannot be drawn again: .* `ShardedSampler`"):
         Loader(root)
 
 

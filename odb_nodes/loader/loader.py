@@ -16,6 +16,7 @@ from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_t
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.state import allow_mismatch, seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.loader.ownership import claim, release
 
 T = TypeVar("T")
 
@@ -107,6 +108,7 @@ class Loader(Generic[T]):
         """Return the iterator of a loaded state's epoch, or of the next one.
 
         Raises:
+            RuntimeError: another `Loader` iterates a node of the graph, and is not closed.
             StateError: the loaded state does not fit the graph. It stays loaded.
         """
         if self._pending is not None or self._it is None or self._it.touched:
@@ -162,6 +164,7 @@ class Loader(Generic[T]):
                 self._pending, self._strict = self._position(it), True
         finally:
             close_nodes(self.root, self._stop_timeout_s)
+            release(self.root, self)
 
     def __enter__(self) -> Loader[T]:
         return self
@@ -180,6 +183,7 @@ class Loader(Generic[T]):
             raise StateError(
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from self._lost
+        claim(self.root, self)
         state = before = self._pending
         if before is None and self._it is not None:
             before = self._position(self._it)

@@ -691,6 +691,38 @@ def test_a_sampler_that_cannot_yield_its_order_again_is_refused(sampler):
         Loader(root)
 
 
+# A node in two loaders.
+
+
+def test_a_node_that_another_loader_iterates_is_refused():
+    node = Numbers()
+    loader, other = Loader(Mapper(node, str)), Loader(Batcher(node, 2))
+    it = iter(loader)
+    first = next(it)
+    with pytest.raises(RuntimeError, match=r"a `Numbers` of this `Loader` is iterated by another"):
+        iter(other)
+    assert [first, *it] == list(map(str, epoch(0)))
+
+
+def test_a_node_of_a_loader_that_was_closed_may_be_taken_and_given_back():
+    node = Numbers()
+    loader, other = Loader(node), Loader(node)
+    it = iter(loader)
+    first = next(it)
+    loader.close()
+    assert list(other) == epoch(1)
+    with pytest.raises(RuntimeError, match="iterated by another"):
+        iter(loader)
+    other.close()
+    assert [first, *loader] == epoch(0)
+
+
+def test_a_node_of_a_loader_that_is_gone_may_be_taken():
+    node = Numbers()
+    next(iter(Loader(node)))
+    assert len(list(Loader(node))) == 3
+
+
 # set_epoch
 
 

@@ -394,7 +394,7 @@ def test_samples_in_an_order_that_is_not_seeded_are_not_lost(state):
 
 
 def test_only_items_of_this_rank_are_compared():
-    """The others' are another rank's to compare: digesting them costs as often as there are ranks."""
+    """The others are for another rank to compare; else each rank would digest the whole dataset."""
 
     class OthersDiffer:
         def __iter__(self):

@@ -14,6 +14,7 @@ from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
 from odb_nodes.contract.node import check_node
+from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import allow_mismatch, seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.loader.ownership import claim, release
@@ -257,8 +258,10 @@ class LoaderIterator(Iterator[T]):
     def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:
+            root = self._loader.root.state_dict()
+            check_state_of(self._loader.root, root)
             self._state = LoaderState(
-                root=copy_state(self._loader.root.state_dict()),
+                root=copy_state(root),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
                 left=self._left,

@@ -14,6 +14,7 @@ from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
+from odb_nodes.contract.source_states import check_own_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sources.streams import as_stream
 
@@ -117,10 +118,15 @@ class IterableSource(EpochNode[T, IterableState]):
             self._fast_forward(self._it, state.digest)
 
     def save(self) -> IterableState:
-        """Return the position, and the iterable's own state."""
+        """Return the position, and the iterable's own state.
+
+        Raises:
+            TypeError: the iterable's own state is empty.
+        """
         own = self._loaded
         if own is None and isinstance(self._iterable, Stateful) and self._position:
             own = self._iterable.state_dict()
+            check_own_state(self._iterable, own)
         return IterableState(
             position=self._position, ended=self._ended, iterable=own, digest=self._digest
         )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sized
 from typing import Any
 
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -19,10 +20,28 @@ from torchdata.nodes import (
     PinMemory,
     Prefetcher,
     SamplerWrapper,
+    Stateful,
 )
 from torchdata.nodes.map import _ParallelMapperImpl, _ParallelMapperIter, _SingleThreadedMapper
+from torchdata.stateful_dataloader import sampler as stateful_sampler
 
-__all__ = ["join_threads", "length_of", "set_epoch", "signal_stop", "snapshot_of"]
+__all__ = [
+    "RANDOM_SAMPLERS",
+    "join_threads",
+    "length_of",
+    "set_epoch",
+    "signal_stop",
+    "snapshot_of",
+    "unrepeatable_sampler",
+]
+
+RANDOM_SAMPLERS = (
+    RandomSampler,
+    stateful_sampler.RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Samplers of which no two iterations have the same order."""
 
 _POLL_S = 0.05
 
@@ -81,6 +100,14 @@ def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None
                     f"{timeout_s} s: a node below it hangs."
                 )
             thread.join(_POLL_S)
+
+
+def unrepeatable_sampler(node: BaseNode[Any]) -> Any:
+    """Return the sampler of a `SamplerWrapper` if it cannot yield its order again; else None."""
+    sampler = getattr(node, "sampler", None) if isinstance(node, SamplerWrapper) else None
+    inner = getattr(sampler, "sampler", sampler)  # of a `BatchSampler`
+    restored = isinstance(sampler, Stateful) or hasattr(sampler, "set_epoch")
+    return inner if isinstance(inner, RANDOM_SAMPLERS) and not restored else None
 
 
 def set_epoch(node: BaseNode[Any], epoch: int) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["preserved_rngs", "seed_rngs"]
+__all__ = ["global_rngs", "preserved_rngs", "seed_generator", "seed_rngs", "states_of_rngs"]
+
+global_rngs = threading.RLock()
+"""Held by the thread of this library that has seeded the global generators, until they are back."""
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""The types of the generators that `seed_generator` takes."""
 
 
 def seed_rngs(seed: int) -> None:
@@ -29,3 +37,29 @@ def preserved_rngs() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(generator)
+
+
+def states_of_rngs() -> tuple[Any, ...]:
+    """Return the states of the global generators, which change if anybody draws from them."""
+    name, keys, *rest = np.random.get_state()
+    python, generator = random.getstate(), torch.get_rng_state()
+    return python, name, keys.tobytes(), *rest, generator.numpy().tobytes()
+
+
+def is_global(generator: Any) -> bool:
+    """Tell whether a generator is one of the global ones, which `seed_rngs` seeds."""
+    shared = (torch.default_generator, np.random.mtrand._rand, random._inst)  # type: ignore[attr-defined]
+    return any(generator is one for one in shared)
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator of one of the types `GENERATORS`."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    else:
+        generator.seed(seed)

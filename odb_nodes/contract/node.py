@@ -10,6 +10,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_type
 from odb_nodes.contract.fields import check_declaration, check_fields, source_fields
 from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
@@ -208,6 +209,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not isinstance(saved, self.STATE):
             expected = self.STATE.__name__
             raise TypeError(f"`save` of `{name}` must return its `{expected}`, not {saved!r:.80}.")
+        self._check_sources(vars(saved))
         for field, rule in check_fields(self.STATE, vars(saved)).items():
             value = getattr(saved, field)
             raise TypeError(
@@ -227,10 +229,23 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         # The state of a source is new already; what else may be a list or dict of the node's own.
         declared: Any = self.STATE
         sources = source_fields(declared)
+        values = vars(self.save())
+        self._check_sources(values)
         return {
-            name: value if name in sources else copy_state(value)
-            for name, value in vars(self.save()).items()
+            name: value if name in sources else copy_state(value) for name, value in values.items()
         }
+
+    def _check_sources(self, values: dict[str, Any]) -> None:
+        """Make sure that the sources said where they stand."""
+        declared: Any = self.STATE
+        for name in source_fields(declared):
+            source, state = getattr(self, name, None), values[name]
+            if isinstance(source, dict) and isinstance(state, dict):
+                for key, one in state.items():
+                    check_state_of(source.get(key, f"source {key!r}"), one)
+            else:
+                known = isinstance(source, BaseNode)
+                check_state_of(source if known else f"a source of `{type(self).__name__}`", state)
 
 
 def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:

@@ -25,6 +25,7 @@ from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.nodes.seeded_collate import declares_draws
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
@@ -53,7 +54,7 @@ class ODBDataLoader:
         shuffle: whether to shuffle a map-style dataset anew in each epoch. Default: True without a
             `sampler`. An iterable keeps its own order.
         seed: seed of the shuffling, of the permutations of steps, and of the random numbers of
-            processing.
+            processing and of `collate_fn`.
         num_workers: number of worker processes; 0 processes in the trainer's own thread, and starts
             no other thread either.
         window: number of samples that wait in the pool to be grouped, on each rank.
@@ -138,7 +139,9 @@ class ODBDataLoader:
             seed,
             timeout_s,
         )
-        root: BaseNode[Any] = GroupCollator(self._aligner, collate)
+        root: BaseNode[Any] = GroupCollator(
+            self._aligner, collate, seed, group_rank(process_group)[0]
+        )
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
         self._loader: Loader[Any] = Loader(root)
@@ -276,6 +279,7 @@ class _PinningCollate:
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
         self._device = torch.cuda.current_device()  # A new thread begins with device 0.
+        self.draws_random_numbers = declares_draws(collate)
 
     def __call__(self, samples: list[Any]) -> Any:
         with torch.cuda.device(self._device):

@@ -9,13 +9,16 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._compat.torchdata import unrepeatable_sampler
 from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.config import allow_mismatch, several_changes
 from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
 from odb_nodes.contract.node import StatefulNode, check_node
+from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.loader.ownership import claim, release
 
 T = TypeVar("T")
 
@@ -62,7 +65,8 @@ class Loader(Generic[T]):
 
     Raises:
         TypeError: `root` is no node.
-        ValueError: a node has `in_order=False`, which loses and repeats items on resume.
+        ValueError: a node has `in_order=False`, or a sampler that cannot yield its order again:
+            these lose and repeat items on resume.
     """
 
     def __init__(
@@ -78,6 +82,12 @@ class Loader(Generic[T]):
                 raise ValueError(
                     f"`in_order` of `{type(node).__name__}` must be True: without an order, no "
                     "state can say which items came out, and a resumed run loses and repeats some."
+                )
+            if (sampler := unrepeatable_sampler(node)) is not None:
+                raise ValueError(
+                    f"`sampler` of `{type(node).__name__}` is a `{type(sampler).__name__}`, whose "
+                    "order cannot be drawn again: a resumed run loses and repeats samples. Use "
+                    "`ShardedSampler`, or a sampler that is seeded by `set_epoch`."
                 )
         self.root = root
         self._restart = restart_on_stop_iteration
@@ -100,6 +110,7 @@ class Loader(Generic[T]):
         """Return the iterator of a loaded state's epoch, or of the next one.
 
         Raises:
+            RuntimeError: another `Loader` iterates a node of the graph, and is not closed.
             StateError: the loaded state does not fit the graph. It stays loaded.
         """
         if self._pending is not None or self._it is None or self._it.touched:
@@ -155,6 +166,7 @@ class Loader(Generic[T]):
                 self._pending, self._strict = self._position(it), True
         finally:
             close_nodes(self.root, self._stop_timeout_s)
+            release(self.root, self)
 
     def __enter__(self) -> Loader[T]:
         return self
@@ -173,6 +185,7 @@ class Loader(Generic[T]):
             raise StateError(
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from self._lost
+        claim(self.root, self)
         state = before = self._pending
         if before is None and self._it is not None:
             before = self._position(self._it)
@@ -252,8 +265,10 @@ class LoaderIterator(Iterator[T]):
     def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:
+            root = self._loader.root.state_dict()
+            check_state_of(self._loader.root, root)
             self._state = LoaderState(
-                root=copy_state(self._loader.root.state_dict()),
+                root=copy_state(root),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
                 left=self._left,

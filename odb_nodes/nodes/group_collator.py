@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable
+from odb_nodes._core.checks import check_callable, check_count, check_integer
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
-from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
+from odb_nodes.contract import Count, EpochNode, EpochState, SourceState
 from odb_nodes.contract.graph import find_budget
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 
 @dataclass(kw_only=True)
-class CollatorState(NodeState):
+class CollatorState(EpochState):
     """The state of the source, and the number of the next step in the epoch."""
 
     source: SourceState
     step: Count
 
 
-class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
+class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
     """Yields a batch for each group, with its `StepInfo` inside: take it with `pop_step_info`.
 
     A group whose collation raises is kept, and collated again by the next call.
 
-    State: the source's, and the number of the step.
+    A collate function that is not of this library may draw random numbers. Before each batch, the
+    global generators of Python, numpy and torch (CPU), and those that the function keeps (in its
+    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step); the global ones
+    are put back afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
+    the first batch of each `iter`, for which the trainer waits, shows whether the function draws
+    from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
+    draws for some batches alone says so by an attribute `draws_random_numbers = True`.
+
+    State: the source's, and the epoch and the number of the step.
 
     Args:
         source: node that yields groups: a `RankAligner`, or a `WindowBucketer` where there is one
@@ -41,6 +54,8 @@ class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
             Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
             below. If it has a method `collate_step(samples, info)`, that is called instead, with
             the `StepInfo`.
+        seed: seed of the random numbers of `collate_fn`.
+        rank: this rank; by default that of torch.distributed, or of `RANK`.
 
     Raises:
         ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
@@ -53,16 +68,32 @@ class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
         self,
         source: BaseNode[list[Sample]] | BaseNode[AlignedGroup],
         collate_fn: Collate | None = None,
+        seed: int = 0,
+        rank: int | None = None,
     ) -> None:
         super().__init__()
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
         self._collate = collate_for(find_budget(source), collate_fn)
+        self._seed = check_integer("seed", seed)
+        self._rank = resolve_rank(None, None)[0] if rank is None else check_count("rank", rank, 0)
+        self._seeded = SeededCollate(self._collate)
+        self._read_ahead = False
+        self._thread = threading.get_ident()  # that has reset this node: the trainer's
+        self._fresh = True  # no batch since the reset
         self._step = 0
         self._held: list[Sample] | AlignedGroup | None = (
             None  # taken from the source, and not out yet
         )
+
+    def expect_read_ahead(self) -> None:
+        """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
+        self._read_ahead = True
+
+    def prepare_reset(self) -> None:
+        """Note on which thread the trainer is."""
+        self._thread, self._fresh = threading.get_ident(), True
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
@@ -75,7 +106,7 @@ class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
         self.source.reset(state.source)
 
     def next(self) -> MutableMapping[str, Any]:
-        """Return the next batch.
+        """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
 
         Raises:
             TypeError: `collate_fn` did not return a mutable mapping, or the source did not yield a
@@ -84,9 +115,13 @@ class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
         if self._held is None:
             self._held = next(self.source)
         batch = self._batch(self._held)
-        self._held = None
+        self._held, self._fresh = None, False
         self._step += 1
         return batch
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: the seed, unless `collate_fn` is known not to draw."""
+        return {} if self._seeded.draws_nothing else {"seed": self._seed}
 
     def save(self) -> CollatorState:
         """Return where the source stands.
@@ -102,7 +137,7 @@ class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
             )
         return CollatorState(source=self.source.state_dict(), step=self._step)
 
-    def _batch(self, item: list[Sample] | AlignedGroup) -> MutableMapping[str, Any]:
+    def _batch(self, item: list[Sample] | AlignedGroup) -> MutableMapping[str, Any] | DeferredBatch:
         group, info = item if isinstance(item, AlignedGroup) else (item, None)
         if not isinstance(group, list) or not all(isinstance(one, Sample) for one in group):
             raise TypeError(
@@ -110,6 +145,21 @@ class GroupCollator(StatefulNode[MutableMapping[str, Any], CollatorState]):
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
         info = info or StepInfo.of_one_rank(group, self._step)
+        key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self._step)
+        run = partial(self._collate_group, group, info)
+        if self._seeded.draws_nothing:
+            return run()
+        if not self._read_ahead:
+            # On a thread of torchdata's, the trainer may be drawing from the global generators.
+            here = threading.get_ident() == self._thread
+            return self._seeded.call(run, key) if here else self._seeded.call_ahead(run, key)
+        if self._fresh:  # The trainer waits for this batch.
+            return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
+        if self._seeded.draws:
+            return DeferredBatch(partial(self._seeded.call, run, key))
+        return self._seeded.call_ahead(run, key)
+
+    def _collate_group(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:
         try:
             batch = collate_group(self._collate, [_owned(sample.data) for sample in group], info)
         except SampleError as error:

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of
-from odb_nodes.contract.node import check_node
+from odb_nodes.contract.node import call_member, check_node
+from odb_nodes.errors import StateError
+from odb_nodes.nodes.seeded_collate import DeferredBatch
 
 T = TypeVar("T")
 
@@ -17,6 +19,9 @@ class ReadAhead(BaseNode[T]):
 
     Its state is the source's, as of the item that was last taken, so a run that read ahead may
     resume without, and the other way round. An error of the source is raised as it is.
+
+    A `DeferredBatch`, which a `GroupCollator` yields where collating draws random numbers, is
+    collated on the thread that calls `next`: the trainer's, whose generators it borrows.
 
     The thread begins with the first `next` after a reset: an iterator that is only asked for its
     state reads nothing, and meets no other rank.
@@ -29,13 +34,16 @@ class ReadAhead(BaseNode[T]):
     def __init__(self, source: BaseNode[T], depth: int) -> None:
         super().__init__()
         check_node("source", source)
+        call_member(source, "expect_read_ahead")
         self._depth = depth
         self._prefetcher = Prefetcher(_Relay(source), depth)
         self._reads = False
+        self._deferred: DeferredBatch | None = None  # taken, and not collated yet
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
         super().reset(initial_state)
+        self._deferred = None
         source = self._relay.source
         self._prefetcher, self._reads = Prefetcher(_Relay(source), self._depth), False
         source.reset(initial_state)
@@ -45,18 +53,35 @@ class ReadAhead(BaseNode[T]):
         if not self._reads:
             self._prefetcher.reset(None)
             self._reads = True
+        item: Any = self._take() if self._deferred is None else self._deferred
+        if isinstance(item, DeferredBatch):
+            self._deferred = item  # Should it raise, the next call collates it again.
+            item = item.collate()
+            self._deferred = None
+        taken: T = item
+        return taken
+
+    def _take(self) -> Any:
         try:
-            item: T = next(self._prefetcher)
+            return next(self._prefetcher)
         except StopIteration:
             raise
         except Exception:
             if self._relay.error is not None:
                 raise self._relay.error from None  # and not its copy in another message
             raise
-        return item
 
     def get_state(self) -> dict[str, Any]:
-        """Return the source's state after the last item that was taken."""
+        """Return the source's state after the last item that was taken.
+
+        Raises:
+            StateError: the last item could not be collated, and would be lost.
+        """
+        if self._deferred is not None:
+            raise StateError(
+                "there is no state after `collate_fn` failed: its group would be lost. Load the "
+                "last state saved before."
+            )
         if not self._reads:
             return self._relay.source.state_dict()
         return snapshot_of(self._prefetcher)

@@ -37,8 +37,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     were pulled since, and which of those are pooled, with their lengths: 12 bytes per pooled sample
     beside the source's own. Restoring pulls them again, keeps those, and compares the lengths.
     State, `"payload"`: the pooled samples themselves. Nothing is processed again, so it is right
-    also where processing is not deterministic; they must be dicts, lists and tuples of tensors,
-    arrays, numbers and strings.
+    also where processing is not deterministic, as long as the order of the source is; they must be
+    dicts, lists and tuples of tensors, arrays, numbers and strings.
 
     Args:
         source: node that yields `Sample`: a `LengthObserver`. Where it yields `Skipped`, that is
@@ -270,9 +270,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             if saved != now:
                 raise StateError(
                     f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
-                    f"had `tokens`, `patches` {saved} when saved, but has {now} now. Processing is "
-                    "not deterministic, or the data changed: seed it (`ParallelProcessor(seed=...)`"
-                    ' seeds the global generators), or save with `state="payload"`.'
+                    f"had `tokens`, `patches` {saved} when saved, but has {now} now. The order of "
+                    "the source is not seeded (seed it: no state helps against that), processing "
+                    "is not deterministic (`ParallelProcessor(seed=...)` seeds the global "
+                    'generators; for others there is `state="payload"`), or the data changed.'
                 )
             kept[ordinal] = sample
         if len(kept) != len(expected):

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes._core.seeds import preserved_rngs, seed_rngs
+from odb_nodes._core.seeds import global_rngs, preserved_rngs, seed_rngs
 from odb_nodes.errors import SampleError, WorkerError
 from odb_nodes.processing.transport import pack
 
 _RNGS_WAIT_S = 600.0
-_global_rngs = threading.RLock()  # threads take turns with the global generators
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class ChunkProcessor:
         if self.seed is None:
             results, failure = self._apply(task, (Exception, SystemExit))
         else:
-            if not _global_rngs.acquire(timeout=_RNGS_WAIT_S):
+            if not global_rngs.acquire(timeout=_RNGS_WAIT_S):
                 raise WorkerError(
                     f"no turn with the global random generators within {_RNGS_WAIT_S} s: a thread "
                     "that processes a sample hangs. Use processes, or `seed=None`."
@@ -76,7 +75,7 @@ class ChunkProcessor:
                 with preserved_rngs():
                     results, failure = self._apply(task, (Exception, SystemExit))
             finally:
-                _global_rngs.release()
+                global_rngs.release()
         return ChunkResult(results, failure)
 
     def run_packed(self, task: ChunkTask) -> ChunkResult:

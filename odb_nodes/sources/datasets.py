@@ -13,12 +13,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torchdata.nodes import BaseNode
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
+from odb_nodes._compat.torchdata import RANDOM_SAMPLERS
 from odb_nodes._core.checks import check_bool, check_iterable
 from odb_nodes._core.ranks import has_data_elsewhere
 from odb_nodes.contract.graph import walk
@@ -146,7 +145,7 @@ def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
 
 def _check_order(sampler: Any) -> None:
     """Raise a ValueError for a sampler that cannot yield its order again."""
-    if isinstance(sampler, (*_RANDOM, SubsetRandomSampler, WeightedRandomSampler)):
+    if isinstance(sampler, RANDOM_SAMPLERS):
         raise ValueError(
             f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
             "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from torchdata.nodes import Stateful
 
 from odb_nodes._core.checks import check_iterable
+from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
+from odb_nodes.contract.source_states import check_own_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sources.streams import as_stream
 
@@ -27,7 +29,7 @@ class IterableState(EpochState):
         position: items read, those of other ranks included.
         ended: the iterable has raised `StopIteration`.
         iterable: its own state, where it has one.
-        digest: a digest of the items read, where they are indices.
+        digest: a digest of the items that this rank got.
     """
 
     position: Count
@@ -42,7 +44,8 @@ class IterableSource(EpochNode[T, IterableState]):
     Rank r takes every `world_size`-th item, from the r-th on. An iterable with `set_epoch` is told
     the epoch, and where a mixer begins it again within one, a number of 31 bits instead; one with
     `state_dict` and `load_state_dict` is restored by them, any other by reading it again up to the
-    position. It must yield the same items in the same order when iterated again.
+    position. It must yield the same items in the same order when iterated again; a digest of them
+    tells whether it did.
 
     A streaming dataset of Hugging Face `datasets` is restored by its own state, unless it has a
     shuffle buffer, whose contents that state loses: then it is read again up to the position. Where
@@ -78,7 +81,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._loaded: Any = None  # the iterable's state, until it has yielded again
         self._ended = False
         self._retry = False  # an iterable restored at its end may first iterate the rest: nothing
-        self._digest = 0  # of the order, where the items are indices
+        self._digest = 0  # of the items of this rank
         self._it: Iterator[T] | None = None
 
     def __len__(self) -> int:
@@ -100,7 +103,7 @@ class IterableSource(EpochNode[T, IterableState]):
         """Go to an item: by the iterable's own state, or by reading it again up to there.
 
         Raises:
-            StateError: it lies beyond the end of the iterable, or other indices lead there.
+            StateError: it lies beyond the end of the iterable, or other items lead there.
         """
         self._forget(retry=False)
         self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
@@ -115,10 +118,15 @@ class IterableSource(EpochNode[T, IterableState]):
             self._fast_forward(self._it, state.digest)
 
     def save(self) -> IterableState:
-        """Return the position, and the iterable's own state."""
+        """Return the position, and the iterable's own state.
+
+        Raises:
+            TypeError: the iterable's own state is empty.
+        """
         own = self._loaded
         if own is None and isinstance(self._iterable, Stateful) and self._position:
             own = self._iterable.state_dict()
+            check_own_state(self._iterable, own)
         return IterableState(
             position=self._position, ended=self._ended, iterable=own, digest=self._digest
         )
@@ -144,8 +152,7 @@ class IterableSource(EpochNode[T, IterableState]):
                 self._ended = True
                 raise
             self._loaded, self._retry = None, False
-            self._count(item)
-            if (self._position - 1) % self._stride == self._offset:
+            if self._count(item):
                 return item
 
     def _load_own(self, iterable: Stateful) -> None:
@@ -169,10 +176,14 @@ class IterableSource(EpochNode[T, IterableState]):
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):
             set_epoch(self._epochs.shuffle_key)
 
-    def _count(self, item: Any) -> None:
+    def _count(self, item: Any) -> bool:
+        """Count an item as read, and tell whether it is this rank's."""
+        mine = self._position % self._stride == self._offset
         self._position += 1
-        if type(item) is int:
-            self._digest = hash_ints(self._digest, item) >> 1  # torch's states hold 63 bits
+        if mine:
+            seen = item if type(item) is int else content_digest(item)
+            self._digest = hash_ints(self._digest, seen) >> 1  # torch's states hold 63 bits
+        return mine
 
     def _fast_forward(self, it: Iterator[T], digest: int) -> None:
         end = self._position
@@ -186,9 +197,11 @@ class IterableSource(EpochNode[T, IterableState]):
             )
         if self._digest != digest:
             raise StateError(
-                f"`{type(self._iterable).__name__}` yielded other indices than when the state of "
-                f"{type(self).__name__} was saved: its order is not seeded. Seed it, "
-                "or use `ShardedSampler`."
+                f"`{type(self._iterable).__name__}` yielded other items than when the state of "
+                f"{type(self).__name__} was saved: it draws its order, or what it yields, from a "
+                "generator that is not seeded, and samples would be lost. Seed it in `__iter__`, "
+                "by the epoch that `set_epoch` tells it, or use `ShardedSampler`; draw random "
+                "numbers for single samples in `process_fn`, where they are seeded."
             )
 
     def fingerprint(self) -> dict[str, Any]:

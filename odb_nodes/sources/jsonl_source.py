@@ -75,13 +75,14 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         if not any(self._sizes) and not has_data_elsewhere(self._world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         self._open: BinaryIO | None = None
+        self._mended: set[int] = set()  # files whose size may be another since
         self._at = JsonlState()
 
     def copy(self) -> JsonlSource:
         """Return a source over the same files, at their beginning, that shares no position."""
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
         EpochNode.__init__(source)
-        source._open, source._at = None, JsonlState()
+        source._open, source._at, source._mended = None, JsonlState(), set()
         return source
 
     def begin_epoch(self) -> None:
@@ -116,12 +117,14 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         """Return the next record of this rank.
 
         Raises:
-            SampleError: it is not valid JSON; names file and line. The state stays before it, and
-                it is raised again until the file is mended.
+            SampleError: it is not valid JSON, or the file ends before it, though it was longer when
+                this source was made; names file and line. The state stays before it, and it is
+                raised again until the file is mended.
         """
         at = self._at
         while at.file < len(self._paths):
             line = self._lines().readline()
+            self._check_not_cut(line)
             if not line:
                 self.close()
                 at.file, at.offset, at.line = at.file + 1, 0, 0
@@ -156,6 +159,19 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                     "no line begins. Resume over the files that it was saved on."
                 )
 
+    def _check_not_cut(self, line: bytes) -> None:
+        """Raise a `SampleError` where a file ends, with `line`, before the size that it had."""
+        at, end = self._at, self._at.offset + len(line)
+        if line.endswith(b"\n") or end >= self._sizes[at.file] or at.file in self._mended:
+            return
+        self.close()
+        raise SampleError(
+            f"{self._paths[at.file]} ends at byte {end}, in line {at.line + 1}, but had "
+            f"{self._sizes[at.file]} bytes when the source was made: it was cut or replaced, and "
+            "the rest of it would be left out. Put it back, then iterate again; or make a new "
+            "source, and begin an epoch."
+        )
+
     def _lines(self) -> BinaryIO:
         if self._open is None:
             self._open = open(self._paths[self._at.file], "rb")
@@ -167,6 +183,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             return json.loads(line)
         except (ValueError, RecursionError) as error:
             self.close()  # It may be mended before the next call.
+            self._mended.add(self._at.file)
             what = f"{error}"
             if isinstance(error, json.JSONDecodeError):  # whose own line number is within the line
                 what = f"{error.msg} at character {error.pos + 1}"

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import fewer
-from torch.utils.data import DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+)
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -668,6 +673,54 @@ def test_a_graph_without_an_order_is_refused():
     root = Batcher(ParallelMapper(Numbers(), tuple, 2, in_order=False), 2)
     with pytest.raises(ValueError, match=r"`in_order` of `_?ParallelMapper\w*` must be True"):
         Loader(root)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(9)),
+        RandomSampler(range(9), generator=torch.Generator()),
+        SubsetRandomSampler(range(9)),
+        BatchSampler(RandomSampler(range(9)), 2, False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_that_cannot_yield_its_order_again_is_refused(sampler):
+    root = Mapper(SamplerWrapper(sampler), str)
+    with pytest.raises(ValueError, match=r"whose order cannot be drawn again: .* `ShardedSampler`"):
+        Loader(root)
+
+
+# A node in two loaders.
+
+
+def test_a_node_that_another_loader_iterates_is_refused():
+    node = Numbers()
+    loader, other = Loader(Mapper(node, str)), Loader(Batcher(node, 2))
+    it = iter(loader)
+    first = next(it)
+    with pytest.raises(RuntimeError, match=r"a `Numbers` of this `Loader` is iterated by another"):
+        iter(other)
+    assert [first, *it] == list(map(str, epoch(0)))
+
+
+def test_a_node_of_a_loader_that_was_closed_may_be_taken_and_given_back():
+    node = Numbers()
+    loader, other = Loader(node), Loader(node)
+    it = iter(loader)
+    first = next(it)
+    loader.close()
+    assert list(other) == epoch(1)
+    with pytest.raises(RuntimeError, match="iterated by another"):
+        iter(loader)
+    other.close()
+    assert [first, *loader] == epoch(0)
+
+
+def test_a_node_of_a_loader_that_is_gone_may_be_taken():
+    node = Numbers()
+    next(iter(Loader(node)))
+    assert len(list(Loader(node))) == 3
 
 
 # set_epoch

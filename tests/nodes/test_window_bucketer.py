@@ -163,7 +163,9 @@ def test_processing_that_is_not_deterministic_is_an_error_that_names_the_remedy(
     node = make("replay")
     node.reset(None)
     next(node)
-    with pytest.raises(StateError, match=r"sample \d+ of the epoch had .* seed it .*payload"):
+    with pytest.raises(
+        StateError, match=r"sample \d+ of the epoch had .* not seeded \(seed it.*payload"
+    ):
         make("replay").reset(node.state_dict())
 
     node = make("payload")

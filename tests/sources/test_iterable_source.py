@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
 
-from odb_nodes import IterableSource, Loader, SampleError, StateError
+from odb_nodes import IterableSource, Loader, ODBDataLoader, SampleError, StateError
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -365,5 +365,43 @@ def test_an_order_that_is_not_seeded_is_found_out():
     node.reset(None)
     for _ in range(10):
         next(node)
-    with pytest.raises(StateError, match="`Unseeded` yielded other indices .* not seeded"):
+    with pytest.raises(StateError, match="`Unseeded` yielded other items .* not seeded"):
         IterableSource(Unseeded(), 0, 1).reset(node.state_dict())
+
+
+class UnseededSamples(IterableDataset):
+    """Samples of one length, in an order that nobody can draw again."""
+
+    def __iter__(self):
+        order = list(range(300))
+        random.shuffle(order)
+        for number in order:
+            yield {"id": number, "input_ids": [1] * 10}
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+def test_samples_in_an_order_that_is_not_seeded_are_not_lost(state):
+    def make_loader():
+        return ODBDataLoader(UnseededSamples(), token_budget=512, window=32, state=state)
+
+    loader, again = make_loader(), make_loader()
+    it = iter(loader)
+    for _ in range(3):
+        next(it)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match=r"yielded other items .* not seeded.* Seed it in"):
+        iter(again)
+
+
+def test_only_items_of_this_rank_are_compared():
+    """The others are for another rank to compare; else each rank would digest the whole dataset."""
+
+    class OthersDiffer:
+        def __iter__(self):
+            return iter([0, random.random(), 2, random.random(), 4])
+
+    node, again = (source(OthersDiffer(), 0, 2) for _ in range(2))
+    node.reset(None)
+    assert [next(node), next(node), next(node)] == [0, 2, 4]
+    again.reset(node.get_state())
+    assert list(again) == []

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 from torchdata.nodes import Mapper
@@ -131,3 +132,29 @@ def test_no_file_is_left_open(files):
 def test_paths_that_are_not_valid_are_named(paths, error, message):
     with pytest.raises(error, match=message):
         JsonlSource(paths)
+
+
+@pytest.mark.parametrize("left", ["two lines", "half of the third line", "nothing"])
+def test_a_file_that_is_cut_while_it_is_read_does_not_end_the_epoch(tmp_path, left):
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"id": n, "pad": "x" * 30_000}) + "\n" for n in range(5)]
+    path.write_text("".join(lines))
+    size = {"two lines": 2, "half of the third line": 2.5, "nothing": 0}[left] * len(lines[0])
+    node = JsonlSource(path, 0, 1)
+    node.reset(None)
+    records = [next(node)]
+    os.truncate(path, int(size))
+    with pytest.raises(SampleError, match=r"data\.jsonl ends at byte .* but had \d+ bytes when"):
+        for record in node:
+            records.append(record)
+    path.write_text("".join(lines))
+    assert [record["id"] for record in [*records, *node]] == [0, 1, 2, 3, 4]
+
+
+def test_a_last_line_that_is_cut_within_a_number_is_found_out(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("1\n234567")
+    node = JsonlSource(path, 0, 1)
+    path.write_text("1\n234")
+    with pytest.raises(SampleError, match="ends at byte 5, in line 2, but had 8 bytes"):
+        list(node)

@@ -1,0 +1,159 @@
+"""Runs a collate function that may draw random numbers, under numbers of its own."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.seeds import (
+    GENERATORS,
+    global_rngs,
+    is_global,
+    preserved_rngs,
+    seed_generator,
+    seed_rngs,
+    states_of_rngs,
+)
+
+__all__ = ["DeferredBatch", "SeededCollate", "declares_draws"]
+
+_DEPTH = 4  # of objects within objects, in which generators are looked for
+_MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
+_SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
+
+Run = Callable[[], MutableMapping[str, Any]]
+
+
+def declares_draws(collate: Any) -> bool | None:
+    """Tell whether a collate function draws random numbers; `None` where nobody has said.
+
+    Those of this library draw none. Any other may say so itself, by `draws_random_numbers`.
+    """
+    declared = getattr(collate, "draws_random_numbers", None)
+    if isinstance(declared, bool):
+        return declared
+    ours = type(collate).__module__.partition(".")[0] == "odb_nodes"
+    return False if ours and not hasattr(collate, "draws_random_numbers") else None
+
+
+@dataclass(frozen=True)
+class DeferredBatch:
+    """A group that a read-ahead thread leaves to the trainer's thread to collate.
+
+    Attributes:
+        collate: returns the batch; may be called again if it raises.
+    """
+
+    collate: Run
+
+
+class SeededCollate:
+    """Gives the calls of a collate function random numbers of their own.
+
+    The global generators of Python, numpy and torch (CPU) are seeded before a call, and put back
+    after it; so nothing else may draw from them meanwhile. Generators that the function keeps, as
+    an attribute or in what it encloses, are seeded, too.
+
+    Args:
+        collate: the collate function, in which its generators are looked for.
+    """
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+        declared = declares_draws(collate)
+        self.draws_nothing = declared is False
+        """Whether the function is known never to draw."""
+        self.draws = declared
+        """Whether the function draws from the global generators; `None` until that is known."""
+
+    def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
+        """Return what `run`, which calls the function, returns under the seed `key`.
+
+        Args:
+            run: calls the function on samples that are its own to change. It is called twice
+                where the function makes a generator in the first call.
+            key: the seed.
+            find_out: whether to find out if the function draws.
+        """
+        with global_rngs, preserved_rngs():
+            seed_rngs(key)
+            before = states_of_rngs() if find_out else None
+            batch = self.call_ahead(run, key, again=lambda: seed_rngs(key))
+            if find_out:
+                self.draws = states_of_rngs() != before
+        return batch
+
+    def call_ahead(
+        self, run: Run, key: int, again: Callable[[], None] = lambda: None
+    ) -> MutableMapping[str, Any]:
+        """Return what `run` returns, with the function's own generators seeded, but no others.
+
+        Args:
+            run: see `call`.
+            key: the seed.
+            again: called before a second call of `run`.
+        """
+        known = _seed_all(self._collate, key)
+        batch = run()
+        if any(id(one) not in known for one in _generators_in(self._collate)):
+            again()
+            _seed_all(self._collate, key)
+            batch = run()
+        return batch
+
+
+def _seed_all(collate: Any, key: int) -> set[int]:
+    """Seed all generators of a function, each differently, and return their ids."""
+    known = set()
+    for number, generator in enumerate(_generators_in(collate), 1):
+        seed_generator(generator, hash_ints(key, number))
+        known.add(id(generator))
+    return known
+
+
+def _generators_in(collate: Any) -> Iterator[Any]:
+    """Yield the generators that a function or an object keeps, each once, in a fixed order."""
+    seen: set[int] = set()
+    waiting = [(collate, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, _SCALARS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            if not is_global(value):
+                yield value
+        elif depth < _DEPTH:
+            waiting += [(inner, depth + 1) for inner in reversed(_held_by(value))]
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return what a value holds that may be, or hold, a generator."""
+    if isinstance(value, dict):
+        return [*value.values()] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, (list, tuple)):
+        return [*value] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*cells, *defaults, *vars(value).values()]
+    if isinstance(value, (type, types.ModuleType, torch.nn.Module)) or hasattr(value, "get_vocab"):
+        return []
+    return [*getattr(value, "__dict__", {}).values()]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

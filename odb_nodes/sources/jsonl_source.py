@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import glob
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
+from odb_nodes._core.checks import check_bool
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.errors import SampleError, StateError
+
+_UNKNOWN = 2**63  # bytes of text in a compressed file
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -42,41 +48,50 @@ class JsonlSource(EpochNode[Any, JsonlState]):
     differ by at most one record and share none. A record is a line with anything but white space.
 
     State: file and byte offset, whatever the position: restoring seeks there. Memory: one line.
+    A file whose name ends in `.gz` is decompressed while it is read; its offsets are those of the
+    text, and restoring decompresses up to there.
 
     Args:
-        paths: a file, or several in their order. UTF-8.
+        paths: a file, a folder, or a pattern such as `"data/*.jsonl"`; or several in their order. A
+            folder stands for its files that end in `.jsonl` or `.jsonl.gz`; these and those of a
+            pattern are sorted by name. UTF-8.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        count_records: whether to count the records at once, which reads all files. Otherwise their
+            number, and so `num_samples` of a loader, is known when an epoch has ended.
 
     Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: there is no file; one is a folder; or all are empty, unless this is one of
-            several ranks that each have files of their own (`rank=0, world_size=1`).
+        FileNotFoundError: a file does not exist, or a folder or pattern has none.
+        ValueError: there is no path; or all files are empty, unless this is one of several ranks
+            that each have files of their own (`rank=0, world_size=1`).
     """
 
     STATE = JsonlState
     retries_errors = True  # the file may be mended meanwhile
 
     def __init__(
-        self, paths: Paths, rank: int | None = None, world_size: int | None = None
+        self,
+        paths: Paths,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        count_records: bool = False,
     ) -> None:
         super().__init__()
         given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        self._paths = [Path(path) for path in given]
+        self._paths = [file for path in given for file in _files_of(path)]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
-        if folders := [path for path in self._paths if path.is_dir()]:
-            raise ValueError(
-                f"`paths` must be files, but {folders[0]} is a folder. Pass its files, as in "
-                '`sorted(folder.glob("*.jsonl"))`.'
-            )
         self._sizes = [path.stat().st_size for path in self._paths]
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if not any(self._sizes) and not has_data_elsewhere(self._world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
-        self._open: BinaryIO | None = None
+        self._open: IO[bytes] | None = None
         self._mended: set[int] = set()  # files whose size may be another since
         self._at = JsonlState()
+        self._records: int | None = None  # of all files, once they are counted
+        if check_bool("count_records", count_records):
+            self._records = sum(map(_count_records, self._paths))
 
     def copy(self) -> JsonlSource:
         """Return a source over the same files, at their beginning, that shares no position."""
@@ -84,6 +99,19 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         EpochNode.__init__(source)
         source._open, source._at, source._mended = None, JsonlState(), set()
         return source
+
+    def __len__(self) -> int:
+        """Return the number of this rank's records.
+
+        Raises:
+            TypeError: they are not counted yet.
+        """
+        if self._records is None:
+            raise TypeError(
+                f"`{type(self).__name__}` knows its number of records only when an epoch has "
+                "ended. Pass `count_records=True` to count them before."
+            )
+        return len(range(self._rank, self._records, self._world_size))
 
     def begin_epoch(self) -> None:
         """Stand at the first record of the first file."""
@@ -97,8 +125,12 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             StateError: it lies beyond the end.
         """
         self.close()
-        files, sizes = len(self._paths), [*self._sizes, 0]
-        if state.file > files or state.offset > sizes[state.file]:
+        files = len(self._paths)
+        ends = [
+            _UNKNOWN if _is_compressed(path) else size
+            for path, size in zip(self._paths, self._sizes, strict=True)
+        ]
+        if state.file > files or state.offset > [*ends, 0][state.file]:
             where = self._paths[state.file] if state.file < files else f"file {state.file}"
             raise StateError(
                 f"the state of {type(self).__name__} stands at byte {state.offset} of {where}, but "
@@ -123,7 +155,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         """
         at = self._at
         while at.file < len(self._paths):
-            line = self._lines().readline()
+            line = self._read_line()
             self._check_not_cut(line)
             if not line:
                 self.close()
@@ -136,6 +168,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             at.record += not line.isspace()
             if mine:
                 return record
+        self._records = at.record
         raise StopIteration
 
     def item_location(self) -> ItemLocation:
@@ -151,9 +184,10 @@ class JsonlSource(EpochNode[Any, JsonlState]):
     def _check_line_begins(self) -> None:
         """Raise a `StateError` unless a line begins at the position, or the file ends there."""
         path, offset = self._paths[self._at.file], self._at.offset
-        with open(path, "rb") as file:
+        with _open(path) as file:
             file.seek(offset - 1)
-            if file.read(1) != b"\n" and offset < self._sizes[self._at.file]:
+            last, following = file.read(1), file.read(1)
+            if last != b"\n" and (following or not last):
                 raise StateError(
                     f"the state of {type(self).__name__} stands at byte {offset} of {path}, where "
                     "no line begins. Resume over the files that it was saved on."
@@ -162,7 +196,8 @@ class JsonlSource(EpochNode[Any, JsonlState]):
     def _check_not_cut(self, line: bytes) -> None:
         """Raise a `SampleError` where a file ends, with `line`, before the size that it had."""
         at, end = self._at, self._at.offset + len(line)
-        if line.endswith(b"\n") or end >= self._sizes[at.file] or at.file in self._mended:
+        is_whole = line.endswith(b"\n") or end >= self._sizes[at.file] or at.file in self._mended
+        if is_whole or _is_compressed(self._paths[at.file]):  # which says itself where it is cut
             return
         self.close()
         raise SampleError(
@@ -172,11 +207,26 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             "source, and begin an epoch."
         )
 
-    def _lines(self) -> BinaryIO:
-        if self._open is None:
-            self._open = open(self._paths[self._at.file], "rb")
-            self._open.seek(self._at.offset)
-        return self._open
+    def _read_line(self) -> bytes:
+        """Return the next line of the present file; nothing at its end."""
+        path = self._paths[self._at.file]
+        try:
+            if self._open is None:
+                self._open = _open(path)
+                self._open.seek(self._at.offset)
+            return self._open.readline()
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            self.close()
+            raise SampleError(
+                f"{path}, line {self._at.line + 1}, cannot be decompressed: {error}. The file is "
+                "cut or damaged: put it back whole, then iterate again."
+            ) from error
+        except MemoryError as error:
+            self.close()
+            raise SampleError(
+                f"{path}, line {self._at.line + 1}, is too long for the memory. A record must be "
+                "on a line of its own: is this JSON Lines?"
+            ) from error
 
     def _parse(self, line: bytes) -> Any:
         try:
@@ -203,3 +253,33 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             "rank": self._rank,
             "world_size": self._world_size,
         }
+
+
+def _files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that a path stands for: itself, those of a folder, or those of a pattern."""
+    if Path(path).is_dir():
+        found = [file for end in ("*.jsonl", "*.jsonl.gz") for file in Path(path).glob(end)]
+    elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
+        found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
+    else:
+        return [Path(path)]
+    if not found:
+        raise FileNotFoundError(
+            f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
+            "end in `.jsonl` or `.jsonl.gz` are taken)."
+        )
+    return sorted(found)
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix == ".gz"
+
+
+def _open(path: Path) -> IO[bytes]:
+    opened: IO[bytes] = open(path, "rb") if not _is_compressed(path) else gzip.open(path)  # type: ignore[assignment]
+    return opened
+
+
+def _count_records(path: Path) -> int:
+    with _open(path) as lines:
+        return sum(not line.isspace() for line in lines)

@@ -1,10 +1,11 @@
+import gzip
 import json
 import os
 
 import pytest
 from torchdata.nodes import Mapper
 
-from odb_nodes import JsonlSource, Loader, SampleError, StateError
+from odb_nodes import JsonlSource, Loader, ODBDataLoader, SampleError, StateError
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -34,6 +35,71 @@ def test_ranks_share_the_records_of_all_files(files, world_size):
     shards = [ids(JsonlSource(files, rank, world_size)) for rank in range(world_size)]
     assert sorted(sum(shards, [])) == list(range(60))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.fixture
+def compressed(files):
+    """The same records in files of gzip."""
+    paths = [path.with_suffix(".jsonl.gz") for path in files]
+    for plain, path in zip(files, paths, strict=True):
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    return paths
+
+
+def test_a_folder_and_a_pattern_stand_for_their_files(files, compressed):
+    folder = files[0].parent
+    (folder / "notes.txt").write_text("{")
+    assert ids(JsonlSource(folder / "*.jsonl", 0, 1)) == list(range(60))
+    assert ids(JsonlSource(str(folder / "*.gz"), 0, 1)) == list(range(60))
+    assert sorted(ids(JsonlSource(folder, 0, 1))) == sorted(2 * [*range(60)])
+    assert ids(JsonlSource([files[1], compressed[0]], 0, 1)) == [*range(40, 60), *range(40)]
+
+
+def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path):
+    path = tmp_path / "[a].jsonl"
+    path.write_text('{"id": 7}')
+    assert ids(JsonlSource(path, 0, 1)) == [7]
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
+def test_every_step_of_compressed_files_resumes(compressed, shard, sampled):
+    less = sampled(horizon=12, every=3)
+    assert_resumes_exactly(lambda: Loader(JsonlSource(compressed, *shard)), epochs=2, **less)
+
+
+def test_a_compressed_file_that_is_cut_is_an_error_at_its_place(compressed):
+    whole = compressed[0].read_bytes()
+    compressed[0].write_bytes(whole[:-40])
+    loader, seen = Loader(JsonlSource(compressed, 0, 1)), []
+    with pytest.raises(SampleError, match=r"a.jsonl.gz, line \d+, cannot be decompressed"):
+        seen.extend(record["id"] for record in loader)
+    compressed[0].write_bytes(whole)
+    seen = [record["id"] for record in loader]
+    assert seen[-1] == 59
+
+
+def test_a_state_beyond_the_end_of_a_compressed_file_is_refused(compressed):
+    source = JsonlSource(compressed, 0, 1)
+    source.reset(None)
+    next(source)
+    state = {**source.state_dict(), "offset": 10**6}
+    with pytest.raises(StateError, match="where no line begins"):
+        source.reset(state)
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (1, 7)])
+def test_the_number_of_records_is_known_after_an_epoch_or_counted_before(files, shard):
+    source = JsonlSource(files, *shard)
+    with pytest.raises(TypeError, match="Pass `count_records=True`"):
+        len(source)
+    records = ids(source)
+    assert len(source) == len(JsonlSource(files, *shard, count_records=True)) == len(records)
+    loader = ODBDataLoader(
+        JsonlSource(files, count_records=True),
+        token_budget=64,
+        process_fn=lambda record: {"input_ids": [1] * (record["id"] + 1)},
+    )
+    assert loader.num_samples == 60
 
 
 @pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
@@ -126,7 +192,8 @@ def test_no_file_is_left_open(files):
         ([], ValueError, "`paths` must name at least 1 file"),
         (["/nowhere/x.jsonl"], FileNotFoundError, "x.jsonl"),
         (["/dev/null"], ValueError, "`paths` must hold a record"),
-        (["/dev"], ValueError, "`paths` must be files, but /dev is a folder"),
+        (["/dev"], FileNotFoundError, "must name files, but '/dev' has none"),
+        (["/dev/*.jsonl"], FileNotFoundError, r"must name files, but '/dev/\*.jsonl' has none"),
     ],
 )
 def test_paths_that_are_not_valid_are_named(paths, error, message):

@@ -76,6 +76,7 @@ def test_a_job_killed_at_any_moment_of_a_save_resumes_exactly(whole, tmp_path, e
         else:
             kills += 1
             incomplete += len(names_in(folder)) - len(Checkpoints(folder, {}).folders())
+    print(f"{kills} kills left {incomplete} incomplete checkpoints")
     assert incomplete > (20 if exhaustive else 0)  # some were indeed killed within a save
     assert check_run(whole, tmp_path, folder, None)
 
@@ -88,7 +89,7 @@ def check_run(whole, job_folder, folder, kill):
         assert step == (saved[-1] if saved else 0)
         assert events == expected[step : step + len(events)]
     ended = all(ended for *_, ended in outcomes)
-    if ended:
+    if ended and outcomes[0][1]:  # A job that has nothing left to do removes nothing.
         assert names_in(folder) == {path.name for path in Checkpoints(folder, {}).folders()}
         assert len(names_in(folder)) == 2
     return ended

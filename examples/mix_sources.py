@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes import JsonlSource, Mixing, ODBDataLoader, load_state, pop_step_info, save_state
+from odb_nodes import Checkpoints, JsonlSource, Mixing, ODBDataLoader, pop_step_info
 from odb_nodes.tools.source_report import SourceReport
 from tiny_lm import MAX_TOKENS, build_model, stdlib_texts, train_tokenizer
 
@@ -79,7 +79,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/mix_sources"), help="folder")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    checkpoint = options.output / "checkpoint.pt"
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     texts = stdlib_texts()
@@ -99,12 +98,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     parts |= {"loader": loader, "report": report}
-    step = 0
-    if options.resume:
-        state = load_state(checkpoint)
-        step = state["step"]
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+    checkpoints = Checkpoints(options.output / "checkpoints", parts)
+    step = checkpoints.load() if options.resume else 0
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -117,8 +112,7 @@ def main() -> None:
             step += 1
             print(f"step {step}: loss {loss:.6f}, {info.local_samples} samples")
             if step % options.save_every == 0:
-                states = {name: part.state_dict() for name, part in parts.items()}
-                save_state({"step": step, **states}, checkpoint)
+                checkpoints.save(step)
             if step == options.steps:
                 break
     print(f"\n{report.table(WEIGHTS)}\n\nWeights are shares of {options.by} read.")

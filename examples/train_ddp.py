@@ -19,14 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_nodes import (
-    ODBDataLoader,
-    load_rank_state,
-    load_state,
-    pop_step_info,
-    save_rank_state,
-    save_state,
-)
+from odb_nodes import Checkpoints, ODBDataLoader, pop_step_info
 from tiny_lm import build_model, load_corpus
 
 
@@ -64,14 +57,11 @@ def main() -> None:
         seed=0,
     )
 
-    step = 0
-    if options.resume:
-        folder = options.output / load_state(options.output / "latest.pt")["folder"]
-        state = load_state(folder / "model.pt")
-        raw_model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-        loader.load_state_dict(load_rank_state(folder))
+    parts = {"model": raw_model, "optimizer": optimizer, "loader": loader}
+    checkpoints = Checkpoints(
+        options.output / "checkpoints", parts, replicated=["model", "optimizer"]
+    )
+    step = checkpoints.load() if options.resume else 0
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -89,14 +79,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss:.6f}, {info.optimizer_samples} samples")
             if step % options.save_every == 0:
-                folder = options.output / f"step-{step}"
-                save_rank_state(loader.state_dict(), folder)
-                if dist.get_rank() == 0:
-                    states = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
-                    save_state({"step": step, **states}, folder / "model.pt")
-                dist.barrier()  # the checkpoint counts once all ranks have written their part
-                if dist.get_rank() == 0:
-                    save_state({"folder": folder.name}, options.output / "latest.pt")
+                checkpoints.save(step)
             if step == options.steps:
                 break
     dist.destroy_process_group()

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 from lm_report import Log, plot, read_log, table
-from odb_nodes import ODBDataLoader, PaddingCollate, load_state, pop_step_info, save_state
+from odb_nodes import Checkpoints, ODBDataLoader, PaddingCollate, pop_step_info
 from tiny_lm import MAX_TOKENS, Corpus, build_model, load_corpus
 
 PARTS = ("dynamic", "fixed", "killed", "resumed")
@@ -107,7 +107,6 @@ class Trainer:
 
 def train_dynamic(options: argparse.Namespace, corpus: Corpus, part: str) -> None:
     """Train in dynamic batches: the whole run, the part before a kill, or the one after it."""
-    checkpoint = options.output / "checkpoint.pt"
     trainer = Trainer(len(corpus.train))
     loader = ODBDataLoader(
         corpus.train,
@@ -117,10 +116,10 @@ def train_dynamic(options: argparse.Namespace, corpus: Corpus, part: str) -> Non
         num_workers=options.workers,
         seed=0,
     )
+    parts = {"trainer": trainer, "loader": loader}
+    checkpoints = Checkpoints(options.output / "checkpoints", parts)
     if part == "resumed":
-        state = load_state(checkpoint)
-        trainer.load_state_dict(state["trainer"])
-        loader.load_state_dict(state["loader"])
+        checkpoints.load()
     log = Log(options.output, part)
     bar = tqdm(desc=part, unit="sample", total=trainer.epoch_samples, initial=trainer.samples)
     with loader, bar:
@@ -129,8 +128,7 @@ def train_dynamic(options: argparse.Namespace, corpus: Corpus, part: str) -> Non
             log.add_step([batch], trainer.step([batch], [info.loss_scale]))
             bar.update(info.local_samples)
             if part == "killed" and trainer.steps % SAVE_EVERY == 0:
-                state = {"trainer": trainer.state_dict(), "loader": loader.state_dict()}
-                save_state(state, checkpoint)
+                checkpoints.save(trainer.steps)
             if trainer.steps == options.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if trainer.steps == options.steps:

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from odb_nodes import ODBDataLoader, TokenBudget, load_state, pop_step_info, save_state
+from odb_nodes import Checkpoints, ODBDataLoader, TokenBudget, pop_step_info
 from tiny_lm import build_model, load_corpus
 
 
@@ -62,8 +62,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--output", type=Path, default=Path("runs/train_packed"), help="folder")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    checkpoint = options.output / "checkpoint.pt"
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = load_corpus()
@@ -78,13 +76,9 @@ def main() -> None:
         num_workers=2,
         seed=0,
     )
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
-    step = 0
-    if options.resume:
-        state = load_state(checkpoint)
-        step = state["step"]
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    checkpoints = Checkpoints(options.output / "checkpoints", parts)
+    step = checkpoints.load() if options.resume else 0
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -97,8 +91,7 @@ def main() -> None:
             rows, width = batch["input_ids"].shape
             print(f"step {step}: loss {loss:.6f}, {info.local_samples} samples as {rows} x {width}")
             if step % options.save_every == 0:
-                states = {name: part.state_dict() for name, part in parts.items()}
-                save_state({"step": step, **states}, checkpoint)
+                checkpoints.save(step)
             if step == options.steps:
                 break
 

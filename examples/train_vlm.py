@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from odb_nodes import ODBDataLoader, TokenBudget, load_state, pop_step_info, save_state
+from odb_nodes import Checkpoints, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes.vision import VisionLanguageCollate
 from tiny_vlm import Pictures, build_model, build_processor
 
@@ -31,8 +30,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--output", type=Path, default=Path("runs/train_vlm"), help="folder")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    checkpoint = options.output / "checkpoint.pt"
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processor = build_processor()
@@ -47,13 +44,9 @@ def main() -> None:
         num_workers=2,
         seed=0,
     )
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
-    step = 0
-    if options.resume:
-        state = load_state(checkpoint)
-        step = state["step"]
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    checkpoints = Checkpoints(options.output / "checkpoints", parts)
+    step = checkpoints.load() if options.resume else 0
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -68,8 +61,7 @@ def main() -> None:
             patches = len(batch.get("pixel_values", ()))
             print(f"step {step}: loss {loss:.6f}, {rows} x {width} tokens, {patches} patches")
             if step % options.save_every == 0:
-                states = {name: part.state_dict() for name, part in parts.items()}
-                save_state({"step": step, **states}, checkpoint)
+                checkpoints.save(step)
             if step == options.steps:
                 break
         print(f"Skipped so far: {dict(loader.skipped_samples)}")

@@ -6,6 +6,7 @@ from odb_nodes.contract import EpochNode, StatefulNode
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
+from odb_nodes.loader.checkpoints import Checkpoints
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlignedGroup",
+    "Checkpoints",
     "DistributedState",
     "EpochNode",
     "GroupCollator",

@@ -7,6 +7,7 @@ group with the job. A `ProcessGroupGloo` needs only its own ranks, and closes wh
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,14 @@ def job_store() -> Any:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # of this process, or of old torch
         return store
+
+
+def store_host() -> str:
+    """Return which process the store of the job lives with, for errors.
+
+    It is the agent of torchrun, or else rank 0, unless the program has made the store itself.
+    """
+    return "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""Seed the global random generators for a sample, and put them back for everybody else."""
+"""The global random generators: seeded for a sample, put back for everybody else, and saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["global_rngs", "preserved_rngs", "seed_generator", "seed_rngs", "states_of_rngs"]
+__all__ = [
+    "global_rngs",
+    "load_rngs",
+    "preserved_rngs",
+    "save_rngs",
+    "seed_generator",
+    "seed_rngs",
+    "states_of_rngs",
+]
 
 global_rngs = threading.RLock()
 """Held by the thread of this library that has seeded the global generators, until they are back."""
@@ -63,3 +71,27 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed & 0xFFFFFFFF)
     else:
         generator.seed(seed)
+
+
+def save_rngs() -> dict[str, Any]:
+    """Return the states of the global generators, as plain data and tensors.
+
+    They are those of Python, numpy and torch: on the CPU, and on the current GPU where it is used.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def load_rngs(states: dict[str, Any]) -> None:
+    """Put the global generators back to where `save_rngs` was called."""
+    kind, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from importlib import import_module
 
 import pytest
 import torch
@@ -129,6 +130,17 @@ def test_the_store_of_the_job_is_found():
             assert dist.distributed_c10d._get_default_store().get("canary") == b"1"
         finally:
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("by_agent", "host"), [("True", "torchrun"), ("False", "rank 0")])
+def test_the_host_of_the_store_is_known(by_agent, host, monkeypatch):
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+    with relies_on("torch", f"the environment variable {name}, set by torchrun", USED_IN):
+        monkeypatch.setenv(name, by_agent)
+        assert import_module("torch.distributed.rendezvous")._torchelastic_use_agent_store() == (
+            host == "torchrun"
+        )
+        assert compat.store_host() == host
 
 
 def test_a_kept_object_outlives_its_names():

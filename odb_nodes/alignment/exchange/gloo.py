@@ -17,12 +17,20 @@ import torch.distributed as dist
 
 from odb_nodes._compat import torch_distributed as compat
 from odb_nodes.alignment.exchange.base import IntArray, Interrupted
+from odb_nodes.alignment.exchange.store import (
+    BoundedStore,
+    Call,
+    StoreLost,
+    answer_of,
+    first_line,
+)
 from odb_nodes.errors import PeerError, StateError
 
 _SLICE = timedelta(milliseconds=50)  # of a wait, between two looks at `interrupt`
 _POLL_S = 1.0  # between two looks at the store, whether another rank has reported a failure
 _GRACE_S = 5.0  # for all ranks to report, so that an error can name those that do not
-_EXIT_S = 1.0  # for a thread to leave gloo before the interpreter ends
+_EXIT_S = 1.0  # for a thread to leave gloo, or the store, before the interpreter ends
+_HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
 
 _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
 
@@ -45,8 +53,9 @@ class GlooExchange:
     #
     # Why every wait ends: gloo is waited for in slices. After each, the waiting thread looks
     # whether it is interrupted and whether its time is up, and now and then whether another rank
-    # has reported a failure to the store. An exchange that has failed once is broken for good:
-    # each later call raises at once, so no rank can meet the remains of an earlier call.
+    # has reported a failure to the store, which has limits of its own. An exchange that has failed
+    # once is broken for good: each later call raises at once, so no rank can meet the remains of an
+    # earlier call.
     #
     # Threads: `_idle` lets one thread at a time into a call. `interrupt` and `resume` only touch an
     # event and take no lock, so another thread can always get the one inside out.
@@ -62,18 +71,17 @@ class GlooExchange:
         # ranks: it would connect ranks of one loader to those of another.
         ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
         try:
-            job_store = compat.job_store()
-            count = job_store.add(f"odb_nodes/{ranks}/{self.rank}", 1)
-        except dist.DistError as error:
-            raise PeerError(
-                "the store of the job, which lives with rank 0 or torchrun, does not answer "
-                f"({_first_line(error)}). Restart all ranks."
-            ) from error
-        self._store = dist.PrefixStore(f"odb_nodes/{ranks}/{count}", job_store)
+            self._store = BoundedStore(timeout_s)
+            key = f"odb_nodes/{ranks}/{self.rank}"
+            count = self._store.call("add", key, 1, limit_s=timeout_s)
+        except StoreLost as error:
+            raise PeerError(f"{error}: {_HOST_ENDED}. Restart all ranks.") from error
+        self._store.use_prefix(f"odb_nodes/{ranks}/{count}")
         self._advice = (
             "Build and iterate the same graphs on all ranks, in the same order: this is number "
             f"{count} of this rank. Then restart all ranks."
         )
+        self._look: Call | None = None  # asks the store whether another rank has failed
         self._group: Any = None
         self._pending: Any = None  # the work of a call that was interrupted
         # What the last call reads and writes. If gloo's thread were the last to hold it, deleting
@@ -90,19 +98,23 @@ class GlooExchange:
             if self._broken is not None:
                 raise PeerError(self._broken)
             if self._group is None:
-                self._meet(size)
+                try:
+                    self._meet(size)
+                except StoreLost as error:
+                    self._broken = f"{error}: {_HOST_ENDED}. Restart all ranks."
+                    raise PeerError(self._broken) from error
 
     def _meet(self, size: int) -> None:
         deadline = time.monotonic() + self.timeout_s
-        self._store.set(f"size/{self.rank}", str(size))
         try:
-            missing = self._wait_for("size", self.timeout_s)
+            self._call("set", f"size/{self.rank}", str(size), limit_s=self.timeout_s)
+            missing = self._wait_for("size", deadline)
         except Interrupted:
-            self._store.delete_key(f"size/{self.rank}")
+            self._store.begin("delete_key", f"size/{self.rank}").done.wait(_EXIT_S)
             raise
         gave_up = self._ranks_with("gone")
         if missing or gave_up:
-            self._store.set(f"gone/{self.rank}", "1")
+            self._call("set", f"gone/{self.rank}", "1", limit_s=self._grace_s)
             self._broken = (
                 f"{_name(missing)} did not come to the first exchange within {self.timeout_s} s "
                 f"(`timeout_s`). {self._advice}"
@@ -111,7 +123,7 @@ class GlooExchange:
                 f"came. {self._advice}"
             )
             raise PeerError(self._broken)
-        sizes = [int(self._store.get(f"size/{rank}")) for rank in range(self.world_size)]
+        sizes = [int(text) for text in self._texts("size", range(self.world_size))]
         if len({*sizes}) > 1:
             raise StateError(
                 "the ranks have messages of different sizes, "
@@ -120,13 +132,12 @@ class GlooExchange:
             )
         # All ranks are here: connecting takes long only if one of them is lost meanwhile.
         left_s = max(deadline - time.monotonic(), self._grace_s)
-        store = dist.PrefixStore("gloo", self._store)
         try:
-            self._group = compat.gloo_group(store, self.rank, self.world_size, left_s)
+            self._group = self._store.make_group("gloo", self.rank, self.world_size, left_s)
         except RuntimeError as error:
             raise PeerError(
                 "a rank was lost while the ranks connected to each other: it was killed, or had "
-                f"given up waiting for a late one ({_first_line(error)}). Restart all ranks."
+                f"given up waiting for a late one ({first_line(error)}). Restart all ranks."
             ) from error
 
     def all_gather(self, row: IntArray) -> IntArray:
@@ -157,9 +168,10 @@ class GlooExchange:
         self._interrupted.clear()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no thread is inside a call."""
+        """Wait until no thread is inside a call, of gloo or of the store."""
         if self._idle.acquire(timeout=timeout_s):
             self._idle.release()
+            self._store.settle(timeout_s)
 
     def _await(self, work: Any, deadline: float) -> None:
         """Wait in slices until a call is done, since gloo itself cannot be interrupted.
@@ -168,7 +180,7 @@ class GlooExchange:
             PeerError: the call failed, `deadline` has passed, or another rank has failed.
             Interrupted: `interrupt` was called; the call stays pending.
         """
-        next_poll = time.monotonic() + _POLL_S
+        next_look = time.monotonic() + _POLL_S
         while True:
             self._check_interrupted()
             try:
@@ -180,36 +192,47 @@ class GlooExchange:
                 # only if the error is its own.
                 if work.is_completed() and not compat.is_wait_timeout(error):
                     self._set_pending(None)
-                    self._fail(f"lost a connection ({_first_line(error)})")
+                    self._fail(f"lost a connection ({first_line(error)})")
             now = time.monotonic()
             if now > deadline:
                 self._fail("waited in vain")
-            if now > next_poll:
-                next_poll = now + _POLL_S
-                if self._has_failed():
-                    self._fail("was told by another rank")
+            next_look = self._look_for_failures(now, next_look)
+
+    def _look_for_failures(self, now: float, next_look: float) -> float:
+        """Look, from time to time, whether another rank has failed; return when to look again.
+
+        Nobody waits for the answer of the store: the call itself may be about to succeed.
+        """
+        if self._look is None:
+            if now > next_look:
+                self._look = self._store.begin("check", ["failed"])
+            return next_look
+        if self._look.done.is_set():
+            look, self._look = self._look, None
+            try:
+                has_failed = answer_of(look)
+            except StoreLost:
+                self._fail("lost the store")
+            if has_failed:
+                self._fail("was told by another rank")
+            return now + _POLL_S
+        return next_look
 
     def _fail(self, what: str) -> NoReturn:
         """Report to the other ranks, find out which of them do not report, and raise."""
+        own = self.ranks[self.rank]
         try:
-            self._store.set(f"report/{self.rank}", what)
-            self._store.set("failed", "1")
-            missing = self._wait_for("report", self._grace_s)
-            reports = {
-                self.ranks[rank]: self._store.get(f"report/{rank}").decode()
-                for rank in range(self.world_size)
-                if self.ranks[rank] not in missing
-            }
-            seen = "; ".join(f"rank {rank} {text}" for rank, text in reports.items())
+            for key, value in ((f"report/{self.rank}", what), ("failed", "1")):
+                self._call("set", key, value, limit_s=self._grace_s)
+            missing = self._wait_for("report", time.monotonic() + self._grace_s)
+            present = [rank for rank in range(self.world_size) if self.ranks[rank] not in missing]
+            reports = zip(present, self._texts("report", present), strict=True)
+            seen = "; ".join(f"rank {self.ranks[rank]} {text}" for rank, text in reports)
             lost = _name(missing) if missing else "a connection between ranks"
-        except Interrupted:
-            raise
-        except Exception as error:  # of any kind: it is another process that is gone
-            lost = "a rank"
-            seen = (
-                f"rank {self.ranks[self.rank]} {what}; the store of the job, which lives with "
-                f"rank 0 or torchrun, does not answer either ({_first_line(error)})"
-            )
+        except StoreLost as error:
+            host = compat.store_host()  # Who else is gone, nobody can tell.
+            lost = host if host.startswith("rank") else "a rank"
+            seen = f"rank {own} {what}; {error}"
         self._broken = (
             f"{lost} was lost: it was killed, raised, left its epoch, or did not come within "
             f"{self.timeout_s} s (`timeout_s`). What was seen: {seen}. Restart all ranks from a "
@@ -217,15 +240,14 @@ class GlooExchange:
         )
         raise PeerError(self._broken)
 
-    def _wait_for(self, what: str, timeout_s: float) -> list[int]:
+    def _wait_for(self, what: str, deadline: float) -> list[int]:
         """Wait until every rank has set its key, and return those that have not in time."""
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + timeout_s
         pause_s = 0.005
         while (left_s := deadline - time.monotonic()) > 0:
             self._check_interrupted()
             # Not by the store's own `wait`, which prints a warning when it times out.
-            if self._store.check(keys):
+            if self._call("check", keys, limit_s=max(left_s, self._grace_s)):
                 return []
             self._interrupted.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _POLL_S)
@@ -234,18 +256,27 @@ class GlooExchange:
     def _ranks_with(self, what: str) -> list[int]:
         """Return the ranks that have set a key."""
         return [
-            rank for index, rank in enumerate(self.ranks) if self._store.check([f"{what}/{index}"])
+            rank
+            for index, rank in enumerate(self.ranks)
+            if self._call("check", [f"{what}/{index}"], limit_s=self._grace_s)
         ]
+
+    def _texts(self, what: str, of: Iterable[int]) -> list[str]:
+        """Return what these ranks of the group have set their keys to."""
+        return [self._call("get", f"{what}/{rank}", limit_s=self._grace_s).decode() for rank in of]
+
+    def _call(self, name: str, *arguments: Any, limit_s: float) -> Any:
+        """Call the store; see `BoundedStore.call`.
+
+        Raises:
+            StoreLost: it does not answer.
+            Interrupted: `interrupt` was called.
+        """
+        return self._store.call(name, *arguments, limit_s=limit_s, check=self._check_interrupted)
 
     def _check_interrupted(self) -> None:
         if self._interrupted.is_set():
             raise Interrupted("the exchange was interrupted: the graph is reset or closed.")
-
-    def _has_failed(self) -> bool:
-        try:
-            return bool(self._store.check(["failed"]))
-        except Exception:
-            return True
 
     def _set_pending(self, work: Any) -> None:
         """Set the work under way, or None. While there is one, the group cannot be deleted."""
@@ -272,10 +303,6 @@ def _interrupt_all() -> None:
         exchange.interrupt()
     for exchange in list(_live):
         exchange.settle(_EXIT_S)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
 
 
 def _name(ranks: Iterable[int]) -> str:

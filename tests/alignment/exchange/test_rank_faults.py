@@ -1,5 +1,6 @@
 """Whatever goes wrong on one rank is an error on all of them, soon, and none hangs."""
 
+import json
 import os
 import signal
 import time
@@ -132,6 +133,105 @@ def test_a_rank_that_arrives_when_the_others_have_given_up(job):
     assert "PeerError rank 1 did not come to the first exchange within 3" in outputs[0][0]
     assert "PeerError rank 0 had given up waiting" in outputs[1][0]
     assert float(outputs[1][1]) < 3
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_the_host_of_the_store_is_stopped(read_ahead, job):
+    # A call into its store would never return.
+    run = job(
+        """
+        for batch in r.make_loader(400, read_ahead=int(sys.argv[1]), timeout_s=4):
+            print("step", flush=True)
+            time.sleep(0.05)
+        """,
+        3,
+        read_ahead,
+    )
+    for program in run.ranks:
+        for _ in range(6):
+            program.line()
+    os.kill(run.ranks[0].process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    errors = errors_of(run.results_of((1, 2), EXIT_LIMIT_S), (1, 2))
+    assert time.monotonic() - start < 15
+    for rank, error in enumerate(errors, 1):
+        assert "PeerError: round" in error and "rank 0 was lost" in error
+        assert f"rank {rank} waited in vain; rank 0, which hosts the store of the job" in error
+
+
+def test_the_host_of_the_store_is_stopped_for_less_than_the_timeout(job):
+    run = job(
+        """
+        loader = r.make_loader(60, timeout_s=20)
+        for batch in loader:
+            print("step", flush=True)
+            time.sleep(0.05)
+        loader.close()
+        r.finish()
+        """,
+        2,
+    )
+    for program in run.ranks:
+        for _ in range(3):
+            program.line()
+    os.kill(run.ranks[0].process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(run.ranks[0].process.pid, signal.SIGCONT)
+    run.finish(EXIT_LIMIT_S)
+
+
+FIRST_EXCHANGE = """
+    loader = r.make_loader(400, timeout_s=3)
+    action = json.loads(sys.argv[1])[rank]
+    if action == "die":
+        time.sleep(2)
+        os._exit(3)
+    if action == "late":
+        time.sleep(7)
+    start = time.monotonic()
+    try:
+        next(iter(loader))
+    except Exception as error:
+        print(type(error).__name__, error)
+    print(time.monotonic() - start, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("actions", [["die", "", ""], ["", "late"]], ids=str)
+def test_the_host_of_the_store_is_gone_in_the_first_exchange(actions, job):
+    results = job(FIRST_EXCHANGE, len(actions), json.dumps(actions)).results(EXIT_LIMIT_S)
+    for code, out, errors in results[1:]:
+        error, seconds = out.splitlines()
+        assert (code, float(seconds) < 5) == (0, True), (out, errors)
+        assert error.startswith("PeerError rank 0, which hosts the store of the job,")
+        assert error.endswith(
+            "it was killed or stopped, or had given up waiting for a late rank. Restart all ranks."
+        )
+
+
+def test_leaving_while_the_host_of_the_store_is_stopped_does_not_hang(job):
+    run = job(
+        """
+        loader = r.make_loader(400, read_ahead=2, timeout_s=600)
+        if rank == 0:
+            next(iter(loader))
+            print("step", flush=True)
+            time.sleep(600)
+        next(iter(loader))
+        print("step", flush=True)
+        time.sleep(4)  # in the next exchange, on a thread
+        start = time.monotonic()
+        loader.close()
+        print(time.monotonic() - start, flush=True)
+        """,
+        2,
+    )
+    for program in run.ranks:
+        program.line()
+    os.kill(run.ranks[0].process.pid, signal.SIGSTOP)
+    code, out, errors = run.ranks[1].finish(EXIT_LIMIT_S)
+    assert (code, float(out) < 5) == (0, True), (out, errors)
 
 
 def test_waiting_for_a_rank_that_is_late_is_no_warning(job):

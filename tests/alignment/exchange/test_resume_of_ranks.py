@@ -43,26 +43,25 @@ def test_every_step(sizes, options, tmp_path):
 
 
 TRAINER = """
-    from odb_nodes import load_rank_state, save_rank_state
+    from odb_nodes import Checkpoints
     folder, size, said = sys.argv[1], [150, 110][rank], []
 
     def say(line):
         print(line, flush=True)
         said.append(line)
         if sys.argv[2:] == [str(len(said))]:
-            time.sleep(600)  # to be killed, and not while one rank has saved and the other has not
+            time.sleep(600)  # to be killed, while the other rank is where it is
 
     loader = r.make_loader(size, read_ahead=2)
-    if os.path.isdir(folder):
-        loader.load_state_dict(load_rank_state(folder))
-    for epoch in range(2):
+    done = {"epoch": 0}
+    checkpoints = Checkpoints(folder, {"loader": loader, "done": done})
+    step = checkpoints.load()
+    for done["epoch"] in range(done["epoch"], 2):
         for batch in loader:
-            event = r.describe(batch)
-            say(json.dumps(event))
-            if event[2] % 4 == 3:
-                dist.barrier()  # so that the files of all ranks are of one step
-                save_rank_state(loader.state_dict(), folder)
-                dist.barrier()
+            step += 1
+            say(json.dumps(r.describe(batch)))
+            if step % 4 == 0:
+                checkpoints.save(step)
         say("end")
     dist.destroy_process_group()
 """

@@ -1,0 +1,217 @@
+"""Checkpoints of a training loop: saved by all ranks, and found again after a kill at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from odb_nodes._core.checks import check_count, check_seconds, check_type
+from odb_nodes.alignment.exchange import Channel, resolve_exchange
+from odb_nodes.errors import PeerError, StateError
+from odb_nodes.loader.checkpoint_folders import (
+    CheckpointFolders,
+    Contents,
+    choose,
+    step_of,
+    sync_folder,
+)
+from odb_nodes.loader.checkpoint_parts import CheckpointParts
+
+__all__ = ["Checkpoints"]
+
+_CAPACITY = 512  # integers of a message
+_LOOKS, _PAUSE_S = 10, 0.5  # for all ranks to see what one sees of a shared file system
+
+
+class Checkpoints:
+    """The checkpoints of a job of one rank or many, of which the newest complete ones are kept.
+
+        parts = {"model": model, "optimizer": optimizer, "loader": loader}
+        checkpoints = Checkpoints(folder, parts)
+        step = checkpoints.load()  # 0 where there is none
+        ...
+        checkpoints.save(step)  # where an optimizer step ends
+
+    Every rank calls `load` and `save`, at the same steps, and writes a file of its own. A
+    checkpoint counts once the files of all ranks are there, so a job may be killed at any time. The
+    states of the global random generators (Python's, numpy's, torch's) are saved with the parts.
+
+    Args:
+        folder: where the checkpoints go, on a disk that all ranks share; made where it does not
+            exist. Each checkpoint is a folder in it.
+        parts: by name, what is saved: objects with `state_dict` and `load_state_dict`, and dicts of
+            plain data and tensors, which `load` fills in place.
+        keep: number of complete checkpoints that are kept. Older ones are removed.
+        replicated: names of parts that are equal on all ranks, which rank 0 alone writes: under
+            DDP the model and the optimizer. Not what is sharded (FSDP, ZeRO), and not the loader.
+        timeout_s: seconds until a rank that does not come is an error.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+    """
+
+    # Why nothing is mixed up: the ranks agree on the number of the next save and on an identifier
+    # of the run, once, and count on alike. So each save has a folder that no other run writes into,
+    # and the same save never writes twice.
+    #
+    # Why nothing is lost: only a rank that sees its own save complete removes older ones. A save
+    # that is complete has been reached by all ranks, so none still loads or writes an older one.
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        parts: Mapping[str, Any],
+        *,
+        keep: int = 2,
+        replicated: Sequence[str] = (),
+        timeout_s: float = 600.0,
+    ) -> None:
+        check_type("folder", folder, str | os.PathLike)
+        self._folders = CheckpointFolders(Path(folder))
+        self._parts = CheckpointParts(parts, replicated)
+        self._keep = check_count("keep", keep)
+        check_seconds("timeout_s", timeout_s)
+        self._timeout_s = timeout_s
+        self._met: Channel | None = None
+        self._run = ""  # the identifier, once the ranks have agreed
+        self._number = 0  # of the last save
+        self._own: list[Path] = []  # the last two of this run
+
+    def folders(self) -> list[Path]:
+        """Return the folders of the complete checkpoints, the newest one last. Asks no rank."""
+        return self._folders.complete()
+
+    def load(self) -> int:
+        """Load the newest checkpoint that is complete. Every rank calls it.
+
+        Returns:
+            The step that it was saved at; 0 where there is none, and nothing is changed.
+
+        Raises:
+            StateError: the checkpoint is of another number of ranks or of other parts, is damaged,
+                or does not fit; or not all ranks see it.
+            PeerError: a rank failed, or did not come within `timeout_s`.
+        """
+        views = self._meet()
+        name, newest = choose(views)
+        for _ in range(_LOOKS):  # All ranks see the same views, and so look equally often.
+            if name == newest:
+                break
+            time.sleep(_PAUSE_S)
+            views = self._views(self._gather(self._folders.view()))
+            name, newest = choose(views)
+        if newest is None:
+            return 0
+        try:
+            if name is None:
+                raise self._not_shared(newest, views)
+            self._load_from(name, views[0][name].world_size)
+        except Exception as error:
+            self._channel.fail(error, f"loading the checkpoint `{name}`")
+            raise
+        self._gather(None)  # raises where another rank has failed
+        return step_of(name)
+
+    def save(self, step: int) -> Path:
+        """Save a checkpoint. Every rank calls it, at the same step.
+
+        No rank waits for another one, except in the first call of a job that has not called `load`,
+        and where another rank is two saves behind.
+
+        Args:
+            step: the number of the step, which `load` returns.
+
+        Returns:
+            The folder of the checkpoint. It counts once all ranks have written their files.
+
+        Raises:
+            TypeError, ValueError: `step` is not a number of steps.
+            StateError: a part holds something else than plain data and tensors.
+            PeerError: a rank did not come, or has not saved, within `timeout_s`.
+        """
+        step = check_count("step", step, minimum=0)
+        if not self._run:
+            self._meet()
+        if len(self._own) == 2:
+            self._await(self._own.pop(0))
+        self._number += 1
+        folder = self._folders.folder(self._number, step, self._run)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._parts.save(folder, step, self._channel.rank, self._channel.world_size)
+        sync_folder(folder)
+        sync_folder(self._folders.root)
+        self._own.append(folder)
+        self._folders.clean(folder, self._keep)
+        return folder
+
+    def _meet(self) -> list[dict[str, Contents]]:
+        """Agree with the other ranks on the number and the run, and return what each rank sees."""
+        if self._met is None:
+            exchange = resolve_exchange(None, self._timeout_s)
+            self._met = Channel(exchange, _CAPACITY)
+        self._channel.begin()
+        self._channel.agree({"Checkpoints": {**self._parts.names(), "keep": self._keep}})
+        own = {
+            "run": secrets.token_hex(4),
+            "number": self._folders.last_number(),
+            "view": self._folders.view(),
+        }
+        told = self._gather(own)
+        self._run, self._own = told[0]["run"], []
+        self._number = max(one["number"] for one in told)
+        return self._views(one["view"] for one in told)
+
+    @property
+    def _channel(self) -> Channel:
+        if self._met is None:
+            raise RuntimeError("the ranks have not met yet.")
+        return self._met
+
+    def _gather(self, own: Any) -> list[Any]:
+        """Return what each rank gives, as JSON data."""
+        told = self._channel.gather_bytes(json.dumps(own).encode(), "loading a checkpoint")
+        return list(map(json.loads, told))
+
+    @staticmethod
+    def _views(told: Iterable[dict[str, Any]]) -> list[dict[str, Contents]]:
+        return [{name: Contents(*found) for name, found in view.items()} for view in told]
+
+    def _load_from(self, name: str, world_size: int) -> None:
+        """Load a checkpoint that all ranks see."""
+        folder, ranks = self._folders.root / name, self._channel.world_size
+        if world_size != ranks:
+            raise StateError(
+                f"`{folder}` was saved by {world_size} ranks, but this job has {ranks}: each rank "
+                "has its own share of the data. Resume with as many ranks as before, or begin an "
+                "epoch anew in a folder of its own."
+            )
+        self._parts.load(folder, self._channel.rank, ranks)
+
+    def _await(self, folder: Path) -> None:
+        """Wait until a checkpoint is complete, or so old that it has been removed."""
+        deadline = time.monotonic() + self._timeout_s
+        while (missing := self._folders.missing(folder)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S / 10)
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            raise PeerError(
+                f"rank {ranks} has not saved the checkpoint `{folder}` within "
+                f"{self._timeout_s} s (`timeout_s`), though this rank has saved one since. All "
+                "ranks must call `save`, at the same steps, and share the disk of that folder."
+            )
+
+    def _not_shared(self, newest: str, views: Sequence[Mapping[str, Contents]]) -> StateError:
+        seen = "; ".join(
+            f"rank {rank} sees the files of "
+            f"{view[newest].world_size - len(view[newest].missing) if newest in view else 0} ranks"
+            for rank, view in enumerate(views)
+        )
+        return StateError(
+            f"`{self._folders.root / newest}` is complete, but not every rank sees all of its "
+            f"files: {seen}. Use a folder on a disk that all ranks share."
+        )

@@ -1,0 +1,215 @@
+"""Checkpoints are found if they are complete, and only then."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odb_nodes import Checkpoints, ODBDataLoader, StateError, load_state
+from odb_nodes.loader.checkpoint_folders import Contents, choose
+
+DATASET = [{"input_ids": [1] * (n % 60 + 2)} for n in range(300)]
+
+
+class Job:
+    """What a process of a training job has."""
+
+    def __init__(self, folder, **options):
+        self.model = torch.nn.Linear(3, 3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.loader = ODBDataLoader(DATASET, token_budget=512, window=64)
+        self.done = {"epoch": 0}
+        self.parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "loader": self.loader,
+            "done": self.done,
+        }
+        self.checkpoints = Checkpoints(folder, self.parts, **options)
+
+    def save(self, *steps):
+        return [self.checkpoints.save(step) for step in steps]
+
+
+def kept_steps(folder):
+    return [int(path.name.split("-")[2]) for path in Job(folder).checkpoints.folders()]
+
+
+def copied_as(folder, name):
+    """A copy of a checkpoint under another name, with its file."""
+    copy = shutil.copytree(folder, folder.parent / name)
+    return copy / "rank00000-of-00001.pt"
+
+
+def test_a_job_goes_on_where_it_was_saved(tmp_path):
+    job = Job(tmp_path / "new" / "folder")
+    assert job.checkpoints.load() == 0
+    batches = iter(job.loader)
+    for _ in range(3):
+        next(batches)
+    job.model(torch.ones(3)).sum().backward()
+    job.optimizer.step()
+    job.done["epoch"] = 7
+    job.save(3)
+    drawn = torch.rand(2), np.random.rand(), random.random()
+    left = [batch["input_ids"].shape for batch in batches]
+
+    resumed = Job(tmp_path / "new" / "folder")
+    assert resumed.checkpoints.load() == 3
+    assert resumed.done == {"epoch": 7}
+    assert torch.equal(resumed.model.weight, job.model.weight)
+    assert torch.equal(torch.rand(2), drawn[0])
+    assert (np.random.rand(), random.random()) == drawn[1:]
+    assert [batch["input_ids"].shape for batch in resumed.loader] == left
+    assert resumed.optimizer.state_dict()["state"].keys() == {0, 1}
+
+
+def test_a_file_is_plain_data(tmp_path):
+    (folder,) = Job(tmp_path).save(1)
+    state = load_state(folder / "rank00000-of-00001.pt")
+    assert state["checkpoint"] == {"version": 1, "step": 1, "rank": 0, "world_size": 1}
+    assert state["parts"].keys() == {"model", "optimizer", "loader", "done"}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(keep, tmp_path):
+    job = Job(tmp_path, keep=keep)
+    for step in range(6):
+        job.save(step)
+        assert kept_steps(tmp_path) == [*range(max(0, step - keep + 1), step + 1)]
+    (tmp_path / "notes.txt").write_text("of somebody else")
+    job.save(6)
+    assert len([*tmp_path.iterdir()]) == keep + 1
+
+
+def test_what_was_saved_last_counts_not_the_highest_step(tmp_path):
+    Job(tmp_path).save(10, 20)
+    Job(tmp_path).save(5)  # a run from the beginning, which did not load
+    job = Job(tmp_path)
+    assert job.checkpoints.load() == 5
+    job.done["epoch"] = 1
+    job.save(5)  # after the loop, say
+    assert Job(tmp_path).checkpoints.load() == 5
+    assert kept_steps(tmp_path) == [5, 5]
+
+
+def test_what_a_killed_job_left_is_not_loaded_not_filled_up_and_removed(tmp_path):
+    _, second = Job(tmp_path).save(1, 2)
+    # Rank 0 of two has saved step 3; a part of a file, and of a removal, are there as well.
+    killed = tmp_path / "000003-step-3-00000000"
+    copied_as(second, killed.name).rename(killed / "rank00000-of-00002.pt")
+    (tmp_path / "000004-step-4-00000000").mkdir()
+    (tmp_path / "000004-step-4-00000000" / ".rank00000-of-00001.pt.x").touch()
+    copied_as(second, ".removed-000000-step-0-00000000")
+    job = Job(tmp_path)
+    assert job.checkpoints.load() == 2
+    (saved,) = job.save(3)
+    assert saved.name.startswith("000005-step-3-")
+    assert {*tmp_path.iterdir()} == {second, saved}
+
+
+def test_another_number_of_ranks_is_refused(tmp_path):
+    (folder,) = Job(tmp_path).save(1)
+    file = folder / "rank00000-of-00001.pt"
+    for rank in range(2):
+        shutil.copy(file, folder / f"rank0000{rank}-of-00002.pt")
+    file.unlink()
+    with pytest.raises(StateError, match="was saved by 2 ranks, but this job has 1"):
+        Job(tmp_path).checkpoints.load()
+
+
+def test_other_parts_are_refused(tmp_path):
+    job = Job(tmp_path)
+    job.save(1)
+    weight = job.model.weight.detach().clone()
+    other = Checkpoints(tmp_path, {"model": job.model, "schedule": {}})
+    with pytest.raises(StateError, match=r"has the parts \['done', .*but this job has \['model', "):
+        other.load()
+    assert torch.equal(job.model.weight, weight)
+
+
+def test_a_damaged_checkpoint_is_refused_with_a_remedy(tmp_path):
+    first, second = Job(tmp_path).save(1, 2)
+    file = second / "rank00000-of-00001.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(StateError, match=f"truncated.* Remove `{second}` to go on from the one"):
+        Job(tmp_path).checkpoints.load()
+    shutil.copy(first / file.name, file)
+    with pytest.raises(
+        StateError, match="must be the file of .*'step': 2.* is that of .*'step': 1"
+    ):
+        Job(tmp_path).checkpoints.load()
+    shutil.rmtree(second)
+    assert Job(tmp_path).checkpoints.load() == 1
+
+
+def test_a_state_that_cannot_be_loaded_is_not_saved(tmp_path):
+    job = Job(tmp_path)
+    job.save(1)
+    job.done["function"] = test_a_file_is_plain_data
+    with pytest.raises(StateError, match="plain data"):
+        job.save(2)
+    assert Job(tmp_path).checkpoints.load() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ((3, {}), "`folder` must be a `str` or "),
+        (("folder", [1]), "`parts` must be a `Mapping`, .* Name them"),
+        (("folder", {"step": 3}), r"`parts\['step'\]` must be a dict, or have .* is 3 instead"),
+        (("folder", {1: {}}), "a name in `parts`"),
+    ],
+)
+def test_arguments(arguments, rule):
+    with pytest.raises(TypeError, match=rule):
+        Checkpoints(*arguments)
+
+
+def test_options(tmp_path):
+    for options, rule in [
+        ({"keep": 0}, "`keep` must be in 1.."),
+        ({"timeout_s": 0}, "`timeout_s` must be"),
+        ({"replicated": "model"}, "`replicated` must be names of `parts`"),
+        ({"replicated": ["weights"]}, r"of \['done', .*but is \['weights'\] instead"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            Job(tmp_path, **options)
+    with pytest.raises(ValueError, match="`step` must be in 0.."):
+        Job(tmp_path).save(-1)
+
+
+# --- which checkpoint all ranks load --------------------------------------------------------------
+
+NAMES = [f"{number:06d}-step-{10 * number}-0000000a" for number in range(1, 4)]
+ALL, ONE_LACKS = Contents(2, ()), Contents(2, (1,))
+
+
+def test_all_ranks_load_the_newest_that_each_of_them_sees():
+    ahead = {NAMES[0]: ALL, NAMES[1]: ALL}
+    behind = {NAMES[0]: ALL, NAMES[1]: ONE_LACKS}
+    assert choose([ahead, ahead]) == (NAMES[1], NAMES[1])
+    assert choose([ahead, behind]) == (NAMES[0], NAMES[1])
+    assert choose([behind, behind]) == (NAMES[0], NAMES[0])
+    assert choose([{}, {}]) == (None, None)
+    assert choose([{NAMES[0]: ONE_LACKS}] * 2) == (None, None)
+
+
+def test_disks_that_are_not_shared_are_noticed():
+    views = [{NAMES[0]: Contents(2, (1,))}, {NAMES[0]: Contents(2, (0,))}]
+    assert choose(views) == (None, NAMES[0])
+
+
+CONTENTS = st.sets(st.integers(0, 2)).map(lambda missing: Contents(3, tuple(sorted(missing))))
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), CONTENTS), min_size=1, max_size=3))
+def test_a_choice_is_complete_for_every_rank(views):
+    name, newest = choose(views)
+    assert name is None or all(view[name].missing == () for view in views)
+    assert name is None or (newest is not None and newest >= name)
+    assert choose(views[::-1]) == (name, newest)

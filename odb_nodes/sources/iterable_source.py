@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +15,7 @@ from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
+from odb_nodes.contract.config import is_strict
 from odb_nodes.contract.source_states import check_own_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sources.streams import as_stream
@@ -196,13 +198,16 @@ class IterableSource(EpochNode[T, IterableState]):
                 f"after {self._position}. Resume over the data it was saved on."
             )
         if self._digest != digest:
-            raise StateError(
+            message = (
                 f"`{type(self._iterable).__name__}` yielded other items than when the state of "
                 f"{type(self).__name__} was saved: it draws its order, or what it yields, from a "
                 "generator that is not seeded, and samples would be lost. Seed it in `__iter__`, "
                 "by the epoch that `set_epoch` tells it, or use `ShardedSampler`; draw random "
                 "numbers for single samples in `process_fn`, where they are seeded."
             )
+            if is_strict():
+                raise StateError(message)
+            warnings.warn(message, stacklevel=2)  # another shard has other items, too
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

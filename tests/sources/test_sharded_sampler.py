@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchdata.nodes import MultiNodeWeightedSampler, Prefetcher, SamplerWrapper, StopCriteria
 
 from odb_nodes import Loader, ShardedSampler, StateError
-from odb_nodes.contract.state import allow_mismatch
+from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.testing import assert_resumes_exactly
 
 CONFIG = {"size": 10, "shuffle": True, "seed": 5, "rank": 1, "world_size": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -55,7 +56,7 @@ class Loader(Generic[T]):
 
     `iter()` goes on with a loaded state; it returns the present iterator if that has not yielded
     yet; otherwise it leaves the present epoch and begins the next. An older iterator is then no
-    longer valid.
+    longer valid. One thread takes all items; `close` may be called by another one.
 
     After `close`, and after an exception in the graph, the workers are gone and the position is
     kept: the next `iter()` goes on from there. For that, the state is taken before each item.
@@ -247,6 +248,7 @@ class LoaderIterator(Iterator[T]):
         self._state: LoaderState | None = None  # as long as it is the present one
         self.touched = False  # so that the next `iter()` begins an epoch
         self._left = False  # by `set_epoch`, and not taken up again
+        self._taking = threading.RLock()  # of the thread that is inside of `next`
 
     def leave(self) -> None:
         """Make the next `iter()` begin an epoch, unless this one is taken up again."""
@@ -265,6 +267,17 @@ class LoaderIterator(Iterator[T]):
         return self._state
 
     def __next__(self) -> T:
+        if not self._taking.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is inside of `next` of this iterator: one thread must take all "
+                "items. To use several, hand the items on by a `queue.Queue`."
+            )
+        try:
+            return self._take()
+        finally:
+            self._taking.release()
+
+    def _take(self) -> T:
         loader = self._loader
         self._check_valid()
         if self._left:

@@ -24,7 +24,7 @@ from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, F
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
-from odb_nodes.processing.signals import deferred_interrupt
+from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.processing.transport import unpack
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ import torch
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.signals import ignore_interrupt
+from odb_nodes._core.signals import ignore_interrupt
 from odb_nodes.processing.transport import receive, send
 
 _PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer lives

@@ -22,9 +22,14 @@ from torchdata.nodes import (
 )
 from torchdata.nodes.map import _ParallelMapperImpl, _ParallelMapperIter, _SingleThreadedMapper
 
-__all__ = ["join_threads", "length_of", "set_epoch", "signal_stop", "snapshot_of"]
+__all__ = ["has_threads", "join_threads", "length_of", "set_epoch", "signal_stop", "snapshot_of"]
 
 _POLL_S = 0.05
+
+
+def has_threads(node: BaseNode[Any]) -> bool:
+    """Tell whether a node has started threads or workers."""
+    return isinstance(getattr(node, "_it", None), (_SingleThreadedMapper, _ParallelMapperIter))
 
 
 def signal_stop(node: BaseNode[Any]) -> None:

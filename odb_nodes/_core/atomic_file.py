@@ -61,7 +61,7 @@ def _open_temporary(path: Path) -> BinaryIO:
     while True:
         handle, name = tempfile.mkstemp(_SUFFIX, f".{path.name}.", path.parent)
         os.close(handle)
-        file = open(name, "r+b")  # noqa: SIM115  by its name: that of `fdopen` is a number
+        file = open(name, "r+b")
         _lock(file)
         if os.fstat(file.fileno()).st_nlink > 0:
             return file

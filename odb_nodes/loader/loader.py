@@ -11,8 +11,16 @@ from typing import Annotated, Any, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import MAX_COUNT, check_count
+from odb_nodes._core.forks import Owner
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
-from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
+from odb_nodes.contract.graph import (
+    begin_epoch,
+    close_nodes,
+    has_threads,
+    length_of,
+    stop_threads,
+    walk,
+)
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.state import add_digest, allow_mismatch, check_digest, seal, unseal
 from odb_nodes.errors import SampleError, StateError
@@ -94,6 +102,7 @@ class Loader(Generic[T]):
         self._strict = True
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
+        self._owner = Owner()
 
     def __len__(self) -> int:
         """Return how many items an epoch has.
@@ -118,6 +127,7 @@ class Loader(Generic[T]):
         """Return where the most recent iterator stands. The caller owns the result."""
         state = self._pending
         if state is None:
+            self._check_process()
             state = (iter(self) if self._it is None else self._it).state()
         values = {**copy_state(vars(state)), "next_epoch": self._next_epoch}
         return add_digest(seal(type(self).__name__, {}, values))
@@ -157,9 +167,13 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
+        In a forked child this does nothing: they belong to the process that started them.
+
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
+        if self._is_foreign():
+            return
         it, self._it = self._it, None
         try:
             if it is not None:
@@ -180,6 +194,7 @@ class Loader(Generic[T]):
 
     def _begin(self) -> None:
         """Make the iterator that `iter` asks for. If that raises, all stays as it was."""
+        self._check_process()
         if self._lost is not None:
             raise StateError(
                 "the graph failed, and its position is unknown: load the last saved state."
@@ -195,6 +210,23 @@ class Loader(Generic[T]):
             self._pending = before
             raise
         self._it, self._pending = it, None
+
+    def _check_process(self) -> None:
+        """Check that the threads and workers of the graph, if any, are this process's own.
+
+        Raises:
+            WorkerError: they belong to the process that this one was forked from.
+        """
+        if self._is_foreign():
+            self._owner.check("this loader")
+
+    def _is_foreign(self) -> bool:
+        if self._owner.is_here:
+            return False
+        if has_threads(self.root):
+            return True
+        self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
+        return False
 
     def _position(self, it: LoaderIterator[T]) -> LoaderState:
         try:
@@ -267,6 +299,7 @@ class LoaderIterator(Iterator[T]):
         return self._state
 
     def __next__(self) -> T:
+        self._loader._check_process()
         if not self._taking.acquire(blocking=False):
             raise RuntimeError(
                 "another thread is inside of `next` of this iterator: one thread must take all "

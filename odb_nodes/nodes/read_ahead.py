@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of
+from odb_nodes._core.forks import Owner
 from odb_nodes.contract.node import check_node
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class ReadAhead(BaseNode[T]):
         self._depth = depth
         self._prefetcher = Prefetcher(_Relay(source), depth)
         self._reads = False
+        self._owner = Owner()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
@@ -41,10 +43,15 @@ class ReadAhead(BaseNode[T]):
         source.reset(initial_state)
 
     def next(self) -> T:
-        """Return the next item."""
+        """Return the next item.
+
+        Raises:
+            WorkerError: the thread belongs to the process that this one was forked from.
+        """
         if not self._reads:
             self._prefetcher.reset(None)
-            self._reads = True
+            self._reads, self._owner = True, Owner()
+        self._owner.check("the read-ahead thread")
         try:
             item: T = next(self._prefetcher)
         except StopIteration:

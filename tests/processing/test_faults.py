@@ -17,7 +17,7 @@ from worker_functions import Logged, Texts, processor, same
 
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
-from odb_nodes.processing import process_pool
+from odb_nodes.processing import process_pool, worker
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.transport import send
 
@@ -137,7 +137,7 @@ def die_while_writing():
             self.connection.sendall(part[: len(part) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    process_pool.send = lambda connection, parts: send(Half(connection), parts)
+    worker.send = lambda connection, parts: send(Half(connection), parts)
     return np.zeros(8_000_000)
 
 

@@ -249,11 +249,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._ready = iter(results)
         if failure is not None:
             position = self._position + len(results)
+            where = "" if chunk.future is None else f" It was processed in {failure.worker}."
             self._failure = SampleError(
                 f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}"
                 f"{format_location(chunk.locations[len(results)])}, cannot be processed: "
-                f"{failure.error}\nNo batch with it was delivered. Mend it, then "
-                f"iterate again or resume. It was processed in {failure.worker}.\n{failure.details}"
+                f"{failure.error}\nNo batch with it was delivered. Mend it, then iterate again or "
+                f"resume.{where}\n{failure.details}".rstrip()
             )
         elif chunk.source_error is not None:
             self._failure = chunk.source_error

@@ -119,6 +119,8 @@ class ProcessPool:
         self._outbox.put(None)
         self._at_exit.cancel()
         kill(self._workers)
+        for worker in self._workers:
+            worker.hang_up()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_STOP_S)

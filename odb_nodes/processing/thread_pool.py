@@ -83,7 +83,8 @@ class ThreadPool:
         while (entry := self._tasks.get()) is not None:
             task, future = entry
             try:
-                future.set_result(self._processor.run(task))
+                # A KeyboardInterrupt in a thread is the item's: Ctrl-C comes to the main thread.
+                future.set_result(self._processor.run(task, (BaseException,)))
             except BaseException as error:
                 future.set_exception(error)
         self._tasks.put(None)  # for the next thread

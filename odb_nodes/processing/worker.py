@@ -65,7 +65,7 @@ def _arrive(connection: socket.socket) -> FarEnd:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         text = f" It could not unpickle its work: {kind.__name__}: {error}."
-        if isinstance(error, AttributeError) and "__main__" in str(error):
+        if isinstance(error, AttributeError) and "main__'" in str(error):  # or `__mp_main__`
             text += (
                 " Define it at the top of the program's main module, not below "
                 '`if __name__ == "__main__":`, or in a module of its own: each worker imports the '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from odb_nodes._compat.multiprocessing import keep_from_forks
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkResult
 from odb_nodes.processing.limits import limit_behind
@@ -57,7 +59,10 @@ class WorkerProcess:
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
         self._index = index
         # The system reports an exit code once: a second thread that asks meanwhile gets None.
-        self._reaping = threading.Lock()
+        # Re-entrant, since a signal handler of the trainer may close the loader.
+        self._reaping = threading.RLock()
+        self._exit_code: int | None = None
+        self._released = False
         self._last_words = ""
         self._reason = ""  # why the trainer has ended it
         self._stage = Stage.STARTING
@@ -86,6 +91,8 @@ class WorkerProcess:
                     daemon=True,
                 )
                 self._process.start()
+                keep_from_forks(self._process)
+                self.pid: int = self._process.pid
             except BaseException:
                 self.connection.close()
                 raise
@@ -93,14 +100,9 @@ class WorkerProcess:
                 far_end.close()
 
     @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid or 0
-
-    @property
     def ended(self) -> bool:
         """Tell whether the process is gone."""
-        return self._exit_code() is not None or not _exists(self.pid)
+        return self._poll() is not None or not _exists(self.pid)
 
     def expect(self) -> Answer:
         """Return a future for the next chunk sent to this worker."""
@@ -147,12 +149,12 @@ class WorkerProcess:
     def end(self, reason: str) -> None:
         """Kill this worker, and tell those who wait for its results why."""
         self._reason = reason
-        self._process.kill()
+        self.kill()
 
     def fail_pending(self) -> None:
         """Fail every future of this worker, which has died or closed its socket."""
         if not self.wait_until_ended(_END_S):
-            self._process.kill()  # Nobody hears it any more.
+            self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
         error = WorkerError(self._epitaph())
         while True:
@@ -167,7 +169,7 @@ class WorkerProcess:
         on = "Nothing is lost: load the last state, or iterate again, to go on."
         if self._reason:
             return f"worker process {self.pid} was ended: {self._reason} {on}"
-        code = self._exit_code()
+        code = self._poll()
         if code is None:
             how = "died; another part of this program took its exit code."
         elif code < 0:
@@ -183,7 +185,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the process, and do not wait for it."""
-        self._process.kill()
+        with self._reaping:
+            if not self._released:
+                self._process.kill()
 
     def wait_until_ended(self, timeout_s: float) -> bool:
         """Wait for the process to end; tell whether it did in time.
@@ -197,14 +201,27 @@ class WorkerProcess:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        with self._reaping:
-            self._process.join(0)  # multiprocessing keeps it, and its files, until then.
+        self._release()
         return True
 
-    def _exit_code(self) -> int | None:
+    def hang_up(self) -> None:
+        """Make the reader see the end of the socket, which a child of the worker may hold open."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _poll(self) -> int | None:
         with self._reaping:
-            code: int | None = self._process.exitcode
-        return code
+            if not self._released:
+                self._exit_code = self._process.exitcode
+            return self._exit_code
+
+    def _release(self) -> None:
+        """Close the files of a process that has ended: somebody may keep an error that has it."""
+        if self._poll() is not None:
+            with self._reaping:
+                if not self._released:
+                    self._process.close()
+                self._released = True
 
 
 def kill(workers: list[WorkerProcess]) -> None:

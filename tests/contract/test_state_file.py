@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_os_error_that_names_the_file(path,
 
 
 def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
-    interrupts = 0
+    interrupts, others = 0, []
     done = threading.Event()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -75,9 +75,12 @@ def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
                     save_state(STATE, path)
             except KeyboardInterrupt:
                 interrupts += 1
+            except Exception as error:
+                others.append(error)
     finally:
         thread.join()
         signal.signal(signal.SIGINT, before)
+    assert others == []
     assert interrupts > 20
     assert load_state(path)["weights"].shape == (400_000,)
     assert os.listdir(path.parent) == [path.name]

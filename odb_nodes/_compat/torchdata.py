@@ -27,6 +27,7 @@ from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 __all__ = [
     "RANDOM_SAMPLERS",
+    "has_threads",
     "join_threads",
     "length_of",
     "set_epoch",
@@ -44,6 +45,11 @@ RANDOM_SAMPLERS = (
 """Samplers of which no two iterations have the same order."""
 
 _POLL_S = 0.05
+
+
+def has_threads(node: BaseNode[Any]) -> bool:
+    """Tell whether a node has started threads or workers."""
+    return isinstance(getattr(node, "_it", None), (_SingleThreadedMapper, _ParallelMapperIter))
 
 
 def signal_stop(node: BaseNode[Any]) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "begin_epoch",
     "close_nodes",
     "find_budget",
+    "has_threads",
     "length_of",
     "remaining_samples",
     "stop_threads",
@@ -41,6 +42,13 @@ def walk(root: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
             inner = held if type(value) in (dict, list, tuple) else (value,)
             sources += [item for item in inner if isinstance(item, BaseNode)]
         waiting += reversed(sources)
+
+
+def has_threads(root: BaseNode[Any]) -> bool:
+    """Tell whether a node of a graph has started threads or workers."""
+    return any(
+        torchdata.has_threads(node) or getattr(node, "has_workers", False) for node in walk(root)
+    )
 
 
 def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:

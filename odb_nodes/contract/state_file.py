@@ -6,14 +6,15 @@ import io
 import os
 import pickle
 import re
-import tempfile
+import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from odb_nodes._core.atomic_file import replacing
 from odb_nodes.errors import StateError
 
 __all__ = ["load_state", "save_state"]
@@ -30,8 +31,11 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: `path` is no path.
         FileNotFoundError: the folder does not exist.
-        StateError: `state` holds something else than plain data and tensors. A file that was at
-            `path` before is kept.
+        OSError: the file cannot be written, for example because the disk is full.
+        StateError: `state` holds something else than plain data and tensors.
+
+    Whatever is raised, Ctrl-C included: a file that was at `path` before is kept, and no temporary
+    file stays.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
@@ -41,18 +45,31 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`{path.parent}` is no folder: make it before saving into it.")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if path.exists():
+        _check_regular(path)
+    with replacing(path) as file:
+        _write(state, file)
+        check_readable(file.name)
+
+
+def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
+    """Write a state, and raise what interrupted it: torch raises an error of its own instead."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        check_readable(temporary)
-        os.chmod(temporary, _mode_of(path))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        torch.save(state, file)
+        file.flush()
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, RuntimeError) and "enforce fail" in str(cause):
+            cause = cause.__cause__ or cause.__context__
+        raise cause or error from None
+
+
+def _check_regular(path: Path) -> None:
+    """Check that a path is a file: reading from a pipe or a device may have no end."""
+    if path.is_dir():
+        raise IsADirectoryError(f"`{path}` is a folder, not a state file.")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise StateError(f"`{path}` is a pipe, socket or device: a state is in a regular file.")
 
 
 def check_readable(file: str | io.BytesIO) -> None:
@@ -72,25 +89,17 @@ def _refused(error: pickle.UnpicklingError) -> str:
     return f"`{found[1]}`" if found else type(error).__name__
 
 
-def _mode_of(path: Path) -> int:
-    """Return the permissions that a file has, or would have if it were made."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
 def load_state(path: str | os.PathLike[str]) -> Any:
     """Read a file that `save_state` wrote, with `torch.load(weights_only=True)`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        StateError: the file is truncated, or holds something else than plain data and tensors.
+        IsADirectoryError: it is a folder.
+        StateError: the file is truncated, holds something else than plain data and tensors, or is
+            no regular file.
     """
     path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"`{path}` is a folder, not a state file.")
+    _check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
             if (damaged := archive.testzip()) is not None:

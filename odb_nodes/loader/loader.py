@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,9 +12,17 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import unrepeatable_sampler
 from odb_nodes._core.checks import MAX_COUNT, check_count
+from odb_nodes._core.forks import Owner
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.config import allow_mismatch, several_changes
-from odb_nodes.contract.graph import begin_epoch, close_nodes, length_of, stop_threads, walk
+from odb_nodes.contract.graph import (
+    begin_epoch,
+    close_nodes,
+    has_threads,
+    length_of,
+    stop_threads,
+    walk,
+)
 from odb_nodes.contract.node import StatefulNode, check_node
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import seal_whole, unseal_whole
@@ -52,7 +61,7 @@ class Loader(Generic[T]):
 
     `iter()` goes on with a loaded state; it returns the present iterator if that has not yielded
     yet; otherwise it leaves the present epoch and begins the next. An older iterator is then no
-    longer valid.
+    longer valid. One thread takes all items; `close` may be called by another one.
 
     After `close`, and after an exception in the graph, the workers are gone and the position is
     kept: the next `iter()` goes on from there. For that, the state is taken before each item.
@@ -97,6 +106,7 @@ class Loader(Generic[T]):
         self._strict = True
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
+        self._owner = Owner()
 
     def __len__(self) -> int:
         """Return how many items an epoch has.
@@ -122,6 +132,7 @@ class Loader(Generic[T]):
         """Return where the most recent iterator stands. The caller owns the result."""
         state = self._pending
         if state is None:
+            self._check_process()
             state = (iter(self) if self._it is None else self._it).state()
         return seal_whole(type(self).__name__, replace(state, next_epoch=self._next_epoch))
 
@@ -157,9 +168,13 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
+        In a forked child this does nothing: they belong to the process that started them.
+
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
+        if self._is_foreign():
+            return
         it, self._it = self._it, None
         try:
             if it is not None:
@@ -181,6 +196,7 @@ class Loader(Generic[T]):
 
     def _begin(self) -> None:
         """Make the iterator that `iter` asks for. If that raises, all stays as it was."""
+        self._check_process()
         if self._lost is not None:
             raise StateError(
                 "the graph failed, and its position is unknown: load the last saved state."
@@ -197,6 +213,23 @@ class Loader(Generic[T]):
             self._pending = before
             raise
         self._it, self._pending = it, None
+
+    def _check_process(self) -> None:
+        """Check that the threads and workers of the graph, if any, are this process's own.
+
+        Raises:
+            WorkerError: they belong to the process that this one was forked from.
+        """
+        if self._is_foreign():
+            self._owner.check("this loader")
+
+    def _is_foreign(self) -> bool:
+        if self._owner.is_here:
+            return False
+        if has_threads(self.root):
+            return True
+        self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
+        return False
 
     def _position(self, it: LoaderIterator[T]) -> LoaderState:
         try:
@@ -256,6 +289,7 @@ class LoaderIterator(Iterator[T]):
         self._state: LoaderState | None = None  # as long as it is the present one
         self.touched = False  # so that the next `iter()` begins an epoch
         self._left = False  # by `set_epoch`, and not taken up again
+        self._taking = threading.RLock()  # of the thread that is inside of `next`
 
     def leave(self) -> None:
         """Make the next `iter()` begin an epoch, unless this one is taken up again."""
@@ -276,6 +310,18 @@ class LoaderIterator(Iterator[T]):
         return self._state
 
     def __next__(self) -> T:
+        self._loader._check_process()
+        if not self._taking.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is inside of `next` of this iterator: one thread must take all "
+                "items. To use several, hand the items on by a `queue.Queue`."
+            )
+        try:
+            return self._take()
+        finally:
+            self._taking.release()
+
+    def _take(self) -> T:
         loader = self._loader
         self._check_valid()
         if self._left:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of
+from odb_nodes._core.forks import Owner
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.seeded_collate import DeferredBatch
@@ -39,6 +40,7 @@ class ReadAhead(BaseNode[T]):
         self._prefetcher = Prefetcher(_Relay(source), depth)
         self._reads = False
         self._deferred: DeferredBatch | None = None  # taken, and not collated yet
+        self._owner = Owner()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
@@ -49,10 +51,15 @@ class ReadAhead(BaseNode[T]):
         source.reset(initial_state)
 
     def next(self) -> T:
-        """Return the next item."""
+        """Return the next item.
+
+        Raises:
+            WorkerError: the thread belongs to the process that this one was forked from.
+        """
         if not self._reads:
             self._prefetcher.reset(None)
-            self._reads = True
+            self._reads, self._owner = True, Owner()
+        self._owner.check("the read-ahead thread")
         item: Any = self._take() if self._deferred is None else self._deferred
         if isinstance(item, DeferredBatch):
             self._deferred = item  # Should it raise, the next call collates it again.

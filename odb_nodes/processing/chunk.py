@@ -57,14 +57,20 @@ class ChunkProcessor:
     process_fn: Callable[[Any], Any]
     seed: int | None
 
-    def run(self, task: ChunkTask) -> ChunkResult:
+    def run(
+        self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
+    ) -> ChunkResult:
         """Process a chunk in the trainer's process, and put its global generators back after.
+
+        Args:
+            task: the chunk.
+            caught: what ends the chunk with a failure when an item raises it.
 
         Raises:
             WorkerError: another thread did not give the generators back.
         """
         if self.seed is None:
-            results, failure = self._apply(task, (Exception, SystemExit))
+            results, failure = self._apply(task, caught)
         else:
             if not global_rngs.acquire(timeout=_RNGS_WAIT_S):
                 raise WorkerError(
@@ -73,7 +79,7 @@ class ChunkProcessor:
                 )
             try:
                 with preserved_rngs():
-                    results, failure = self._apply(task, (Exception, SystemExit))
+                    results, failure = self._apply(task, caught)
             finally:
                 global_rngs.release()
         return ChunkResult(results, failure)

@@ -26,7 +26,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
             dimension of `pixel_values`.
 
     Raises:
-        SampleError: there is no length, or it is not an integer of at least 1.
+        SampleError: there is no sample, or no length, or it is not an integer of at least 1.
     """
     if isinstance(data, SourceItem):
         try:
@@ -36,6 +36,11 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
         return sample.of_source(data.source)
     if isinstance(data, Skipped):
         return data
+    if data is None:
+        raise SampleError(
+            "its processing (`process_fn`, or the dataset) returned None. Return a sample, or "
+            "`Skipped(reason, text)` to leave it out."
+        )
     seen = Observation(_length_of(data)) if observe is None else observe(data)
     if not isinstance(seen, tuple):
         seen = Observation(seen)

@@ -15,6 +15,7 @@ from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
@@ -24,7 +25,6 @@ from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, F
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
-from odb_nodes.processing.signals import deferred_interrupt
 from odb_nodes.processing.transport import unpack
 
 T = TypeVar("T")
@@ -128,14 +128,21 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Process ids of the worker processes that run now."""
         return self._pool.pids if isinstance(self._pool, ProcessPool) else []
 
+    @property
+    def has_workers(self) -> bool:
+        """Tell whether workers run, in processes or threads."""
+        return self._pool is not None
+
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
         Raises:
             StateError: the state is damaged, or was saved with another `process_fn`, seed, rank or
                 world size.
-            WorkerError: a worker could not be started.
+            WorkerError: a worker could not be started, or the workers belong to the process that
+                this one was forked from.
         """
+        self._check_process()
         super().reset(initial_state)
         if self._pool is None and self._workers.num_workers > 0:
             # Here and not in `next`, which may run on a thread: a fork should see few of those.
@@ -173,7 +180,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             SampleError: `process_fn` raised; names the item, its position and the worker. Raised
                 again until the next reset, so the sample cannot pass unseen.
-            WorkerError: a worker died or did not answer in time. Likewise.
+            WorkerError: a worker died, did not answer in time, or belongs to the process that this
+                one was forked from. Likewise.
         """
         while True:
             for result in self._ready:
@@ -185,7 +193,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._take_chunk()
 
     def close(self) -> None:
-        """Stop the workers. A later reset starts them again."""
+        """Stop the workers. A later reset starts them again.
+
+        A forked child forgets them: they go on for the process that started them.
+        """
         finalizer, self._pool, self._finalizer = self._finalizer, None, None
         if finalizer is not None:
             with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
@@ -223,6 +234,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             StopIteration: the source has ended and nothing is in flight.
         """
+        self._check_process()
         self._check_interrupted()
         while not self._source_ended and len(self._in_flight) <= self._workers.chunks_ahead:
             self._read_chunk()
@@ -237,11 +249,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._ready = iter(results)
         if failure is not None:
             position = self._position + len(results)
+            where = "" if chunk.future is None else f" It was processed in {failure.worker}."
             self._failure = SampleError(
                 f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}"
                 f"{format_location(chunk.locations[len(results)])}, cannot be processed: "
-                f"{failure.error}\nNo batch with it was delivered. Mend it, then "
-                f"iterate again or resume. It was processed in {failure.worker}.\n{failure.details}"
+                f"{failure.error}\nNo batch with it was delivered. Mend it, then iterate again or "
+                f"resume.{where}\n{failure.details}".rstrip()
             )
         elif chunk.source_error is not None:
             self._failure = chunk.source_error
@@ -290,9 +303,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         wait(waiting, self._workers.timeout_s, return_when=FIRST_COMPLETED)
         self._check_interrupted()
         if not chunk.future.done():
+            cause = self._pool.what_hangs(chunk.future) if self._pool else "the pool was closed."
             raise self._fail(
-                f"no result within {self._workers.timeout_s} s (`timeout_s`) for {where}: "
-                "`process_fn` hangs, or needs a longer limit."
+                f"no result within {self._workers.timeout_s} s (`timeout_s`) for {where}: {cause}"
             )
         try:
             result = chunk.future.result()
@@ -310,6 +323,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._failure = WorkerError(message)
         self.close()
         return self._failure
+
+    def _check_process(self) -> None:
+        if self._pool is not None:
+            self._pool.owner.check(f"`{type(self).__name__}`")
 
     def _check_interrupted(self) -> None:
         if self._interruption.done():

@@ -8,8 +8,10 @@ import threading
 import time
 from concurrent.futures import Future
 
+from odb_nodes._core.forks import Owner
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.limits import start_thread
 from odb_nodes.processing.options import WorkerOptions
 
 _STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
@@ -21,9 +23,13 @@ class ThreadPool:
     Args:
         processor: what the threads apply to each chunk.
         options: number of threads.
+
+    Raises:
+        WorkerError: a thread could not be started.
     """
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        self.owner = Owner()
         self._processor = processor
         self._closed = False
         self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
@@ -32,12 +38,13 @@ class ThreadPool:
         # Seeded chunks take turns with the global generators, so several threads would gain
         # nothing, and a later chunk that hangs could hold up an earlier one.
         count = options.num_workers if processor.seed is None else 1
-        self._threads = [
-            threading.Thread(target=self._work, name=f"odb_nodes-worker-{index}", daemon=True)
-            for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for index in range(count):
+                self._threads.append(start_thread(f"worker-{index}", self._work))
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
@@ -46,6 +53,10 @@ class ThreadPool:
         if self._closed:  # perhaps no thread is left to take it
             self.discard()
         return future
+
+    def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
+        """Return what keeps a chunk from being done."""
+        return "`process_fn` hangs, or needs a longer limit."
 
     def discard(self) -> None:
         """Skip queued chunks that no thread has begun."""
@@ -59,6 +70,8 @@ class ThreadPool:
 
     def close(self) -> None:
         """Stop the threads; one that is inside the user's code stops when that returns."""
+        if not self.owner.is_here:
+            return  # A forked child has a copy of the queue, and none of the threads.
         self._closed = True
         self.discard()
         deadline = time.monotonic() + _STOP_S
@@ -70,7 +83,8 @@ class ThreadPool:
         while (entry := self._tasks.get()) is not None:
             task, future = entry
             try:
-                future.set_result(self._processor.run(task))
+                # A KeyboardInterrupt in a thread is the item's: Ctrl-C comes to the main thread.
+                future.set_result(self._processor.run(task, (BaseException,)))
             except BaseException as error:
                 future.set_exception(error)
         self._tasks.put(None)  # for the next thread

@@ -98,14 +98,34 @@ def test_a_trainer_killed_while_its_workers_start_leaves_no_process(run):
     assert_nobody_is_left(program, 2 * ORPHAN_LIMIT_S)  # which first import torch
 
 
-def test_a_killed_trainer_leaves_no_process_that_is_busy_in_c(run):
-    program = run("""
-        iterator = iter(w.dataloader(w.Texts(fault=w.hold_the_gil)))
-        time.sleep(0.5)
+@pytest.mark.parametrize("started_by", ["the main thread", "a thread", "a thread that has ended"])
+def test_a_killed_trainer_leaves_no_process_that_is_busy_in_c(started_by, run):
+    program = run(
+        """
+        loader = w.dataloader(w.Texts(fault=w.hold_the_gil), prefetch=0)
+        iterators = []
+        def start():
+            iterators.append(iter(loader))
+            if sys.argv[1] == "a thread":
+                next(iterators[0])
+        if sys.argv[1] == "the main thread":
+            start()
+        else:
+            thread = threading.Thread(target=start, daemon=True)
+            thread.start()
+            thread.join(1)
+        if sys.argv[1] != "a thread":
+            threading.Thread(target=next, args=iterators, daemon=True).start()
+        time.sleep(1)
         print("ready", flush=True)
         time.sleep(600)
-    """)
+        """,
+        started_by,
+    )
     program.line()
+    workers = [psutil.Process(pid) for pid in program.running() if pid != program.process.pid]
+    assert len(workers) == 2
+    assert all(worker.cpu_times().user > 0.1 for worker in workers)  # They are at it.
     os.kill(program.process.pid, signal.SIGKILL)
     assert_nobody_is_left(program)
 

@@ -1093,6 +1093,39 @@ def test_a_thread_that_hangs_is_an_error_and_loses_nothing(stop):
     loader.close()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_second_thread_in_next_is_an_error_and_disturbs_nothing(ahead):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def process(item):
+        inside.set()
+        go_on.wait(30)
+        return item
+
+    node = Mapper(Numbers(), process)
+    loader = Loader(Prefetcher(node, 2) if ahead else node)
+    iterator = iter(loader)
+    first = []
+    thread = threading.Thread(target=lambda: first.append(next(iterator)))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(RuntimeError, match="another thread is inside of `next`.*one thread must"):
+        next(iterator)
+    go_on.set()
+    thread.join(30)
+    assert first + list(iterator) == epoch(0)
+    loader.close()
+
+
+def test_threads_may_take_turns():
+    iterator, taken = iter(Loader(Numbers())), []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: taken.append(next(iterator)))
+        thread.start()
+        thread.join(30)
+    assert taken == epoch(0)
+
+
 # Length.
 
 

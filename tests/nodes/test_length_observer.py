@@ -62,6 +62,8 @@ def test_observe_may_return_tokens_or_the_full_observation():
     [
         ({"text": "abc"}, None, r"no length: it is a `dict` with keys \['text'\]"),
         ("abc", None, "no length"),
+        (None, None, r"returned None. Return a sample, or `Skipped\(reason, text\)` to leave it"),
+        (None, len, "returned None. Return a sample"),
         ({"input_ids": None}, None, "no length"),
         ({"input_ids": 5}, None, "must be a list, an array or a tensor, but is 5"),
         ({"input_ids": []}, None, "`tokens` must be in 1..2147483647, but is 0"),

@@ -17,7 +17,7 @@ from worker_functions import Logged, Texts, processor, same
 
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
-from odb_nodes.processing import process_pool
+from odb_nodes.processing import process_pool, worker
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.transport import send
 
@@ -137,7 +137,7 @@ def die_while_writing():
             self.connection.sendall(part[: len(part) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    process_pool.send = lambda connection, parts: send(Half(connection), parts)
+    worker.send = lambda connection, parts: send(Half(connection), parts)
     return np.zeros(8_000_000)
 
 
@@ -328,6 +328,36 @@ def test_the_error_tells_item_position_epoch_worker_and_traceback(workers, fault
     assert any(f"process {pid}" in message for pid in pids)
     assert "Traceback" in message
     assert "in action" in message  # the line of the user's code
+
+
+def test_in_place_the_error_ends_with_the_traceback(fault):
+    node = unshuffled(fault(throw(ValueError("bad image"))))
+    _, message = read_until_error(node, SampleError)
+    assert "process " not in message.partition("Traceback")[0]
+    assert message.endswith("ValueError: bad image")
+
+
+def test_an_interrupt_on_a_worker_thread_names_its_item(fault):
+    process_fn = fault(throw(KeyboardInterrupt("stop")))
+    node = unshuffled(process_fn, **two(method="thread"))
+    delivered, message = read_until_error(node, SampleError)
+    assert delivered == list(range(AT))
+    assert f"item {AT}, sample {AT} of epoch 0, cannot be processed: KeyboardInterrupt" in message
+    state = node.state_dict()
+    node.close()
+    process_fn.mend()
+    assert_goes_on(delivered, state, process_fn)
+
+
+def sleep_for_a_minute(_):
+    time.sleep(60)
+
+
+def test_a_worker_init_fn_that_hangs_is_blamed():
+    options = two(worker_init_fn=sleep_for_a_minute, timeout_s=1.0)
+    node = unshuffled(same, **options)
+    _, message = read_until_error(node, WorkerError)
+    assert "for samples 0..3 of epoch 0: `worker_init_fn` of worker 0 (process " in message
 
 
 class Hidden:

@@ -41,3 +41,9 @@ def ignore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _CAN_MASK:  # processes that the worker starts may want the signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def block_interrupt() -> None:
+    """Block Ctrl-C in this thread, and in what it starts; the main thread handles it."""
+    if _CAN_MASK:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,0 +1,136 @@
+"""Whatever happens while a state is saved or loaded: one clear error, and no file that stays."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from odb_nodes import StateError, load_state, save_state
+
+STATE = {"weights": torch.zeros(400_000)}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where a state was saved before."""
+    save_state({"step": 1}, tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+def assert_unchanged(path):
+    assert load_state(path) == {"step": 1}
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_file(path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_state(STATE, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(path)
+    assert_unchanged(path)
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_os_error_that_names_the_file(path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"No space left on device: '.*state.pt'"):
+        save_state(STATE, path)
+    assert_unchanged(path)
+
+
+def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
+    interrupts, others = 0, []
+    done = threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt():
+        for delay in range(40):
+            time.sleep(0.002 + 0.017 * delay % 0.013)
+            os.kill(os.getpid(), signal.SIGINT)
+        done.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        while not done.is_set():
+            try:
+                while not done.is_set():
+                    save_state(STATE, path)
+            except KeyboardInterrupt:
+                interrupts += 1
+            except Exception as error:
+                others.append(error)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert others == []
+    assert interrupts > 20
+    assert load_state(path)["weights"].shape == (400_000,)
+    assert os.listdir(path.parent) == [path.name]
+
+
+KILLED = """
+import os, sys
+import torch
+from odb_nodes import save_state
+class Dies:
+    def __reduce__(self):
+        os._exit(1)
+save_state([torch.zeros(9), Dies()], sys.argv[1])
+"""
+
+
+@pytest.mark.workers
+def test_what_a_killed_process_left_is_removed_by_the_next(path):
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=60)
+    other = path.parent / ".state.pt.notes"
+    other.touch()
+    assert len(os.listdir(path.parent)) == 3
+    save_state({"step": 1}, path)
+    assert sorted(os.listdir(path.parent)) == [other.name, path.name]
+
+
+def test_two_may_write_the_same_path_at_once(path):
+    class SavesToo:
+        def __reduce__(self):
+            save_state({"step": 2}, path)
+            return OrderedDict, ()
+
+    save_state({"step": 1, "x": SavesToo()}, path)
+    assert load_state(path) == {"step": 1, "x": {}}
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "/dev/null"])
+def test_only_regular_files_are_read_and_replaced(name, tmp_path):
+    path = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(StateError, match=f"`{path}` is a pipe, socket or device"):
+        load_state(path)
+    with pytest.raises(StateError, match=f"`{path}` is a pipe, socket or device"):
+        save_state({}, path)
+    assert not path.is_file()
+
+
+def test_a_folder_is_not_a_state_file(tmp_path):
+    for call in (load_state, lambda path: save_state({}, path)):
+        with pytest.raises(IsADirectoryError, match="is a folder, not a state file"):
+            call(tmp_path)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import unrepeatable_sampler
-from odb_nodes._core.checks import MAX_COUNT, check_count
+from odb_nodes._core.checks import check_count
 from odb_nodes._core.forks import Owner
-from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
+from odb_nodes.contract import copy_state
 from odb_nodes.contract.config import allow_mismatch, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
@@ -24,31 +22,12 @@ from odb_nodes.contract.graph import (
     walk,
 )
 from odb_nodes.contract.node import StatefulNode, check_node
-from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState
 from odb_nodes.loader.ownership import claim, release
 
 T = TypeVar("T")
-
-
-@dataclass(kw_only=True)
-class LoaderState(NodeState):
-    """Where a `Loader` stands.
-
-    Attributes:
-        root: the state of the graph.
-        num_yielded: items yielded in the epoch.
-        ended: the end of the epoch was seen.
-        next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
-        left: the epoch was left by `set_epoch`, so the next one follows.
-    """
-
-    root: SourceState
-    num_yielded: Count
-    ended: bool
-    next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
-    left: bool
 
 
 class Loader(Generic[T]):
@@ -260,12 +239,24 @@ class Loader(Generic[T]):
         if (state.ended and self._restart) or state.left:
             stop_threads(self.root, self._stop_timeout_s)
             return self._begin_epoch()
-        return LoaderIterator(self, state.num_yielded, state.ended)
+        return self._iterator(state.num_yielded, state.ended)
 
     def _begin_epoch(self) -> LoaderIterator[T]:
         begin_epoch(self.root, self._next_epoch)
         self._next_epoch = None
-        return LoaderIterator(self, 0)
+        return self._iterator(0, ended=False)
+
+    def _iterator(self, num_yielded: int, ended: bool) -> LoaderIterator[T]:
+        return LoaderIterator(self.root, self._check_current, self.close, num_yielded, ended)
+
+    def _check_current(self, it: LoaderIterator[T]) -> None:
+        """Raise if the loader has gone on without an iterator, perhaps on another thread."""
+        self._check_process()
+        if self._it is not it:
+            raise RuntimeError(
+                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
+                "again, or raised. Use the newest `iter(loader)`."
+            )
 
     def _see_end(self) -> None:
         """Let the nodes see their end again: some of torchdata's do not keep it in their state."""
@@ -277,76 +268,3 @@ class Loader(Generic[T]):
             "the state was saved at the end of an epoch, but the graph yields more items there. "
             "Resume over the data that the state was saved on."
         )
-
-
-class LoaderIterator(Iterator[T]):
-    """One epoch of a `Loader`, or the rest of one."""
-
-    def __init__(self, loader: Loader[T], num_yielded: int, ended: bool = False) -> None:
-        self._loader = loader
-        self._num_yielded = num_yielded
-        self._ended = ended
-        self._state: LoaderState | None = None  # as long as it is the present one
-        self.touched = False  # so that the next `iter()` begins an epoch
-        self._left = False  # by `set_epoch`, and not taken up again
-        self._taking = threading.RLock()  # of the thread that is inside of `next`
-
-    def leave(self) -> None:
-        """Make the next `iter()` begin an epoch, unless this one is taken up again."""
-        self.touched = self._left = True
-        self._state = None
-
-    def state(self) -> LoaderState:
-        """Return where this iterator stands. Shared: not to be changed or given away."""
-        if self._state is None:
-            root = self._loader.root.state_dict()
-            check_state_of(self._loader.root, root)
-            self._state = LoaderState(
-                root=copy_state(root),
-                num_yielded=self._num_yielded,
-                ended=self._ended,
-                left=self._left,
-            )
-        return self._state
-
-    def __next__(self) -> T:
-        self._loader._check_process()
-        if not self._taking.acquire(blocking=False):
-            raise RuntimeError(
-                "another thread is inside of `next` of this iterator: one thread must take all "
-                "items. To use several, hand the items on by a `queue.Queue`."
-            )
-        try:
-            return self._take()
-        finally:
-            self._taking.release()
-
-    def _take(self) -> T:
-        loader = self._loader
-        self._check_valid()
-        if self._left:
-            self._left, self._state = False, None
-        self.touched = True
-        if self._ended:
-            raise StopIteration
-        try:
-            self.state()  # Should the graph raise, this is where it is taken up again.
-            item: T = next(loader.root)
-        except StopIteration:
-            self._check_valid()
-            self._ended, self._state = True, None
-            raise
-        except BaseException:
-            self._check_valid()
-            loader.close()
-            raise
-        self._num_yielded, self._state = self._num_yielded + 1, None
-        return item
-
-    def _check_valid(self) -> None:
-        """Raise if the loader has gone on without this iterator, perhaps on another thread."""
-        if self._loader._it is not self:
-            raise RuntimeError(
-                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
-                "again, or raised. Use the newest `iter(loader)`."
-            )

@@ -1,0 +1,113 @@
+"""One epoch of a `Loader`: takes items of a graph, and knows where it stands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes._core.checks import MAX_COUNT
+from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
+from odb_nodes.contract.source_states import check_state_of
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class LoaderState(NodeState):
+    """Where a `Loader` stands.
+
+    Attributes:
+        root: the state of the graph.
+        num_yielded: items yielded in the epoch.
+        ended: the end of the epoch was seen.
+        next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
+        left: the epoch was left by `set_epoch`, so the next one follows.
+    """
+
+    root: SourceState
+    num_yielded: Count
+    ended: bool
+    next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
+    left: bool
+
+
+class LoaderIterator(Iterator[T]):
+    """One epoch of a graph, or the rest of one.
+
+    Args:
+        root: last node of the graph.
+        check: raises if the graph has gone on without this iterator, or belongs to another process.
+        close: closes the graph, and keeps the position of this iterator.
+        num_yielded: items yielded before in the epoch.
+        ended: the end of the epoch was seen.
+    """
+
+    def __init__(
+        self,
+        root: BaseNode[T],
+        check: Callable[[LoaderIterator[T]], None],
+        close: Callable[[], None],
+        num_yielded: int,
+        ended: bool,
+    ) -> None:
+        self._root, self._check, self._close = root, check, close
+        self._num_yielded = num_yielded
+        self._ended = ended
+        self._state: LoaderState | None = None  # as long as it is the present one
+        self.touched = False  # so that the next `iter()` begins an epoch
+        self._left = False  # by `set_epoch`, and not taken up again
+        self._taking = threading.RLock()  # of the thread that is inside of `next`
+
+    def leave(self) -> None:
+        """Make the next `iter()` begin an epoch, unless this one is taken up again."""
+        self.touched = self._left = True
+        self._state = None
+
+    def state(self) -> LoaderState:
+        """Return where this iterator stands. Shared: not to be changed or given away."""
+        if self._state is None:
+            root = self._root.state_dict()
+            check_state_of(self._root, root)
+            self._state = LoaderState(
+                root=copy_state(root),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+                left=self._left,
+            )
+        return self._state
+
+    def __next__(self) -> T:
+        self._check(self)
+        if not self._taking.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is inside of `next` of this iterator: one thread must take all "
+                "items. To use several, hand the items on by a `queue.Queue`."
+            )
+        try:
+            return self._take()
+        finally:
+            self._taking.release()
+
+    def _take(self) -> T:
+        if self._left:
+            self._left, self._state = False, None
+        self.touched = True
+        if self._ended:
+            raise StopIteration
+        try:
+            self.state()  # Should the graph raise, this is where it is taken up again.
+            item: T = next(self._root)
+        except StopIteration:
+            self._check(self)
+            self._ended, self._state = True, None
+            raise
+        except BaseException:
+            self._check(self)
+            self._close()
+            raise
+        self._num_yielded, self._state = self._num_yielded + 1, None
+        return item

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 __all__ = [
+    "COUNTED",
     "IGNORE_INDEX",
     "Observation",
     "Observe",
@@ -19,15 +20,21 @@ IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
 
 
+COUNTED = ("labels", "tokens", "samples", "observed")
+"""What the targets of a sample may be: labels that are not -100; tokens, where it has no labels; 1,
+where it has one label as a whole; or what `observe` has returned."""
+
+
 class Sample(NamedTuple):
     """A processed sample and its cost.
 
     Attributes:
         data: the result of processing; the collate function gets it as it is.
         tokens: length in tokens, without padding.
-        targets: supervised tokens after the causal shift.
+        targets: supervised tokens after the causal shift; 1 if it has one label as a whole.
         patches: image patches, 0 for text.
         source: name of the sample's source, "" if sources have no names.
+        counted: what `targets` counts, one of `COUNTED`; "" where nobody has said.
     """
 
     data: Any
@@ -35,6 +42,7 @@ class Sample(NamedTuple):
     targets: int
     patches: int = 0
     source: str = ""
+    counted: str = ""
 
     def of_source(self, name: str) -> Sample:
         """Return this sample with the name of its source, put before a name that it has already."""

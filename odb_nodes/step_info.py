@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from odb_nodes.sample import Sample
+from odb_nodes.sample import COUNTED, Sample
 
 __all__ = [
     "STEP_INFO_KEY",
@@ -73,6 +73,9 @@ class StepInfo:
             rank has.
         local_sources: samples and unpadded tokens of this rank by name of the source. The samples
             add up to `local_samples`; empty in a filler step, and if sources have no names.
+        counted: what the targets of this optimizer step are, on all ranks: `"labels"` that are not
+            -100, `"tokens"` of samples without labels, `"samples"` that have one label each, or as
+            `"observed"` by `observe`; where samples differ, several, as in `"labels+tokens"`.
     """
 
     step: int
@@ -88,6 +91,7 @@ class StepInfo:
     optimizer_targets: int
     modalities: tuple[str, ...] = ()
     local_sources: Mapping[str, SourceCount] = field(default_factory=dict, hash=False)
+    counted: str = ""
 
     @property
     def ends_optimizer_step(self) -> bool:
@@ -107,6 +111,7 @@ class StepInfo:
             optimizer_samples=len(samples),
             optimizer_targets=targets,
             local_sources=count_sources(samples),
+            counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
         )
 
 

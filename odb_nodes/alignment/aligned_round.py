@@ -10,6 +10,7 @@ import numpy as np
 
 from odb_nodes.errors import StateError
 from odb_nodes.planning.alignment import FILLER, RoundPlan
+from odb_nodes.planning.group_costs import counted_in
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo, count_sources
@@ -130,5 +131,6 @@ class AlignedRound:
             optimizer_targets=int(together[:, 2].sum()),
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
             local_sources={} if is_filler else count_sources(group),
+            counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
         )
         return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

@@ -139,9 +139,9 @@ class ODBDataLoader:
             seed,
             timeout_s,
         )
-        root: BaseNode[Any] = GroupCollator(
-            self._aligner, collate, seed, group_rank(process_group)[0]
-        )
+        rank = group_rank(process_group)[0]
+        self._collator = GroupCollator(self._aligner, collate, seed, rank)
+        root: BaseNode[Any] = self._collator
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
         self._loader: Loader[Any] = Loader(root)
@@ -249,6 +249,10 @@ class ODBDataLoader:
         """Process ids of the running worker processes."""
         processors = [one for one in walk(self._samples) if isinstance(one, ParallelProcessor)]
         return [pid for one in processors for pid in one.worker_pids]
+
+    def trust_labels(self) -> None:
+        """Do not warn of weights: the trainer counts the labels of each batch itself."""
+        self._collator.trust_labels()
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next epoch; a loaded state from within an epoch takes precedence."""

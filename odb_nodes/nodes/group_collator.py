@@ -19,6 +19,7 @@ from odb_nodes.contract import Count, EpochNode, EpochState, SourceState
 from odb_nodes.contract.graph import find_budget
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes.batch_checks import BatchChecks
 from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
@@ -44,6 +45,9 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
     the first batch of each `iter`, for which the trainer waits, shows whether the function draws
     from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
     draws for some batches alone says so by an attribute `draws_random_numbers = True`.
+
+    It warns, once each, of batches that exceed the budget, of samples that are padded already, and
+    of labels that are made by `collate_fn` where `loss_scale` has counted tokens.
 
     State: the source's, and the epoch and the number of the step.
 
@@ -75,7 +79,9 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
-        self._collate = collate_for(find_budget(source), collate_fn)
+        budget = find_budget(source)
+        self._collate = collate_for(budget, collate_fn)
+        self._checks = BatchChecks(budget)
         self._seed = check_integer("seed", seed)
         self._rank = resolve_rank(None, None)[0] if rank is None else check_count("rank", rank, 0)
         self._seeded = SeededCollate(self._collate)
@@ -86,6 +92,10 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         self._held: list[Sample] | AlignedGroup | None = (
             None  # taken from the source, and not out yet
         )
+
+    def trust_labels(self) -> None:
+        """Do not warn of weights: the trainer counts the labels of each batch itself."""
+        self._checks.weighs_labels = True
 
     def expect_read_ahead(self) -> None:
         """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
@@ -173,6 +183,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
+        self._checks.check(group, batch, info)
         batch[STEP_INFO_KEY] = info
         return batch
 

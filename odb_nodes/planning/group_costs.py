@@ -7,9 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from odb_nodes._core.checks import check_callable, check_count
 from odb_nodes.planning.alignment import FLAG_BITS, GroupCost
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.sample import Sample
+from odb_nodes.sample import COUNTED, Sample
+
+MOST_MODALITIES = FLAG_BITS - len(COUNTED)
+_COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COUNTED)}
 
 CostFn = Callable[[Sequence[Sample]], int]
+
+
+def counted_in(flags: int) -> str:
+    """Return which of `COUNTED` the flags of groups name, joined by "+"."""
+    return "+".join(kind for kind, bit in _COUNTED_BITS.items() if flags & bit)
 
 
 def padded_tokens(group: Sequence[Sample]) -> int:
@@ -64,9 +72,9 @@ class GroupCostEstimator:
         check_callable("cost_fn", cost_fn)
         self.cost_fn = cost_fn
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
-        if len(self.modalities) > FLAG_BITS:
+        if len(self.modalities) > MOST_MODALITIES:
             raise ValueError(
-                f"`modalities` must be at most {FLAG_BITS}, but are {len(self.modalities)}."
+                f"`modalities` must be at most {MOST_MODALITIES}, but are {len(self.modalities)}."
             )
 
     def __call__(self, group: Sequence[Sample]) -> GroupCost:
@@ -79,7 +87,8 @@ class GroupCostEstimator:
                 1 << bit
                 for bit, is_in in enumerate(self.modalities.values())
                 if any(map(is_in, group))
-            ),
+            )
+            | sum(_COUNTED_BITS[kind] for kind in {sample.counted for sample in group} if kind),
         )
 
 

@@ -13,6 +13,9 @@ from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped, SourceItem
 
+_LABELS = ("labels", "label", "label_ids")
+_SPANS = ("start_positions", "end_positions")
+
 
 def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
     """Return `data` with its length, supervised tokens and patches; `Skipped` as it is.
@@ -21,7 +24,9 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
         data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
             are a list, an array or a tensor, (L,) or (1, L); `labels` likewise, where present.
         observe: maps the data to its tokens, or to an `Observation`. By default tokens is L;
-            targets is the number of `labels[1:]` that are not -100, or tokens - 1 without labels;
+            targets is the number of `labels[1:]` that are not -100; 1 where there is one label for
+            the whole sample (`labels`, `label` or `label_ids` is a number, or holds fractions; or
+            there are `start_positions`); or else tokens - 1;
             patches is the sum of the products of `image_grid_thw`'s rows, or else the first
             dimension of `pixel_values`.
 
@@ -47,12 +52,17 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     try:
         tokens, targets, patches = Observation(*seen)
         tokens = check_count("tokens", tokens)
+        counted = "observed"
         if targets is None:
-            targets = _count_targets(data, tokens)
+            targets, counted = _count_targets(data, tokens)
         if patches is None:
             patches = _count_patches(data)
         return Sample(
-            data, tokens, check_count("targets", targets, 0), check_count("patches", patches, 0)
+            data,
+            tokens,
+            check_count("targets", targets, 0),
+            check_count("patches", patches, 0),
+            counted=counted,
         )
     except (TypeError, ValueError) as error:
         raise SampleError(
@@ -72,16 +82,23 @@ def _length_of(data: Any) -> int:
     return len(flatten_row("input_ids", ids))
 
 
-def _count_targets(data: Any, tokens: int) -> int:
-    labels = data.get("labels") if isinstance(data, Mapping) else None
-    if labels is None or not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) == 0:
-        return tokens - 1
+def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
+    """Return the targets of a sample, and which of `COUNTED` they are."""
+    held = data if isinstance(data, Mapping) else {}
+    labels = next((held[key] for key in _LABELS if held.get(key) is not None), None)
+    if labels is None:
+        is_span = any(held.get(key) is not None for key in _SPANS)
+        return (1, "samples") if is_span else (tokens - 1, "tokens")
+    if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) == 0:
+        return 1, "samples"
     row = flatten_row("labels", labels)
     if isinstance(row, torch.Tensor):
         row = row.numpy(force=True)
+    if len(row) == 1 < tokens or isinstance(row[0] if len(row) else 0, (float, np.floating)):
+        return 1, "samples"
     if isinstance(row, np.ndarray):
-        return int(np.count_nonzero(row[1:] != IGNORE_INDEX))
-    return sum(label != IGNORE_INDEX for label in row[1:])
+        return int(np.count_nonzero(row[1:] != IGNORE_INDEX)), "labels"
+    return sum(label != IGNORE_INDEX for label in row[1:]), "labels"
 
 
 def _count_patches(data: Any) -> int:

@@ -38,8 +38,22 @@ def test_targets_are_the_labels_that_count_after_the_causal_shift(kind):
 
 
 def test_a_class_label_is_not_a_row_of_labels():
-    assert observe({"input_ids": IDS, "labels": 3}).targets == 3
-    assert observe({"input_ids": IDS, "labels": torch.tensor(3)}).targets == 3
+    for label in (3, 0.5, torch.tensor(3), np.int64(3), [3], torch.tensor([3]), [0.5, 1.0, 0.0]):
+        for key in ("labels", "label", "label_ids"):
+            sample = observe({"input_ids": IDS, key: label})
+            assert (sample.targets, sample.counted) == (1, "samples")
+
+
+def test_a_span_of_the_sample_is_one_target():
+    sample = observe({"input_ids": IDS, "start_positions": 0, "end_positions": 2})
+    assert (sample.targets, sample.counted) == (1, "samples")
+
+
+def test_a_sample_says_what_its_targets_are():
+    assert observe({"input_ids": IDS}).counted == "tokens"
+    assert observe({"input_ids": IDS, "labels": IDS}).counted == "labels"
+    assert observe({"input_ids": IDS}, lambda _: Observation(4, 1)).counted == "observed"
+    assert observe({"input_ids": IDS}, len).counted == "tokens"
 
 
 def test_patches_come_from_the_image_fields():
@@ -54,7 +68,8 @@ def test_observe_may_return_tokens_or_the_full_observation():
     assert observe(item, lambda x: np.int64(7)).tokens == 7
     assert observe(item, lambda _: Observation(9, targets=0, patches=2))[1:4] == (9, 0, 2)
     assert observe(item, lambda _: (9, 4))[1:4] == (9, 4, 0)
-    assert observe("any object", lambda _: 5) == Sample("any object", 5, 4, 0)
+    expected = Sample("any object", 5, 4, 0, counted="tokens")
+    assert observe("any object", lambda _: 5) == expected
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def make_batches(trainer: Any) -> TrainBatches:
     if dataset is None:
         raise ValueError("`train_dataset` must be given to train, but is None.")
     loader = ODBDataLoader(dataset, **vars(loader_options(trainer)))
+    loader.trust_labels()
     # The length of a dict is its number of datasets; that of a node is of one rank.
     is_counted = isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode))
     samples = len(dataset) if is_counted else None

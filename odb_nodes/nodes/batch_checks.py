@@ -1,0 +1,126 @@
+"""Compare batches with what they were planned as, and warn of what would go wrong unseen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import IGNORE_INDEX, Sample
+from odb_nodes.step_info import StepInfo
+
+_MOST_SHAPES = 4096
+_LEAST_REAL_SHARE = 0.75  # of the tokens of samples; below, the samples hold padding
+_SAME_TARGETS = 0.05  # relative difference that a weight may have
+
+
+class BatchChecks:
+    """Checks the batches of a graph, and warns once of each kind of mistake.
+
+    Only batches of a shape that has not come before are looked at, so that it costs next to
+    nothing.
+
+    Args:
+        budget: the budget of the groups; `None` where it is not known.
+    """
+
+    def __init__(self, budget: TokenBudget | None) -> None:
+        self._budget = budget
+        self._shapes: set[tuple[int, ...]] = set()
+        self._said: set[str] = set()
+        self.weighs_labels = False
+        """Whether the trainer counts the labels of each batch itself."""
+
+    def check(self, group: list[Sample], batch: Mapping[str, Any], info: StepInfo) -> None:
+        """Warn of what is wrong with a batch.
+
+        Args:
+            group: the samples that it was made of.
+            batch: what `collate_fn` returned.
+            info: what was planned for the step.
+        """
+        ids = batch.get("input_ids", batch.get("inputs_embeds"))
+        shape = tuple(ids.shape[:2]) if isinstance(ids, torch.Tensor) and ids.ndim > 1 else ()
+        new = bool(shape) and shape not in self._shapes and len(self._shapes) < _MOST_SHAPES
+        if new:
+            self._shapes.add(shape)
+            self._check_shape(group, shape)
+            self._check_padding(group, batch, shape)
+            if not (self.weighs_labels or info.is_filler):
+                self._check_labels(batch, info, shape)
+        if "+" in info.counted and "samples" in info.counted and not self.weighs_labels:
+            self._warn(
+                "counted",
+                f"the targets of step {info.step} are not alike: {info.counted}. Some samples have "
+                "one label each, others one per token, so `loss_scale` weighs the latter many "
+                "times as much. Give all samples labels of one kind, or let `observe` return an "
+                "`Observation` with `targets`.",
+            )
+
+    def _check_shape(self, group: list[Sample], shape: tuple[int, ...]) -> None:
+        budget, rows_tokens = self._budget, shape[0] * shape[1]
+        if budget is None or rows_tokens <= budget.tokens:
+            return
+        planned = budget.cost([sample.tokens for sample in group])
+        if planned > budget.tokens:  # an oversize sample, of which the bucketer has warned
+            return
+        self._warn(
+            "shape",
+            f"a batch of {len(group)} samples has {shape[0]} x {shape[1]} = {rows_tokens} tokens, "
+            f"above the budget of {budget.tokens}; {planned} were planned. Either `observe` does "
+            "not return the length in tokens (it must be that of `input_ids`), or `collate_fn` "
+            "pads further than to the longest sample (leave out `max_length`, and say a multiple "
+            "as `TokenBudget(pad_to_multiple_of=...)`).",
+        )
+
+    def _check_padding(
+        self, group: list[Sample], batch: Mapping[str, Any], shape: tuple[int, ...]
+    ) -> None:
+        mask = batch.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape:
+            return
+        observed, real = sum(sample.tokens for sample in group), int(mask.ne(0).sum())
+        if real < _LEAST_REAL_SHARE * observed:
+            self._warn(
+                "padding",
+                f"of {observed} tokens of the samples of a batch, `attention_mask` leaves {real}: "
+                "the samples are padded already, and padding fills the budget. Tokenize without "
+                '`padding="max_length"`; or cut it off in `process_fn`: `n = '
+                'sum(sample["attention_mask"])`, then `{key: row[:n] for key, row in '
+                "sample.items()}`.",
+            )
+
+    def _check_labels(
+        self, batch: Mapping[str, Any], info: StepInfo, shape: tuple[int, ...]
+    ) -> None:
+        """Warn where labels that were made in `collate_fn` make another weight of the loss."""
+        labels, planned = batch.get("labels"), info.local_targets
+        if info.counted != "tokens" or not isinstance(labels, torch.Tensor) or not planned:
+            return
+        factor = info.loss_scale * info.optimizer_targets / planned
+        alone = info.optimizer_targets == planned
+        if alone or abs(factor - round(factor)) > 1e-6 or info.loss_scale == 1.0:  # not "exact"
+            return
+        if labels.ndim == 1:
+            found = len(labels)
+        elif tuple(labels.shape) == shape:
+            found = int(labels[:, 1:].ne(IGNORE_INDEX).sum())
+        else:
+            return
+        if abs(found - planned) > _SAME_TARGETS * planned:
+            self._warn(
+                "labels",
+                f"`collate_fn` made {found} labels in step {info.step}, where {planned} targets "
+                "were counted: the samples have no labels, so their tokens were. `loss_scale`, "
+                "which weighs this batch against other ranks and micro-steps, goes by the latter. "
+                "Make the labels in `process_fn`, or let `observe` return an `Observation` with "
+                "the expected number of `targets`.",
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(message, stacklevel=4)

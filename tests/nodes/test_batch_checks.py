@@ -1,0 +1,104 @@
+"""Warnings of batches that are not what they were planned as: each once, with its remedy."""
+
+import warnings
+
+import pytest
+import torch
+
+from odb_nodes import Observation, ODBDataLoader, PaddingCollate, pop_step_info
+
+TEXT = [{"input_ids": [1] * (n % 60 + 4)} for n in range(300)]
+LABELS = [{**one, "labels": one["input_ids"]} for one in TEXT]
+
+
+def warned(dataset, epochs=2, **options):
+    """The warnings of some epochs."""
+    loader = ODBDataLoader(dataset, **{"token_budget": 512, "window": 64, **options})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(epochs):
+            for _ in loader:
+                pass
+    return [str(one.message) for one in caught]
+
+
+def padded_to(length):
+    def collate(samples):
+        batch = PaddingCollate()(samples)
+        rows = batch["input_ids"]
+        return {"input_ids": torch.nn.functional.pad(rows, (0, length - rows.shape[1]))}
+
+    return collate
+
+
+def masked(samples):
+    """Masked language modelling: a label for every seventh token or so."""
+    batch = PaddingCollate()(samples)
+    chosen = torch.rand(batch["input_ids"].shape) < 0.15
+    return {**batch, "labels": batch["input_ids"].masked_fill(~chosen, -100)}
+
+
+def causal(samples):
+    batch = PaddingCollate()(samples)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"observe": len}, {"observe": lambda _: 1}, {"collate_fn": padded_to(128)}],
+    ids=["keys of the dict", "one", "padded to 128"],
+)
+def test_batches_that_exceed_the_budget_are_told_of(options):
+    (message,) = warned(TEXT, **options)
+    assert "above the budget of 512" in message and "pad_to_multiple_of" in message
+
+
+def test_samples_that_are_padded_already_are_told_of():
+    padded = [
+        {
+            "input_ids": one["input_ids"] + [0] * (512 - len(one["input_ids"])),
+            "attention_mask": one["input_ids"] + [0] * (512 - len(one["input_ids"])),
+        }
+        for one in TEXT
+    ]
+    (message,) = warned(padded, token_budget=4096)
+    assert "the samples are padded already" in message and "process_fn" in message
+
+
+@pytest.mark.parametrize("data", [TEXT, LABELS], ids=["text", "labels"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"collate_fn": causal}], ids=str)
+def test_good_batches_are_not_warned_of(data, options):
+    assert warned(data, **options) == []
+
+
+def test_a_sample_that_exceeds_the_budget_on_its_own_is_warned_of_by_the_bucketer_alone():
+    messages = warned([*TEXT, {"input_ids": [1] * 600}], epochs=1)
+    assert len(messages) == 1 and "exceeds the budget on its own" in messages[0]
+
+
+def test_labels_that_the_collate_function_makes_are_told_of_where_the_weight_is_wrong():
+    (message,) = warned(TEXT, collate_fn=masked, accumulate=3)
+    assert "Make the labels in `process_fn`" in message and "Observation" in message
+    assert warned(TEXT, collate_fn=masked) == []  # One batch of one rank weighs 1 anyway.
+    for scaling in ("none", "approx"):
+        assert warned(TEXT, collate_fn=masked, accumulate=3, loss_scaling=scaling) == []
+
+    def observe(sample):
+        return Observation(len(sample["input_ids"]), targets=1)
+
+    assert warned(TEXT, collate_fn=masked, accumulate=3, observe=observe) == []
+
+
+def test_a_class_of_each_sample_is_one_target():
+    classes = [{**one, "labels": n % 2} for n, one in enumerate(TEXT)]
+    for batch in ODBDataLoader(classes, token_budget=512, window=32, accumulate=2):
+        info = pop_step_info(batch)
+        assert info.counted == "samples"
+        assert info.local_targets == info.local_samples
+        assert info.loss_scale == info.local_samples / info.optimizer_samples
+
+
+def test_samples_with_one_label_beside_others_are_told_of():
+    mixed = [*LABELS[:150], *({**one, "labels": 1} for one in TEXT[:150])]
+    messages = warned(mixed, collate_fn=lambda group: {"ids": [len(one) for one in group]})
+    assert len(messages) == 1 and "labels+samples" in messages[0]

@@ -76,6 +76,9 @@ class StepInfo:
         counted: what the targets of this optimizer step are, on all ranks: `"labels"` that are not
             -100, `"tokens"` of samples without labels, `"samples"` that have one label each, or as
             `"observed"` by `observe`; where samples differ, several, as in `"labels+tokens"`.
+        local_tokens: unpadded tokens of this rank; 0 in a filler step.
+        local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
+            else those that were planned under the budget. 0 where neither is known.
     """
 
     step: int
@@ -92,6 +95,12 @@ class StepInfo:
     modalities: tuple[str, ...] = ()
     local_sources: Mapping[str, SourceCount] = field(default_factory=dict, hash=False)
     counted: str = ""
+    local_tokens: int = 0
+    local_padded_tokens: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""
+        raise AttributeError(f"`StepInfo` has no attribute {name!r}{hint}.", name=name, obj=self)
 
     @property
     def ends_optimizer_step(self) -> bool:

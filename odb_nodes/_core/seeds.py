@@ -49,14 +49,14 @@ def preserved_rngs() -> Iterator[None]:
 
 def states_of_rngs() -> tuple[Any, ...]:
     """Return the states of the global generators, which change if anybody draws from them."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
     python, generator = random.getstate(), torch.get_rng_state()
-    return python, name, keys.tobytes(), *rest, generator.numpy().tobytes()
+    return python, name, np.asarray(keys).tobytes(), *rest, generator.numpy().tobytes()
 
 
 def is_global(generator: Any) -> bool:
     """Tell whether a generator is one of the global ones, which `seed_rngs` seeds."""
-    shared = (torch.default_generator, np.random.mtrand._rand, random._inst)  # type: ignore[attr-defined]
+    shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
     return any(generator is one for one in shared)
 
 

@@ -126,6 +126,7 @@ class ODBDataLoader:
         self._samples = sample_node(
             dataset, options, getattr(collate, "prepare", None) if ours else None
         )
+        self._budget = options.budget
         self._bucketer = WindowBucketer(self._samples, options.budget, window, state)
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
@@ -189,6 +190,16 @@ class ODBDataLoader:
         """Begin the next epoch, or continue from a loaded state. See `Loader`."""
         return iter(self._loader)
 
+    def __repr__(self) -> str:
+        try:
+            done = f"{self.samples_done} of {self.num_samples} samples"
+        except TypeError:  # of a dataset without a length
+            done = f"{self.samples_done} samples"
+        return (
+            f"{type(self).__name__}({type(self.dataset).__name__}, {self._budget}, "
+            f"epoch {self.epoch}, step {self.step}: {done} done)"
+        )
+
     def __len__(self) -> int:
         """Raise an error: the number of batches is known only when an epoch has ended.
 
@@ -213,6 +224,25 @@ class ODBDataLoader:
             TypeError: the dataset does not know its length.
         """
         return length_of(self._samples)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the most recent iterator, or a loaded state, is in."""
+        return self._at("epoch")
+
+    @property
+    def step(self) -> int:
+        """Number of batches taken of that epoch."""
+        return self._at("step")
+
+    @property
+    def samples_done(self) -> int:
+        """Number of samples in those batches, on this rank; of `num_samples`."""
+        return self._at("samples")
+
+    def _at(self, field: str) -> int:
+        position = self._loader.position
+        return 0 if position is None else int(position.root[field])
 
     @property
     def replayed_samples(self) -> int:

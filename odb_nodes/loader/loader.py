@@ -107,6 +107,16 @@ class Loader(Generic[T]):
         assert self._it is not None
         return self._it
 
+    @property
+    def position(self) -> LoaderState | None:
+        """Where the loaded state or the most recent iterator stands; `None` before the first.
+
+        Begins nothing. Shared: not to be changed.
+        """
+        if self._pending is not None or self._it is None:
+            return self._pending
+        return self._it.state()
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands. The caller owns the result."""
         state = self._pending

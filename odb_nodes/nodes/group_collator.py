@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_count, check_integer
@@ -27,10 +28,17 @@ from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 @dataclass(kw_only=True)
 class CollatorState(EpochState):
-    """The state of the source, and the number of the next step in the epoch."""
+    """Where a `GroupCollator` stands.
+
+    Attributes:
+        source: the state of the source.
+        step: steps of the epoch that are done.
+        samples: samples of this rank that were in them.
+    """
 
     source: SourceState
     step: Count
+    samples: Count
 
 
 class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
@@ -79,19 +87,17 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
-        budget = find_budget(source)
-        self._collate = collate_for(budget, collate_fn)
-        self._checks = BatchChecks(budget)
+        self._budget = find_budget(source)
+        self._collate = collate_for(self._budget, collate_fn)
+        self._checks = BatchChecks(self._budget)
         self._seed = check_integer("seed", seed)
         self._rank = resolve_rank(None, None)[0] if rank is None else check_count("rank", rank, 0)
         self._seeded = SeededCollate(self._collate)
         self._read_ahead = False
         self._thread = threading.get_ident()  # that has reset this node: the trainer's
         self._fresh = True  # no batch since the reset
-        self._step = 0
-        self._held: list[Sample] | AlignedGroup | None = (
-            None  # taken from the source, and not out yet
-        )
+        self._step = self._samples = 0
+        self._held: AlignedGroup | None = None  # taken from the source, and not out yet
 
     def trust_labels(self) -> None:
         """Do not warn of weights: the trainer counts the labels of each batch itself."""
@@ -107,12 +113,12 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
-        self._held, self._step = None, 0
+        self._held, self._step, self._samples = None, 0, 0
         self.source.reset(None)
 
     def restore(self, state: CollatorState) -> None:
         """Go to where the source stands."""
-        self._held, self._step = None, state.step
+        self._held, self._step, self._samples = None, state.step, state.samples
         self.source.reset(state.source)
 
     def next(self) -> MutableMapping[str, Any]:
@@ -123,11 +129,12 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 group.
         """
         if self._held is None:
-            self._held = next(self.source)
-        batch = self._batch(self._held)
-        self._held, self._fresh = None, False
+            self._held = self._aligned(next(self.source))
+        batch: Any = self._batch(*self._held)
+        self._samples += self._held.info.local_samples
         self._step += 1
-        return batch
+        self._held, self._fresh = None, False
+        return batch  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: the seed, unless `collate_fn` is known not to draw."""
@@ -145,16 +152,21 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 f"there is no state after `collate_fn` failed at step {self._step}: its group "
                 "would be lost. Load the last state saved before."
             )
-        return CollatorState(source=self.source.state_dict(), step=self._step)
+        source = self.source.state_dict()
+        return CollatorState(source=source, step=self._step, samples=self._samples)
 
-    def _batch(self, item: list[Sample] | AlignedGroup) -> MutableMapping[str, Any] | DeferredBatch:
+    def _aligned(self, item: list[Sample] | AlignedGroup) -> AlignedGroup:
         group, info = item if isinstance(item, AlignedGroup) else (item, None)
         if not isinstance(group, list) or not all(isinstance(one, Sample) for one in group):
             raise TypeError(
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
-        info = info or StepInfo.of_one_rank(group, self._step)
+        return AlignedGroup(group, info or StepInfo.of_one_rank(group, self._step))
+
+    def _batch(
+        self, group: list[Sample], info: StepInfo
+    ) -> MutableMapping[str, Any] | DeferredBatch:
         key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self._step)
         run = partial(self._collate_group, group, info)
         if self._seeded.draws_nothing:
@@ -184,8 +196,18 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
         self._checks.check(group, batch, info)
-        batch[STEP_INFO_KEY] = info
+        batch[STEP_INFO_KEY] = self._with_tokens(group, batch, info)
         return batch
+
+    def _with_tokens(
+        self, group: list[Sample], batch: Mapping[str, Any], info: StepInfo
+    ) -> StepInfo:
+        tokens = [sample.tokens for sample in group]
+        padded = 0 if self._budget is None else self._budget.cost(tokens)
+        if isinstance(ids := batch.get("input_ids"), torch.Tensor):
+            padded = ids.numel()
+        real = 0 if info.is_filler else sum(tokens)
+        return replace(info, local_tokens=real, local_padded_tokens=padded)
 
 
 def _name_of(group: list[Sample], index: int | None) -> str:

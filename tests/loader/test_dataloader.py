@@ -422,3 +422,39 @@ def test_a_dataset_that_raises_names_the_sample_and_loses_nothing():
             seen += ids(loader)  # goes on where it stood, with new workers
         with ODBDataLoader(Dataset(), **options) as reference:
             assert seen == ids(reference)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.workers)])
+def test_a_loader_tells_where_it_stands_also_after_a_resume(num_workers):
+    def make():
+        return ODBDataLoader(Dataset(), token_budget=256, window=24, num_workers=num_workers)
+
+    with make() as loader:
+        assert (loader.epoch, loader.step, loader.samples_done) == (0, 0, 0)
+        list(loader)
+        samples = 0
+        for step, batch in enumerate(loader, 1):
+            samples += len(batch["id"])
+            assert (loader.epoch, loader.step, loader.samples_done) == (1, step, samples)
+            if step == 3:
+                break
+        state = loader.state_dict()
+    with make() as resumed:
+        resumed.load_state_dict(state)
+        expected = f"epoch 1, step 3: {samples} of {len(Dataset())} samples done)"
+        assert repr(resumed).endswith(expected)
+        assert repr(resumed).startswith("ODBDataLoader(Dataset, TokenBudget(tokens=256")
+
+
+def test_a_step_tells_its_tokens_with_and_without_padding():
+    for batch in ODBDataLoader(Dataset(), token_budget=256, window=24):
+        info = pop_step_info(batch)
+        assert info.local_tokens == int(batch["attention_mask"].sum())
+        assert info.local_padded_tokens == batch["input_ids"].numel()
+
+
+def test_a_loop_that_moves_the_step_info_to_a_device_is_told_to_take_it_out():
+    batch = next(iter(ODBDataLoader(Dataset(), token_budget=256)))
+    with pytest.raises(AttributeError, match="'to': take it out of the batch first, by `pop_st"):
+        {key: value.to("cpu") for key, value in batch.items()}
+    assert not hasattr(pop_step_info(batch), "cpu")

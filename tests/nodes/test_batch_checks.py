@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from odb_nodes import ODBDataLoader, Observation, PaddingCollate, pop_step_info
+from odb_nodes import Observation, ODBDataLoader, PaddingCollate, pop_step_info
 
 TEXT = [{"input_ids": [1] * (n % 60 + 4)} for n in range(300)]
 LABELS = [{**one, "labels": one["input_ids"]} for one in TEXT]

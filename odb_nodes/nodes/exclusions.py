@@ -65,6 +65,24 @@ class ExclusionCounter:
         self.dropped += drops
         return not drops
 
+    def summary(self, samples: int) -> str:
+        """Return what became of samples beyond the first of each kind; "" if there are none.
+
+        Args:
+            samples: the number of samples of the epoch.
+        """
+        skipped = sum(self.skipped.values())
+        if self.oversize <= 1 and skipped == len(self.skipped):
+            return ""
+        alone = self.oversize - self.dropped
+        kinds = {
+            f"{alone} exceed the budget on their own (groups of their own)": alone,
+            f"{self.dropped} exceed it and were dropped": self.dropped,
+            f"{skipped} were skipped by processing: {self.skipped}": skipped,
+        }
+        found = "; ".join(text for text, count in kinds.items() if count)
+        return f"of the {samples} samples of the epoch, {found}."
+
     def check_not_all(self, samples: int) -> None:
         """Raise where an epoch had samples, but none came out: the data or the budget is wrong.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any, get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.options import PlanOptions
@@ -65,6 +67,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._budget = TokenBudget.of(budget)
         self._window = check_count("window", window)
         self._mode = state
+        self._pool_check = PoolCheck(self._budget, self._window)
+        self._summary = ""  # of the exclusions of the last epoch
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
         self._clear()
@@ -170,7 +174,9 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         if not len(self._pool):
             raise StopIteration
         group = self._pool.take(draining=self._ended)
-        if self._ended and not len(self._pool):
+        if not self._ended:
+            self._pool_check.note(group)
+        elif not len(self._pool):
             self._end()
         self._snapshots.at_or_before(self._pool.oldest)  # forgets earlier ones
         return group
@@ -220,6 +226,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def _end(self) -> None:
         """Stand at the end of the epoch: nothing is left to pull again."""
         self._snapshots.take(self._pool.pulled, only=True)
+        summary, before = self._exclusions.summary(self._pool.pulled), self._summary
+        if summary and summary != before:  # most epochs are alike
+            self._summary = summary
+            warnings.warn(summary, stacklevel=3)
 
     def _recipe(self, base: int) -> bytes | None:
         """Return tokens, ordinals since `base` and patches of the pooled samples, (3, n) int32."""

@@ -66,7 +66,11 @@ def test_samples_that_are_padded_already_are_told_of():
 
 
 @pytest.mark.parametrize("data", [TEXT, LABELS], ids=["text", "labels"])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"collate_fn": causal}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 3}, {"collate_fn": causal}],
+    ids=["plain", "accumulated", "collated"],
+)
 def test_good_batches_are_not_warned_of(data, options):
     assert warned(data, **options) == []
 

@@ -147,7 +147,7 @@ def test_nodes_pass_a_skipped_sample_on():
     items = [Skipped("a"), SourceItem("x", Skipped("b")), SourceItem("x", {"input_ids": [1]})]
     observed = list(Loader(LengthObserver(IterableWrapper(items))))
     skipped = Skipped("b", "source 'x'.")
-    assert observed == [Skipped("a"), skipped, Sample({"input_ids": [1]}, 1, 0, source="x")]
+    assert observed == [Skipped("a"), skipped, Sample({"input_ids": [1]}, 1, 0, 0, "x", "tokens")]
 
 
 @pytest.mark.parametrize("by", ["samples", "tokens"])

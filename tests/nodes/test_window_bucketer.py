@@ -1,5 +1,7 @@
 import io
 import pickle
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -195,21 +197,20 @@ def test_data_that_changed_under_a_state_is_an_error(change, message):
         WindowBucketer(samples(change(LENGTHS)), 100, 16).reset(state)
 
 
-@pytest.mark.filterwarnings("error")
-def test_oversize_alone_gives_one_warning_and_a_count():
+def test_oversize_alone_gives_a_warning_a_summary_and_a_count():
     with pytest.warns(UserWarning, match="sample 1 of the epoch, with 300 tokens .* own") as caught:
         node = bucketer([5, 300, 5, 200, 5])
         groups = ids(node)
-    assert len(caught) == 1
+    assert len(caught) == 2  # the first sample, and the summary of the epoch
     assert sorted(groups) == [[0, 2, 4], [1], [3]]
     assert (node.oversize_samples, node.dropped_samples) == (2, 0)
 
 
-def test_oversize_drop_gives_one_warning_and_a_count_that_the_state_keeps():
+def test_oversize_drop_gives_a_warning_a_summary_and_a_count_that_the_state_keeps():
     with pytest.warns(UserWarning, match="dropped") as caught:
         node = bucketer([300, 5, 5, 200, 5], TokenBudget(100, oversize="drop"))
         next(node)
-    assert len(caught) == 1
+    assert len(caught) == 2
     assert (node.oversize_samples, node.dropped_samples) == (2, 2)
     again = bucketer([300, 5, 5, 200, 5], TokenBudget(100, oversize="drop"))
     again.reset(node.state_dict())
@@ -335,3 +336,50 @@ def test_a_payload_that_cannot_be_plain_data_is_an_error(data):
     next(node)
     with pytest.raises(SampleError, match=f"cannot hold `{type(data).__name__}`"):
         node.state_dict()
+
+
+def warnings_of(node, epochs=1):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(epochs):
+            node.reset(None)
+            list(node)
+    return [str(one.message) for one in caught]
+
+
+def lognormal(count):
+    draws = np.random.default_rng(0).lognormal(4, 0.8, count)
+    return [int(length) + 1 for length in draws]
+
+
+def test_a_pool_too_small_for_the_budget_is_told_of_with_a_window_that_does():
+    def bucketer(window, budget=16_384):
+        return WindowBucketer(samples(lognormal(8000)), budget, window)
+
+    (message,) = warnings_of(bucketer(64), epochs=2)
+    assert "of the tokens of the first 16 batches are padding" in message
+    window = int(re.search(r"Raise it to `window=(\d+)`", message)[1])
+    assert 1000 < window < 8000
+    assert warnings_of(bucketer(window)) == []
+    assert warnings_of(bucketer(256, 1900)) == []
+    assert warnings_of(bucketer(64, TokenBudget(16_384, max_samples=4))) == []
+    assert warnings_of(bucketer(64, TokenBudget(16_384, layout="packed"))) == []
+
+
+@pytest.mark.parametrize("oversize", ["alone", "drop"])
+def test_an_epoch_ends_with_a_summary_of_samples_that_are_too_large(oversize):
+    lengths = [90, 10, 10, 95, 10, 99, 10]
+    node = WindowBucketer(samples(lengths), TokenBudget(64, oversize=oversize), 4)
+    first, summary = warnings_of(node, epochs=1)
+    assert "sample 0 of the epoch" in first
+    assert summary.startswith("of the 7 samples of the epoch, 3 exceed")
+    assert ("dropped" in summary) == (oversize == "drop")
+
+
+def test_one_sample_that_is_too_large_needs_no_summary():
+    assert len(warnings_of(WindowBucketer(samples([90, 10, 10]), 64, 4), epochs=1)) == 1
+
+
+def test_a_summary_that_is_that_of_the_epoch_before_is_not_repeated():
+    messages = warnings_of(WindowBucketer(samples([90, 95, 10, 10]), 64, 4), epochs=3)
+    assert sum("of the 4 samples" in one for one in messages) == 1

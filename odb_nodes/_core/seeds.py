@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["global_rngs", "preserved_rngs", "seed_generator", "seed_rngs", "states_of_rngs"]
+__all__ = [
+    "GENERATORS",
+    "global_rngs",
+    "is_global",
+    "preserved_rngs",
+    "seed_generator",
+    "seed_rngs",
+    "states_of_rngs",
+]
 
 global_rngs = threading.RLock()
 """Held by the thread of this library that has seeded the global generators, until they are back."""
@@ -41,14 +49,15 @@ def preserved_rngs() -> Iterator[None]:
 
 def states_of_rngs() -> tuple[Any, ...]:
     """Return the states of the global generators, which change if anybody draws from them."""
-    name, keys, *rest = np.random.get_state()
+    legacy: Any = np.random.get_state()
+    name, keys, *rest = legacy
     python, generator = random.getstate(), torch.get_rng_state()
     return python, name, keys.tobytes(), *rest, generator.numpy().tobytes()
 
 
 def is_global(generator: Any) -> bool:
     """Tell whether a generator is one of the global ones, which `seed_rngs` seeds."""
-    shared = (torch.default_generator, np.random.mtrand._rand, random._inst)  # type: ignore[attr-defined]
+    shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
     return any(generator is one for one in shared)
 
 

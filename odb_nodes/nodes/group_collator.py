@@ -124,10 +124,11 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         """
         if self._held is None:
             self._held = next(self.source)
-        batch = self._batch(self._held)
+        batch: Any = self._batch(self._held)
         self._held, self._fresh = None, False
         self._step += 1
-        return batch
+        made: MutableMapping[str, Any] = batch
+        return made
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: the seed, unless `collate_fn` is known not to draw."""

@@ -350,6 +350,14 @@ def test_a_source_without_a_function_is_named():
         list(Loader(node))
 
 
+def test_weights_of_the_same_ratio_are_the_same_configuration():
+    node, doubled = mixer(), mixer(weights={name: 2 * one for name, one in WEIGHTS.items()})
+    node.reset(None)
+    items = [next(node) for _ in range(5)]
+    doubled.reset(node.state_dict())
+    assert items and list(doubled) == list(node)
+
+
 def test_other_weights_are_refused():
     node = mixer()
     node.reset(None)

@@ -42,6 +42,12 @@ def tokenizer_name(tokenizer: Any) -> str:
     return f"{name} of {len(words)} tokens, {zlib.crc32(repr(words).encode()):08x}"
 
 
+def ratios(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return weights as multiples of the smallest: 2 to 1 is what 4 to 2 is."""
+    least = min(weights.values())
+    return {name: round(float(weight / least), 9) for name, weight in weights.items()}
+
+
 def _show(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 __all__ = [
+    "GENERATORS",
     "global_rngs",
+    "is_global",
     "load_rngs",
     "preserved_rngs",
     "save_rngs",

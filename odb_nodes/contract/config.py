@@ -12,7 +12,7 @@ from typing import Any
 
 from odb_nodes.errors import StateError
 
-__all__ = ["allow_mismatch", "check_config", "equal", "is_strict", "several_changes"]
+__all__ = ["allow_mismatch", "check_config", "equal", "several_changes"]
 
 _REMEDY = (
     "Build the graph as it was, or load with `strict=False` if the change is meant: the rest of "
@@ -33,11 +33,6 @@ def allow_mismatch(allow: bool = True) -> Iterator[None]:
         yield
     finally:
         _strict.reset(token)
-
-
-def is_strict() -> bool:
-    """Whether a changed field is an error, as it is outside of `allow_mismatch`."""
-    return _strict.get()
 
 
 def check_config(
@@ -97,7 +92,7 @@ def _reject(message: str, fixed: Collection[str]) -> None:
             "node as it was, or load a state that was saved after the last step of an epoch."
         )
     message += _REMEDY
-    if is_strict():
+    if _strict.get():
         raise StateError(message)
     warnings.warn(message, stacklevel=2)
 

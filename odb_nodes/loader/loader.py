@@ -93,7 +93,13 @@ class Loader(Generic[T]):
         Raises:
             TypeError: it cannot be known before the epoch has ended, as with dynamic batches.
         """
-        return length_of(self.root)
+        try:
+            return length_of(self.root)
+        except TypeError as error:
+            raise TypeError(
+                f"{error} Dynamic batches are counted only as they come: measure progress in "
+                "samples, by `local_samples` of the `StepInfo` of each batch."
+            ) from None
 
     def __iter__(self) -> LoaderIterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one.

@@ -55,6 +55,12 @@ def source_of(
             f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For the records of a "
             "JSON Lines file pass `JsonlSource(path)`."
         )
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            f"`dataset` must be a dataset, but is a `{type(dataset).__name__}` instead, which "
+            "yields batches. Use `ODBDataLoader.from_dataloader(loader, token_budget=...)`, which "
+            "takes over its dataset, order, collate function and workers."
+        )
     if isinstance(dataset, JsonlSource):
         dataset = dataset.copy()  # It stands for its files: each loader reads them by itself.
     if isinstance(dataset, BaseNode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +14,6 @@ from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
-from odb_nodes.contract.config import is_strict
 from odb_nodes.contract.source_states import check_own_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sources.streams import as_stream
@@ -32,12 +30,14 @@ class IterableState(EpochState):
         ended: the iterable has raised `StopIteration`.
         iterable: its own state, where it has one.
         digest: a digest of the items that this rank got.
+        shard: which items those are: the first, and one of how many.
     """
 
     position: Count
     ended: bool
     iterable: Any
     digest: Count
+    shard: tuple[Count, Count]
 
 
 class IterableSource(EpochNode[T, IterableState]):
@@ -117,7 +117,7 @@ class IterableSource(EpochNode[T, IterableState]):
                 self._it = iter(self._iterable)
         elif self._position:
             self._it = iter(self._iterable)
-            self._fast_forward(self._it, state.digest)
+            self._fast_forward(self._it, state)
 
     def save(self) -> IterableState:
         """Return the position, and the iterable's own state.
@@ -130,7 +130,11 @@ class IterableSource(EpochNode[T, IterableState]):
             own = self._iterable.state_dict()
             check_own_state(self._iterable, own)
         return IterableState(
-            position=self._position, ended=self._ended, iterable=own, digest=self._digest
+            position=self._position,
+            ended=self._ended,
+            iterable=own,
+            digest=self._digest,
+            shard=self._shard,
         )
 
     def next(self) -> T:
@@ -187,7 +191,11 @@ class IterableSource(EpochNode[T, IterableState]):
             self._digest = hash_ints(self._digest, seen) >> 1  # torch's states hold 63 bits
         return mine
 
-    def _fast_forward(self, it: Iterator[T], digest: int) -> None:
+    @property
+    def _shard(self) -> tuple[int, int]:
+        return self._offset, self._stride
+
+    def _fast_forward(self, it: Iterator[T], state: IterableState) -> None:
         end = self._position
         self._position = 0
         for item in islice(it, end):
@@ -197,17 +205,15 @@ class IterableSource(EpochNode[T, IterableState]):
                 f"the state of {type(self).__name__} stands at item {end}, but the iterable ended "
                 f"after {self._position}. Resume over the data it was saved on."
             )
-        if self._digest != digest:
-            message = (
+        # With `strict=False`, it may be another rank that goes on.
+        if self._digest != state.digest and self._shard == state.shard:
+            raise StateError(
                 f"`{type(self._iterable).__name__}` yielded other items than when the state of "
                 f"{type(self).__name__} was saved: it draws its order, or what it yields, from a "
                 "generator that is not seeded, and samples would be lost. Seed it in `__iter__`, "
                 "by the epoch that `set_epoch` tells it, or use `ShardedSampler`; draw random "
                 "numbers for single samples in `process_fn`, where they are seeded."
             )
-            if is_strict():
-                raise StateError(message)
-            warnings.warn(message, stacklevel=2)  # another shard has other items, too
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice
+from odb_nodes._core.fingerprints import ratios
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
@@ -275,7 +276,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         """Return what decides the output: a state fits only where it is equal."""
         return {
             "sources": list(self.sources),  # of equals, the first is next
-            "weights": dict(self._weights),
+            "weights": ratios(self._weights),
             "by": self._by,
             "stop": self._stop,
         }

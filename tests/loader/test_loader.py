@@ -1154,6 +1154,8 @@ def test_the_length_of_dynamic_batches_is_not_known():
     for root in (WindowBucketer(LengthObserver(sampled()), 100), Numbers()):
         with pytest.raises(TypeError, match="does not know its length before the epoch has ended"):
             len(Loader(root))
+        with pytest.raises(TypeError, match="measure progress in samples, by `local_samples`"):
+            len(Loader(root))
     assert len(list(Loader(Numbers()))) == 3  # `list` asks for a length, and does without
 
 

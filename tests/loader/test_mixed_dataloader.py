@@ -16,6 +16,7 @@ from mixed_sources import (
     rows,
     write_chats,
 )
+from torch.utils.data import DataLoader
 
 from odb_nodes import (
     JsonlSource,
@@ -304,6 +305,7 @@ class Splits(dict):
             TypeError,
             r"but is 'b.jsonl'.*JsonlSource\(path\)",
         ),
+        ({"dataset": DataLoader([1])}, TypeError, r"`ODBDataLoader.from_dataloader\(loader"),
         ({"dataset": Path("a.jsonl")}, TypeError, r"For the records .* `JsonlSource\(path\)`"),
         ({"dataset": Splits(a=[1], b=[1])}, TypeError, r"a `Splits` of \['a', 'b'\]\. Pass one"),
         ({"dataset": [1], "weights": {"a": 1}}, ValueError, "`weights` must be None, unless"),

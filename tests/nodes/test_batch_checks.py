@@ -93,6 +93,14 @@ def test_labels_that_the_collate_function_makes_are_told_of_where_the_weight_is_
     assert warned(TEXT, collate_fn=masked, accumulate=3, observe=observe) == []
 
 
+def test_a_trainer_that_counts_the_labels_itself_is_not_warned():
+    loader = ODBDataLoader(TEXT, token_budget=512, window=64, collate_fn=masked, accumulate=3)
+    loader.trust_labels()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(loader)
+
+
 def test_a_class_of_each_sample_is_one_target():
     classes = [{**one, "labels": n % 2} for n, one in enumerate(TEXT)]
     for batch in ODBDataLoader(classes, token_budget=512, window=32, accumulate=2):

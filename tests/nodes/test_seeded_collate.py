@@ -94,6 +94,20 @@ def test_each_step_epoch_rank_and_seed_has_numbers_of_its_own():
     assert numbers[:6] == [tuple(batch["drawn"].tolist()) for batch in groups(draw_all)]
 
 
+def test_the_rank_is_that_of_the_environment(monkeypatch):
+    def numbers():
+        source = groups(draw_all).source
+        return [batch["drawn"].tolist() for batch in GroupCollator(source, draw_all)]
+
+    expected = [
+        [batch["drawn"].tolist() for batch in groups(draw_all, rank=rank)] for rank in range(2)
+    ]
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert numbers() == expected[rank]
+
+
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("own", OWN)
 def test_a_generator_of_the_function_is_seeded_for_each_batch(own, lazily):

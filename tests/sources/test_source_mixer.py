@@ -351,6 +351,14 @@ def test_a_source_without_a_function_is_named():
         list(Loader(node))
 
 
+def test_weights_of_the_same_ratio_are_the_same_configuration():
+    node, doubled = mixer(), mixer(weights={name: 2 * one for name, one in WEIGHTS.items()})
+    node.reset(None)
+    items = [next(node) for _ in range(5)]
+    doubled.reset(node.state_dict())
+    assert items and list(doubled) == list(node)
+
+
 def test_other_weights_are_refused():
     node = mixer()
     node.reset(None)
@@ -459,7 +467,9 @@ def test_one_node_cannot_be_two_sources():
 
 def test_weights_may_be_numbers_of_numpy():
     weights = {"chat": np.float32(0.5), "caption": np.int64(1), "ocr": 1}
-    assert mixer(weights=weights).fingerprint()["weights"] == {"chat": 0.5, "caption": 1, "ocr": 1}
+    known = mixer(weights=weights).fingerprint()["weights"]
+    assert known == {"chat": 1.0, "caption": 2.0, "ocr": 2.0}
+    assert {type(weight) for weight in known.values()} == {float}
 
 
 def test_items_keep_their_source():

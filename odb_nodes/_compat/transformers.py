@@ -1,7 +1,7 @@
 """What we rely on inside of transformers: the loop of its `Trainer`, and its models' losses.
 
-Read in transformers 5.23.0; the extra `hf` allows 5.10 and later. Each function has a canary in
-`tests/_compat/test_transformers.py`.
+Read in transformers 5.23.0, 5.6.0 and 4.57.6; the extra `hf` allows 4.57 and later. Each function
+has a canary in `tests/_compat/test_transformers.py`.
 """
 
 from __future__ import annotations
@@ -129,8 +129,12 @@ def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None
 
 
 def sampling_strategy(args: Any) -> str:
-    """Return `train_sampling_strategy`; `"random"` in versions that have no other."""
-    return getattr(args, "train_sampling_strategy", "random")
+    """Return `train_sampling_strategy`, which versions before 5 do not have.
+
+    These have `group_by_length`, which is the strategy of that name.
+    """
+    default = "group_by_length" if getattr(args, "group_by_length", False) else "random"
+    return getattr(args, "train_sampling_strategy", default)
 
 
 def parallel_sizes(trainer: Any) -> dict[str, int]:
@@ -160,26 +164,33 @@ def is_default_collator(collate: Any) -> bool:
     return collate is default_data_collator or isinstance(collate, DefaultDataCollator)
 
 
-def model_columns(trainer: Any) -> set[str] | None:
-    """Return the keys that the model takes, or None where all are to be kept.
+def collator_columns(trainer: Any) -> set[str]:
+    """Return the keys of samples that the trainer's collator is for.
 
-    Mirrors `Trainer._set_signature_columns_if_needed`, which trainers of other libraries override
-    for their own collators.
+    Relies on `Trainer._set_signature_columns_if_needed`, which trainers of other libraries override
+    for their own collators, and which sets `_signature_columns` once: also where a hyperparameter
+    search has taken the model away since. Where it is the `Trainer`'s own, the parameters of the
+    model inside its wrappers count, too.
     """
-    if not trainer.args.remove_unused_columns:
-        return None
-    names = inspect.signature(base_model(trainer.model).forward).parameters
-    return {*names, "label", "label_ids", *trainer.label_names}
+    from transformers import Trainer
+
+    name = "_set_signature_columns_if_needed"
+    getattr(trainer, name)()
+    columns = {*trainer._signature_columns}
+    is_stock = getattr(type(trainer), name) is getattr(Trainer, name)
+    if is_stock and trainer.model is not None:
+        columns |= model_inputs(trainer.model)
+    return columns
 
 
-def keep_columns(collate: Any, columns: set[str] | None) -> Any:
-    """Return a collate function that sees only these keys of its samples; None keeps all.
+def sample_columns(trainer: Any) -> set[str] | None:
+    """Return the keys of samples that the trainer's collator gets, or None where it gets all."""
+    return collator_columns(trainer) if trainer.args.remove_unused_columns else None
 
-    Relies on `RemoveColumnsCollator`, which is not in the reference of transformers.
-    """
-    from transformers.trainer_utils import RemoveColumnsCollator
 
-    return collate if columns is None else RemoveColumnsCollator(collate, columns)
+def model_inputs(model: Any) -> set[str]:
+    """Return the names of the arguments that a model takes, inside its wrappers."""
+    return {*inspect.signature(base_model(model).forward).parameters}
 
 
 # --- models and losses ----------------------------------------------------------------------------
@@ -215,6 +226,14 @@ def shifts_labels(model: Any) -> bool:
     if not isinstance(base, PreTrainedModel):
         return True
     return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+
+
+def label_names(trainer: Any) -> list[str]:
+    """Return the keys of a batch that hold labels; those of the model unless arguments say others.
+
+    Relies on `Trainer.label_names`.
+    """
+    return list(trainer.label_names or ())
 
 
 def takes_num_items(trainer: Any) -> bool:

@@ -33,7 +33,7 @@ from transformers import (  # noqa: E402
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 
 from odb_nodes import PaddingCollate, StateError, TokenBudget  # noqa: E402
-from odb_nodes._compat.transformers import model_columns, shifts_labels  # noqa: E402
+from odb_nodes._compat.transformers import model_inputs, shifts_labels  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
     LrScaling,
     ODBConfig,
@@ -90,27 +90,6 @@ def test_the_gradient_is_right_whatever_the_trainer_divides_by(tmp_path, model):
     trainer = t.make_trainer(tmp_path, model=model, kind=Divided, gradient_accumulation_steps=3)
     trainer.train()
     assert lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 3)[0] < 1e-12
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_model_that_needs_no_labels_is_weighed_by_the_tokens(tmp_path, accumulate):
-    data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
-    model, seen = lm.Unlabelled(), []
-    options = {"gradient_accumulation_steps": accumulate, "logging_steps": 1, "num_train_epochs": 1}
-    trainer = ODBTrainer(
-        model,
-        t.arguments(tmp_path, learning_rate=0.0, **options),
-        train_dataset=data,
-        odb=t.config(),
-    )
-    model.register_forward_hook(lambda _, __, out: seen.append((out["loss"].item(), out["items"])))
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    for number, loss in enumerate(losses):
-        step = seen[number * accumulate : (number + 1) * accumulate]
-        if loss != losses[-1]:  # which repeats batches
-            mean = sum(loss * items for loss, items in step) / sum(items for _, items in step)
-            assert loss == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
@@ -305,13 +284,10 @@ def collate_pairs(samples):
 @pytest.mark.parametrize("wrapper", [torch.compile, torch.nn.DataParallel])
 def test_what_a_model_is_within_its_wrappers(wrapper):
     for model, shifts in ((decoder(), True), (encoder_decoder(), False)):
-        stub = SimpleNamespace(
-            args=SimpleNamespace(remove_unused_columns=True), label_names=["labels"], model=model
-        )
-        columns = model_columns(stub)
-        stub.model = wrapper(model)
-        assert model_columns(stub) == columns > {"input_ids", "attention_mask", "labels"}
-        assert shifts_labels(stub.model) is shifts
+        wrapped = wrapper(model)
+        assert model_inputs(wrapped) == model_inputs(model)
+        assert model_inputs(wrapped) > {"input_ids", "attention_mask", "labels"}
+        assert shifts_labels(wrapped) is shifts
 
 
 def decoder():

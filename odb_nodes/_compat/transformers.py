@@ -6,6 +6,7 @@ has a canary in `tests/_compat/test_transformers.py`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -86,15 +87,23 @@ def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
 def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     """Do at the end of an epoch what the `Trainer` does after the last step of a run.
 
-    Mirrors the last block of `DefaultFlowCallback.on_step_end`, which has not run where the step
-    was not known to be the last. Relies on `Trainer._maybe_log_save_evaluate` being called after
-    `on_epoch_end`.
+    That is what `DefaultFlowCallback.on_step_end` adds at `state.max_steps`, by version: it has not
+    done so where the step was not known to be the last. Relies on
+    `Trainer._maybe_log_save_evaluate` being called after `on_epoch_end`.
     """
-    state.max_steps = step = state.global_step
-    if args.eval_strategy == "steps" and args.eval_delay <= step and step % state.eval_steps:
-        control.should_evaluate = True
-    if args.save_strategy == "steps" and (not state.save_steps or step % state.save_steps):
-        control.should_save = True
+    from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
+
+    def flow(max_steps: int) -> Any:
+        seen, wanted = copy.copy(state), TrainerControl()
+        seen.max_steps = max_steps
+        DefaultFlowCallback().on_step_end(args, seen, wanted)
+        return wanted
+
+    step = state.global_step
+    done, last = flow(step + 1), flow(step)
+    state.max_steps = step
+    control.should_evaluate |= last.should_evaluate and not done.should_evaluate
+    control.should_save |= last.should_save and not done.should_save
 
 
 def prepend_callback(trainer: Any, callback: Any) -> None:
@@ -149,7 +158,8 @@ def parallel_sizes(trainer: Any) -> dict[str, int]:
 def deepspeed_has_scheduler(trainer: Any) -> bool:
     """Return whether DeepSpeed makes the learning-rate schedule.
 
-    Relies on `Trainer._prepare_for_training` to tell that schedule the `max_steps` of the loop.
+    Relies on the loop (in `Trainer._prepare_for_training`, of later versions) to tell that schedule
+    its `max_steps`.
     """
     return "scheduler" in deepspeed_config(trainer.accelerator)
 

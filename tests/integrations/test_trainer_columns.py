@@ -24,8 +24,8 @@ from odb_nodes.integrations.huggingface import (  # noqa: E402
 from odb_nodes.integrations.huggingface.columns import (  # noqa: E402
     KeepAfter,
     KeepBefore,
-    rename_labels,
 )
+from odb_nodes.integrations.huggingface.labels import rename_labels  # noqa: E402
 
 DATA = [
     {"input_ids": [1 + n] * (n % 7 + 2), "labels": [1 + n] * (n % 7 + 2), "weight": n, "extra": n}

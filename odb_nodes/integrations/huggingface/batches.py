@@ -8,7 +8,8 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes.integrations.huggingface.columns import observe_of, training_collate
+from odb_nodes.integrations.huggingface.columns import training_collate
+from odb_nodes.integrations.huggingface.lengths import observe_of
 from odb_nodes.integrations.resuming import begin_or_resume, changed_arguments_remedy
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
-
 from odb_nodes._compat import transformers as compat
-from odb_nodes._core.rows import flatten_row
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
-from odb_nodes.errors import SampleError
-from odb_nodes.sample import Observation
+from odb_nodes.integrations.huggingface.labels import rename_labels
 from odb_nodes.step_info import StepInfo
 
 OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
@@ -126,89 +122,3 @@ class ModelKeys:
         if self._columns is None:
             return kept
         return {key: kept[key] for key in kept if key in self._columns or key in taken}
-
-
-def rename_labels(batch: dict[str, Any], taken: set[str]) -> dict[str, Any]:
-    """Return a batch whose `label` or `label_ids` is `labels`, as the default collator has it.
-
-    Args:
-        batch: the batch.
-        taken: names of the arguments of the model; what it takes by its old name keeps it.
-
-    Raises:
-        ValueError: the samples have lists of different lengths there.
-    """
-    for key in ("label", "label_ids"):
-        if key not in batch or key in taken or "labels" in batch:
-            continue
-        rest = {name: value for name, value in batch.items() if name != key}
-        try:
-            labels = torch.as_tensor(batch[key])
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`{key}` of each sample must be a number, or lists of one length, to become the "
-                f"`labels` of a batch, but is {batch[key]!r:.100}. Give one label per token as "
-                "`labels`, or pass a `data_collator`."
-            ) from error
-        # As the stock collator makes them: the losses of models in fp32 take no fp64.
-        rest["labels"] = labels.float() if labels.dtype == torch.float64 else labels
-        return rest
-    return batch
-
-
-class RenamingCollate:
-    """Pads as training does, with the labels by the name that models take; for evaluation.
-
-    Args:
-        collate: a collate function of ours.
-        taken: names of the arguments of the model.
-    """
-
-    def __init__(self, collate: PaddingCollate, taken: set[str]) -> None:
-        self._collate, self._taken = collate, taken
-
-    def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Return the batch of `samples`.
-
-        Raises:
-            TypeError, ValueError, SampleError: see `PaddingCollate` and `rename_labels`.
-        """
-        return rename_labels(self._collate(samples), self._taken)
-
-
-def observe_of(trainer: Any) -> Any:
-    """Return the `observe` for training: the config's, or one that explains what is missing."""
-    config = trainer.odb
-    if config.observe is not None or "input_ids" in compat.collator_columns(trainer):
-        return config.observe
-    return ObserveTokens(type(trainer).__name__)
-
-
-class ObserveTokens:
-    """Counts `input_ids`, and says what to do in a trainer whose samples have none.
-
-    Args:
-        trainer: the name of the trainer's class.
-    """
-
-    def __init__(self, trainer: str) -> None:
-        self._trainer = trainer
-
-    def __call__(self, sample: Any) -> Observation:
-        """Return the tokens of a sample.
-
-        Raises:
-            SampleError: it has no `input_ids`.
-        """
-        if isinstance(sample, Mapping) and "input_ids" in sample:
-            return Observation(len(flatten_row("input_ids", sample["input_ids"])))
-        keys = sorted(map(str, sample)) if isinstance(sample, Mapping) else []
-        prompt = 'len(s["prompt_ids"]) + ' if "prompt_ids" in keys else ""
-        raise SampleError(
-            f"a sample of `{self._trainer}` has no `input_ids`, so that its tokens are unknown. "
-            f"Its keys are {keys}. Give the `ODBConfig` an `observe`, a function of such a sample "
-            "that returns the padded tokens that it takes in a batch. For pairs, which take two "
-            f'rows each: `observe=lambda s: 2 * ({prompt}max(len(s["chosen_ids"]), '
-            'len(s["rejected_ids"])))` and `loss_is="sample_mean"`, since their loss is the mean '
-            "over pairs."
-        )

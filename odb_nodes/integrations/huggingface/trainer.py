@@ -15,8 +15,8 @@ from odb_nodes.collate import PaddingCollate
 from odb_nodes.integrations.huggingface.batches import make_batches
 from odb_nodes.integrations.huggingface.callback import RunCallback
 from odb_nodes.integrations.huggingface.checks import allow_streams, check_overrides, check_trainer
-from odb_nodes.integrations.huggingface.columns import RenamingCollate
 from odb_nodes.integrations.huggingface.config import ODBConfig
+from odb_nodes.integrations.huggingface.labels import RenamingCollate
 from odb_nodes.integrations.huggingface.run import Run, make_run
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.planning import TokenBudget

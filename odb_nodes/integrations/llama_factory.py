@@ -10,7 +10,7 @@ Only the names of the arguments count: neither LLaMA-Factory nor its trainers ar
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -255,9 +255,10 @@ def _check_not_packed(dataset: Any) -> None:
 
 
 def _first_row(dataset: Any) -> Mapping[str, Any]:
-    """Return the first row of a dataset, also of a stream; an empty one where it has none."""
+    """Return the first row of a dataset, also of a stream; an empty one where none can be had."""
     if isinstance(dataset, Sized):  # A stream of `datasets` has `__getitem__`, but no length.
         row = dataset[0] if len(dataset) and hasattr(dataset, "__getitem__") else {}
     else:
-        row = next(iter(dataset), {}) if isinstance(dataset, Iterable) else {}
+        can_repeat = isinstance(dataset, Iterable) and not isinstance(dataset, Iterator)
+        row = next(iter(dataset), {}) if can_repeat else {}
     return row if isinstance(row, Mapping) else {}

@@ -197,4 +197,7 @@ class Stream(IterableDataset):
 def test_a_stream_is_taken(configured, rows):
     given = arguments()
     DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=Stream(rows)))
-    assert len(configured) == 1
+    once = iter(rows)  # which is not read: its rows would be lost
+    DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=once))
+    assert len(configured) == 2
+    assert list(once) == rows

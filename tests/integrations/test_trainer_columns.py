@@ -213,3 +213,36 @@ def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(
     trainer = configure_trainer(make(Other, tmp_path, collate, data), token_budget=64)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+# --- a trainer of another library -----------------------------------------------------------------
+
+
+def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{n}": n for n in range(2, 60)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[EOS]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]", unk_token="[EOS]"
+    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_attention_heads=2, **sizes))
+    data = datasets.Dataset.from_list([{"text": f"w{n + 2} w3 w4"} for n in range(24)])
+    given = {"max_length": 16, "packing": True, "padding_free": True, "bf16": False}
+    given |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    args = trl.SFTConfig(str(tmp_path), num_train_epochs=1, max_grad_norm=0.0, **given)
+    trainer = trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+    configure_trainer(trainer, token_budget=64)
+    starts = []
+
+    def count(_, __, kwargs):
+        if trainer.model.training:
+            starts.append(int((kwargs["position_ids"] == 0).sum()))
+
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
+    assert sum(starts) == 24

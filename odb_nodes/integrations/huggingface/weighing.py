@@ -111,7 +111,11 @@ class LossWeigher:
         of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
         over = self._over(of_ranks)
         if over is not _LABELS or not self._is_divided(batches, of_ranks):
-            self._weigh_means(batches, infos, mine[over], of_ranks[:, over])
+            for batch, count in zip(batches, counts, strict=True):
+                if count == 0:
+                    give_targets(batch)
+            share = len(of_ranks) / max(1, int(of_ranks[:, over].sum()))
+            self._note(infos, [count * share for count in mine[over]], None)
             return None
         items = of_ranks[:, over].sum().clamp(min=1) / compat.num_items_divisor(trainer)
         return self._note(infos, [1.0] * len(infos), items)
@@ -155,20 +159,6 @@ class LossWeigher:
             "`observe`.",
             stacklevel=2,
         )
-
-    def _weigh_means(
-        self,
-        batches: list[dict[str, Any]],
-        infos: list[StepInfo],
-        mine: list[int],
-        of_ranks: torch.Tensor,
-    ) -> None:
-        """Weigh mean losses by their shares of what they are means over."""
-        for batch, count in zip(batches, mine, strict=True):
-            if not count:
-                give_targets(batch)
-        share = len(of_ranks) / max(1, int(of_ranks.sum()))
-        self._note(infos, [count * share for count in mine], None)
 
     def _note(
         self, infos: list[StepInfo], shares: list[float], items: torch.Tensor | None

@@ -237,7 +237,8 @@ def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
 
 
 def test_arguments_that_are_shares_of_the_whole(tmp_path):
-    trainer = t.make_trainer(tmp_path, logging_steps=0.2, warmup_steps=0.5)
+    warmup = "warmup_ratio" if t.BEFORE_5 else "warmup_steps"
+    trainer = t.make_trainer(tmp_path, logging_steps=0.2, **{warmup: 0.5})
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in entries] == [6, 12, 18, 24]
@@ -539,7 +540,7 @@ def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
     assert trainer.state.epoch == 1
     assert trainer.state.max_steps == trainer.state.global_step
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert evaluated == [trainer.state.global_step]
+    assert evaluated == [trainer.state.global_step] * (not t.BEFORE_5)  # as in any run's last step
     place = tmp_path / f"checkpoint-{trainer.state.global_step}"
     assert place.is_dir()
     resumed = t.make_trainer(tmp_path, "resumed", **options)
@@ -574,7 +575,8 @@ def test_the_log_tells_of_the_batches(tmp_path):
 
 def test_metrics_go_to_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    t.make_trainer(tmp_path, num_train_epochs=1, report_to=["tensorboard"]).train()
+    options = {"logging_dir": str(tmp_path / "events")} if t.BEFORE_5 else {}
+    t.make_trainer(tmp_path, num_train_epochs=1, report_to=["tensorboard"], **options).train()
     (path,) = (tmp_path / "events").rglob("events*")
     names = EventAccumulator(str(path)).Reload().Tags()["scalars"]
     scalars = {name.removeprefix("train/") for name in names}
@@ -627,7 +629,12 @@ def test_a_schedule_of_deepspeed_that_would_be_told_a_bound_is_refused(tmp_path,
     "options, message",
     [
         ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False"),
-        ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must be"),
+        (
+            {"group_by_length": True}
+            if t.BEFORE_5
+            else {"train_sampling_strategy": "group_by_length"},
+            "`train_sampling_strategy` must be",
+        ),
         ({"max_steps": 3, "odb": {"schedule": "samples"}}, "`schedule` must be"),
         ({"odb": {"uneven": "join"}}, "`uneven` must be"),
         ({"odb": {"token_budget": 0}}, "`token_budget` must be"),

@@ -1,11 +1,12 @@
 """What we rely on inside of transformers: the loop of its `Trainer`, and its models' losses.
 
-Read in transformers 5.23.0; the extra `hf` allows 5.10 and later. Each function has a canary in
-`tests/_compat/test_transformers.py`.
+Read in transformers 5.23.0, 5.6.0 and 4.57.6; the extra `hf` allows 4.57 and later. Each function
+has a canary in `tests/_compat/test_transformers.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -86,15 +87,23 @@ def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
 def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     """Do at the end of an epoch what the `Trainer` does after the last step of a run.
 
-    Mirrors the last block of `DefaultFlowCallback.on_step_end`, which has not run where the step
-    was not known to be the last. Relies on `Trainer._maybe_log_save_evaluate` being called after
-    `on_epoch_end`.
+    That is what `DefaultFlowCallback.on_step_end` adds at `state.max_steps`, by version: it has not
+    done so where the step was not known to be the last. Relies on
+    `Trainer._maybe_log_save_evaluate` being called after `on_epoch_end`.
     """
-    state.max_steps = step = state.global_step
-    if args.eval_strategy == "steps" and args.eval_delay <= step and step % state.eval_steps:
-        control.should_evaluate = True
-    if args.save_strategy == "steps" and (not state.save_steps or step % state.save_steps):
-        control.should_save = True
+    from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
+
+    def flow(max_steps: int) -> Any:
+        seen, wanted = copy.copy(state), TrainerControl()
+        seen.max_steps = max_steps
+        DefaultFlowCallback().on_step_end(args, seen, wanted)
+        return wanted
+
+    step = state.global_step
+    done, last = flow(step + 1), flow(step)
+    state.max_steps = step
+    control.should_evaluate |= last.should_evaluate and not done.should_evaluate
+    control.should_save |= last.should_save and not done.should_save
 
 
 def prepend_callback(trainer: Any, callback: Any) -> None:
@@ -129,8 +138,12 @@ def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None
 
 
 def sampling_strategy(args: Any) -> str:
-    """Return `train_sampling_strategy`; `"random"` in versions that have no other."""
-    return getattr(args, "train_sampling_strategy", "random")
+    """Return `train_sampling_strategy`, which versions before 5 do not have.
+
+    These have `group_by_length`, which is the strategy of that name.
+    """
+    default = "group_by_length" if getattr(args, "group_by_length", False) else "random"
+    return getattr(args, "train_sampling_strategy", default)
 
 
 def parallel_sizes(trainer: Any) -> dict[str, int]:
@@ -145,7 +158,8 @@ def parallel_sizes(trainer: Any) -> dict[str, int]:
 def deepspeed_has_scheduler(trainer: Any) -> bool:
     """Return whether DeepSpeed makes the learning-rate schedule.
 
-    Relies on `Trainer._prepare_for_training` to tell that schedule the `max_steps` of the loop.
+    Relies on the loop (in `Trainer._prepare_for_training`, of later versions) to tell that schedule
+    its `max_steps`.
     """
     return "scheduler" in deepspeed_config(trainer.accelerator)
 
@@ -160,26 +174,33 @@ def is_default_collator(collate: Any) -> bool:
     return collate is default_data_collator or isinstance(collate, DefaultDataCollator)
 
 
-def model_columns(trainer: Any) -> set[str] | None:
-    """Return the keys that the model takes, or None where all are to be kept.
+def collator_columns(trainer: Any) -> set[str]:
+    """Return the keys of samples that the trainer's collator is for.
 
-    Mirrors `Trainer._set_signature_columns_if_needed`, which trainers of other libraries override
-    for their own collators.
+    Relies on `Trainer._set_signature_columns_if_needed`, which trainers of other libraries override
+    for their own collators, and which sets `_signature_columns` once: also where a hyperparameter
+    search has taken the model away since. Where it is the `Trainer`'s own, the parameters of the
+    model inside its wrappers count, too.
     """
-    if not trainer.args.remove_unused_columns:
-        return None
-    names = inspect.signature(base_model(trainer.model).forward).parameters
-    return {*names, "label", "label_ids", *trainer.label_names}
+    from transformers import Trainer
+
+    name = "_set_signature_columns_if_needed"
+    getattr(trainer, name)()
+    columns = {*trainer._signature_columns}
+    is_stock = getattr(type(trainer), name) is getattr(Trainer, name)
+    if is_stock and trainer.model is not None:
+        columns |= model_inputs(trainer.model)
+    return columns
 
 
-def keep_columns(collate: Any, columns: set[str] | None) -> Any:
-    """Return a collate function that sees only these keys of its samples; None keeps all.
+def sample_columns(trainer: Any) -> set[str] | None:
+    """Return the keys of samples that the trainer's collator gets, or None where it gets all."""
+    return collator_columns(trainer) if trainer.args.remove_unused_columns else None
 
-    Relies on `RemoveColumnsCollator`, which is not in the reference of transformers.
-    """
-    from transformers.trainer_utils import RemoveColumnsCollator
 
-    return collate if columns is None else RemoveColumnsCollator(collate, columns)
+def model_inputs(model: Any) -> set[str]:
+    """Return the names of the arguments that a model takes, inside its wrappers."""
+    return {*inspect.signature(base_model(model).forward).parameters}
 
 
 # --- models and losses ----------------------------------------------------------------------------
@@ -215,6 +236,14 @@ def shifts_labels(model: Any) -> bool:
     if not isinstance(base, PreTrainedModel):
         return True
     return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+
+
+def label_names(trainer: Any) -> list[str]:
+    """Return the keys of a batch that hold labels; those of the model unless arguments say others.
+
+    Relies on `Trainer.label_names`.
+    """
+    return list(trainer.label_names or ())
 
 
 def takes_num_items(trainer: Any) -> bool:

@@ -10,7 +10,7 @@ Only the names of the arguments count: neither LLaMA-Factory nor its trainers ar
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -235,13 +235,30 @@ def _without_packing(data_args: Any) -> Any:
 
 
 def _check_not_packed(dataset: Any) -> None:
-    """Reject a dataset whose rows hold several samples, which their masks number from 1."""
-    if not hasattr(dataset, "__getitem__") or not len(dataset):
+    """Reject a dataset whose rows hold several samples.
+
+    Packed rows have `position_ids`, which others get only when they are collated; and those of
+    `neat_packing` have a mask that numbers their samples from 1.
+    """
+    if isinstance(dataset, Mapping):  # several to mix
+        for one in dataset.values():
+            _check_not_packed(one)
         return
-    row = dataset[0]
-    mask = row.get("attention_mask") if isinstance(row, Mapping) else None
-    if mask is not None and len(mask) and max(mask) > 1:
+    row = _first_row(dataset)
+    names = getattr(dataset, "column_names", None) or [*row]
+    mask = row.get("attention_mask")
+    if "position_ids" in names or (mask is not None and len(mask) and max(mask) > 1):
         raise ValueError(
             "`train_dataset` of the trainer must not be packed, but is packed already. Load it "
             "with `data_args` of `DynamicBatches`, and without an old `tokenized_path`."
         )
+
+
+def _first_row(dataset: Any) -> Mapping[str, Any]:
+    """Return the first row of a dataset, also of a stream; an empty one where none can be had."""
+    if isinstance(dataset, Sized):  # A stream of `datasets` has `__getitem__`, but no length.
+        row = dataset[0] if len(dataset) and hasattr(dataset, "__getitem__") else {}
+    else:
+        can_repeat = isinstance(dataset, Iterable) and not isinstance(dataset, Iterator)
+        row = next(iter(dataset), {}) if can_repeat else {}
+    return row if isinstance(row, Mapping) else {}

@@ -212,11 +212,14 @@ def test_the_loop_stops_at_an_epoch_without_batches(tmp_path):
         assert trainer.control.should_training_stop
 
 
-def test_steps_are_planned_when_the_scheduler_is_made(tmp_path):
-    what = "TrainerState.compute_steps, and that it precedes create_scheduler"
-    with relies_on("transformers", what, USED_IN.format("trainer")):
+def test_steps_are_planned_until_the_run_begins(tmp_path):
+    what = "TrainerState.compute_steps, and that on_train_begin follows all that sets max_steps"
+    with relies_on("transformers", what, USED_IN.format("callback")):
         notes = Notes(on_train_begin=lambda _, state, __: (state.max_steps, state.logging_steps))
-        train(trainer_of(tmp_path, notes, logging_steps=0.5))
+        trainer = trainer_of(tmp_path, notes, logging_steps=0.5)
+        plan = Notes(on_train_begin=lambda *_: compat.plan_steps(trainer, 10))
+        compat.prepend_callback(trainer, plan)
+        train(trainer)
         assert notes.answers == [(10, 5)]
 
 
@@ -303,6 +306,8 @@ def test_arguments_that_versions_have_added(tmp_path):
     with relies_on("transformers", what, USED_IN.format("checks")):
         trainer = trainer_of(tmp_path)
         assert compat.sampling_strategy(trainer.args) == "random"
+        old = SimpleNamespace(group_by_length=True)  # before version 5
+        assert compat.sampling_strategy(old) == "group_by_length"
         if hasattr(trainer.args, "train_sampling_strategy"):
             sequential = arguments(tmp_path, train_sampling_strategy="sequential")
             assert compat.sampling_strategy(sequential) == "sequential"
@@ -315,7 +320,8 @@ def test_a_schedule_of_deepspeed_is_made_of_the_bound(tmp_path):
     what = "Trainer._prepare_for_training, which tells DeepSpeed max_steps"
     with relies_on("transformers", what, USED_IN.format("checks")):
         assert not compat.deepspeed_has_scheduler(trainer_of(tmp_path))
-        source = inspect.getsource(Trainer._prepare_for_training)
+        before_5 = Trainer._inner_training_loop
+        source = inspect.getsource(getattr(Trainer, "_prepare_for_training", before_5))
         assert "deepspeed_init(self, num_training_steps=max_steps)" in source
 
 
@@ -327,19 +333,23 @@ def test_the_collator_of_a_trainer_without_one_is_known(tmp_path):
 
 def test_the_columns_are_those_of_the_trainer(tmp_path):
     what = "Trainer._set_signature_columns_if_needed"
-    with relies_on("transformers", what, USED_IN.format("batches")):
+    with relies_on("transformers", what, USED_IN.format("columns")):
         trainer = trainer_of(tmp_path, label_names=["goal"])
-        trainer._set_signature_columns_if_needed()
-        assert compat.model_columns(trainer) == {*trainer._signature_columns} > {"x", "goal"}
+        found = compat.sample_columns(trainer)
+        assert found == {*trainer._signature_columns} > {"x", "goal", "label", "label_ids"}
+        trainer.model = None  # as between the trials of a search
+        assert compat.sample_columns(trainer) == found
         trainer.args.remove_unused_columns = False
-        assert compat.model_columns(trainer) is None
+        assert compat.sample_columns(trainer) is None
+        assert compat.label_names(trainer) == ["goal"]
 
 
-def test_a_collator_sees_only_the_columns_kept():
-    what = "trainer_utils.RemoveColumnsCollator"
-    with relies_on("transformers", what, USED_IN.format("batches")):
-        assert compat.keep_columns(list, {"a"})([{"a": 1, "b": 2}]) == [{"a": 1}]
-        assert compat.keep_columns(list, None) is list
+def test_a_trainer_may_say_which_columns_it_needs(tmp_path):
+    class Own(Looping):
+        def _set_signature_columns_if_needed(self):
+            self._signature_columns = ["y"]
+
+    assert compat.sample_columns(trainer_of(tmp_path, kind=Own)) == {"y"}
 
 
 # --- models and losses ----------------------------------------------------------------------------

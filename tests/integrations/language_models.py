@@ -106,6 +106,22 @@ class Unlabelled(Decoder):
         return {"loss": self.sum_loss(input_ids, labels) / items, "items": items}
 
 
+class Rows(nn.Module):
+    """Takes the mean over its samples; the gradient of each is the first of its `input_ids`.
+
+    It tells of the gradients of each batch.
+    """
+
+    def __init__(self, **labels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.seen = []
+
+    def forward(self, input_ids, labels=None, goal=None, start_positions=None):
+        self.seen.append(input_ids[:, 0].tolist())
+        return {"loss": self.weight * input_ids[:, 0].double().mean()}
+
+
 class Twice(Decoder):
     """Divides a mean by the number of items again."""
 

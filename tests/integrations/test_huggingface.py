@@ -33,7 +33,7 @@ from transformers import (  # noqa: E402
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
 
 from odb_nodes import PaddingCollate, StateError, TokenBudget  # noqa: E402
-from odb_nodes._compat.transformers import model_columns, shifts_labels  # noqa: E402
+from odb_nodes._compat.transformers import model_inputs, shifts_labels  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
     LrScaling,
     ODBConfig,
@@ -90,27 +90,6 @@ def test_the_gradient_is_right_whatever_the_trainer_divides_by(tmp_path, model):
     trainer = t.make_trainer(tmp_path, model=model, kind=Divided, gradient_accumulation_steps=3)
     trainer.train()
     assert lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, 3)[0] < 1e-12
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_model_that_needs_no_labels_is_weighed_by_the_tokens(tmp_path, accumulate):
-    data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
-    model, seen = lm.Unlabelled(), []
-    options = {"gradient_accumulation_steps": accumulate, "logging_steps": 1, "num_train_epochs": 1}
-    trainer = ODBTrainer(
-        model,
-        t.arguments(tmp_path, learning_rate=0.0, **options),
-        train_dataset=data,
-        odb=t.config(),
-    )
-    model.register_forward_hook(lambda _, __, out: seen.append((out["loss"].item(), out["items"])))
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    for number, loss in enumerate(losses):
-        step = seen[number * accumulate : (number + 1) * accumulate]
-        if loss != losses[-1]:  # which repeats batches
-            mean = sum(loss * items for loss, items in step) / sum(items for _, items in step)
-            assert loss == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
@@ -258,7 +237,8 @@ def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
 
 
 def test_arguments_that_are_shares_of_the_whole(tmp_path):
-    trainer = t.make_trainer(tmp_path, logging_steps=0.2, warmup_steps=0.5)
+    warmup = "warmup_ratio" if t.BEFORE_5 else "warmup_steps"
+    trainer = t.make_trainer(tmp_path, logging_steps=0.2, **{warmup: 0.5})
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in entries] == [6, 12, 18, 24]
@@ -305,13 +285,10 @@ def collate_pairs(samples):
 @pytest.mark.parametrize("wrapper", [torch.compile, torch.nn.DataParallel])
 def test_what_a_model_is_within_its_wrappers(wrapper):
     for model, shifts in ((decoder(), True), (encoder_decoder(), False)):
-        stub = SimpleNamespace(
-            args=SimpleNamespace(remove_unused_columns=True), label_names=["labels"], model=model
-        )
-        columns = model_columns(stub)
-        stub.model = wrapper(model)
-        assert model_columns(stub) == columns > {"input_ids", "attention_mask", "labels"}
-        assert shifts_labels(stub.model) is shifts
+        wrapped = wrapper(model)
+        assert model_inputs(wrapped) == model_inputs(model)
+        assert model_inputs(wrapped) > {"input_ids", "attention_mask", "labels"}
+        assert shifts_labels(wrapped) is shifts
 
 
 def decoder():
@@ -563,7 +540,7 @@ def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
     assert trainer.state.epoch == 1
     assert trainer.state.max_steps == trainer.state.global_step
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert evaluated == [trainer.state.global_step]
+    assert evaluated == [trainer.state.global_step] * (not t.BEFORE_5)  # as in any run's last step
     place = tmp_path / f"checkpoint-{trainer.state.global_step}"
     assert place.is_dir()
     resumed = t.make_trainer(tmp_path, "resumed", **options)
@@ -598,7 +575,8 @@ def test_the_log_tells_of_the_batches(tmp_path):
 
 def test_metrics_go_to_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    t.make_trainer(tmp_path, num_train_epochs=1, report_to=["tensorboard"]).train()
+    options = {"logging_dir": str(tmp_path / "events")} if t.BEFORE_5 else {}
+    t.make_trainer(tmp_path, num_train_epochs=1, report_to=["tensorboard"], **options).train()
     (path,) = (tmp_path / "events").rglob("events*")
     names = EventAccumulator(str(path)).Reload().Tags()["scalars"]
     scalars = {name.removeprefix("train/") for name in names}
@@ -651,7 +629,12 @@ def test_a_schedule_of_deepspeed_that_would_be_told_a_bound_is_refused(tmp_path,
     "options, message",
     [
         ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False"),
-        ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must be"),
+        (
+            {"group_by_length": True}
+            if t.BEFORE_5
+            else {"train_sampling_strategy": "group_by_length"},
+            "`train_sampling_strategy` must be",
+        ),
         ({"max_steps": 3, "odb": {"schedule": "samples"}}, "`schedule` must be"),
         ({"odb": {"uneven": "join"}}, "`uneven` must be"),
         ({"odb": {"token_budget": 0}}, "`token_budget` must be"),

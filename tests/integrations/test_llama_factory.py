@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from odb_nodes import PackedCollate, TokenBudget
 from odb_nodes.integrations.llama_factory import DynamicBatches
@@ -173,7 +174,30 @@ def test_a_trainer_that_contradicts_is_refused(configured):
     other = SimpleNamespace(gradient_accumulation_steps=5)
     with pytest.raises(ValueError, match="of the trainer must be 2, as in the arguments, but is 5"):
         DynamicBatches.of(*given).configure(trainer_of(other))
-    packed = [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}]
-    with pytest.raises(ValueError, match="is packed already"):
-        DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=packed))
+    numbered = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}
+    alike = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "position_ids": [0, 1, 0]}
+    for row in (numbered, alike):
+        for packed in ([row], Stream([row]), {"one": [{"input_ids": [1]}], "two": [row]}):
+            with pytest.raises(ValueError, match="is packed already"):
+                DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=packed))
     assert configured == []
+
+
+class Stream(IterableDataset):
+    """Rows without a length, which has `__getitem__` all the same, as streams of `datasets`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("rows", [[], [{"input_ids": [1, 2], "attention_mask": [1, 1]}]])
+def test_a_stream_is_taken(configured, rows):
+    given = arguments()
+    DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=Stream(rows)))
+    once = iter(rows)  # which is not read: its rows would be lost
+    DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=once))
+    assert len(configured) == 2
+    assert list(once) == rows

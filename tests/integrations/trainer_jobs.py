@@ -10,6 +10,7 @@ from pathlib import Path
 import language_models
 import torch
 import torch.distributed as dist
+import transformers
 from language_models import (
     LR,
     Texts,
@@ -22,6 +23,8 @@ from language_models import (
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
+
+BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
 
 
 class Recorder(TrainerCallback):

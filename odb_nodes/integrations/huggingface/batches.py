@@ -8,6 +8,8 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes.integrations.huggingface.columns import training_collate
+from odb_nodes.integrations.huggingface.lengths import observe_of
 from odb_nodes.integrations.resuming import begin_or_resume, changed_arguments_remedy
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
@@ -135,7 +137,8 @@ def loader_options(trainer: Any) -> LoaderOptions:
     """Return the options of the loader: the config's, and what the `Trainer` decides."""
     config, args = trainer.odb, trainer.args
     options: LoaderOptions = config.loader_options(
-        collate_fn=_collate_fn(trainer),
+        collate_fn=training_collate(trainer),
+        observe=observe_of(trainer),
         shuffle=None if compat.sampling_strategy(args) == "random" else False,
         seed=int(args.seed if args.data_seed is None else args.data_seed),
         num_workers=args.dataloader_num_workers if config.workers is None else 0,
@@ -143,12 +146,3 @@ def loader_options(trainer: Any) -> LoaderOptions:
         accumulate=args.gradient_accumulation_steps,
     )
     return options
-
-
-def _collate_fn(trainer: Any) -> Any:
-    """Return the collate function for training, or None where the trainer's own cannot pad."""
-    if trainer.odb.collate_fn is not None:
-        return trainer.odb.collate_fn
-    if compat.is_default_collator(trainer.data_collator):
-        return None
-    return compat.keep_columns(trainer.data_collator, compat.model_columns(trainer))

@@ -34,6 +34,10 @@ class RunCallback(TrainerCallback):
         self._has_stepped = False
         self._run.meter.take()  # The time of all set-up is not the first steps'.
         if self._run.ends_by_epochs:
+            # Before version 5, the `Trainer` sets its bound after the scheduler is made. Later it
+            # does not, and a resumed run keeps the number of its checkpoint.
+            if state.max_steps == self._run.most_steps:
+                compat.plan_steps(self._trainer, self._run.total_steps)
             state.num_train_epochs = math.ceil(args.num_train_epochs)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -52,10 +52,17 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
     is_padded = config.collate_fn is not None or not compat.is_default_collator(
         trainer.data_collator
     )
-    if not is_padded and compat.is_encoder_decoder(trainer.model):
+    # Between the trials of a hyperparameter search there is no model; it was checked before.
+    has_model = trainer.model is not None
+    if not is_padded and has_model and compat.is_encoder_decoder(trainer.model):
         raise ValueError(
             "`data_collator` must be given for an encoder-decoder model, whose labels have lengths "
             "of their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`."
+        )
+    if config.loss_is == "divided" and not compat.takes_num_items(trainer):
+        raise ValueError(
+            '`loss_is` must not be "divided" where the model takes no `num_items_in_batch`, which '
+            "its `forward` shows by `**kwargs`, and there is no `compute_loss_func`."
         )
     if config.schedule == "samples" and args.max_steps > 0:
         raise ValueError(

@@ -11,6 +11,7 @@ from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
 
 Schedule = Literal["steps", "samples"]
+LossKind = Literal["divided", "token_mean", "sample_mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,10 @@ class ODBConfig(BatchOptions):
         uneven: `"fill"` or `"stop"`; see `RankAligner`. A `Trainer` has no `Join`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.
+        loss_is: what the loss of a batch is. `"divided"`: a sum, divided by the
+            `num_items_in_batch` that it is told. `"token_mean"`: a mean over the supervised tokens
+            of the batch; without labels, over `Observation.targets`. `"sample_mean"`: a mean over
+            its samples, such as pairs. Default: what the labels and the first step show.
         steps_per_epoch: optimizer steps of an epoch, about. With `num_train_epochs` the learning
             rate, the progress bar and the arguments that are shares of the whole run need it.
             Default: estimated from the lengths of `estimate_samples` samples.
@@ -41,6 +46,7 @@ class ODBConfig(BatchOptions):
     """
 
     shift_labels: bool | None = None
+    loss_is: LossKind | None = None
     steps_per_epoch: int | None = None
     estimate_samples: int = LOOKED_AT
     schedule: Schedule = "steps"
@@ -55,6 +61,8 @@ class ODBConfig(BatchOptions):
             ("fill", "stop"),
             'A `Trainer` has no `Join`: "join" needs a loop of your own.',
         )
+        if self.loss_is is not None:
+            check_choice("loss_is", self.loss_is, get_args(LossKind))
         check_count("estimate_samples", self.estimate_samples)
         check_bool("log_metrics", self.log_metrics)
         if self.steps_per_epoch is not None:

@@ -1,9 +1,9 @@
-"""Finds out who normalizes a loss: the model, by the number of targets, or nobody yet."""
+"""Finds out what a loss is: divided by the number of targets that it is told, or a mean."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +23,34 @@ class Normalizer(enum.IntEnum):
     NEITHER = 3  # the loss is neither: an error
 
 
-def count_targets(batch: Mapping[str, Any], *, shift: bool) -> int | None:
-    """Return how many targets a batch has, or None where its labels do not say.
+def labels_of(batch: Mapping[str, Any], names: Sequence[str] = ()) -> torch.Tensor | None:
+    """Return the labels of a batch: `shift_labels`, `labels`, or the first of `names` it has."""
+    for name in ("shift_labels", "labels", *names):
+        if isinstance(labels := batch.get(name), torch.Tensor):
+            return labels
+    return None
+
+
+def count_targets(
+    batch: Mapping[str, Any], *, shift: bool, names: Sequence[str] = ()
+) -> int | None:
+    """Return over how many targets a mean loss of the batch is, or None where it has no labels.
 
     Args:
-        batch: a batch with `labels`, (B, T), (B,) or of any other shape; or `shift_labels`.
-        shift: whether the first label of a row is no target.
+        batch: a batch with labels, (B, T) or (B,) integers, or floating of any shape.
+        shift: whether the first label of a row of labels per token is no target.
+        names: further keys that may hold labels, such as the `label_names` of a `Trainer`.
     """
-    labels = batch.get("shift_labels")
+    labels = labels_of(batch, names)
     if labels is None:
-        labels = batch.get("labels")
-        if shift and isinstance(labels, torch.Tensor) and labels.ndim > 1:
-            labels = labels[..., 1:]
-    return int(labels.ne(IGNORE_INDEX).sum()) if isinstance(labels, torch.Tensor) else None
+        return None
+    if labels.is_floating_point():  # a regression, or several labels per sample
+        return labels.numel()
+    ids = batch.get("input_ids")
+    is_per_token = labels.ndim > 1 and (ids is None or labels.shape == ids.shape)
+    if shift and is_per_token and "shift_labels" not in batch:
+        labels = labels[..., 1:]
+    return int(labels.ne(IGNORE_INDEX).sum())
 
 
 def give_targets(batch: MutableMapping[str, Any]) -> None:

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from odb_nodes._compat import transformers as compat
 from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.contract import Count, InRange, NodeState, SourceState
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_options, make_batches
+from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.integrations.resuming import load_saved_state
@@ -72,17 +72,14 @@ class Run:
         steps_per_epoch: int | None,
         resumed_at: int | None,
     ) -> None:
-        shift = trainer.odb.shift_labels
-        if shift is None:
-            shift = compat.shifts_labels(trainer.model)
         self._trainer = trainer
         self.batches = batches
-        self.losses = LossWeigher(trainer, shift=shift)
+        self.losses = LossWeigher(trainer)
         self.meter = StepMeter()
         self.optimizer_samples = 0
         self._steps_per_epoch = steps_per_epoch
         self._resumed_at = resumed_at
-        self._columns = compat.model_columns(trainer)
+        self._keys = ModelKeys(trainer)
         self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
 
@@ -215,7 +212,7 @@ class Run:
             )
         infos = [pop_step_info(batch) for batch in taken]
         self.optimizer_samples = infos[0].optimizer_samples
-        kept = [self._without_columns(batch) for batch in taken]
+        kept = [self._keys.of(batch) for batch in taken]
         while len(kept) < count:
             kept.append(dict(kept[-1]))
             infos.append(_repeated(infos[-1]))
@@ -223,10 +220,6 @@ class Run:
             for batch, info in zip(kept, infos, strict=True):
                 self.meter.add(batch, info, wait_s)
         return kept, self.losses.weigh(kept, infos)
-
-    def _without_columns(self, batch: Any) -> dict[str, Any]:
-        columns = self._columns
-        return {key: batch[key] for key in batch if columns is None or key in columns}
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. All ranks call it together."""

@@ -16,6 +16,7 @@ from odb_nodes.integrations.huggingface.batches import make_batches
 from odb_nodes.integrations.huggingface.callback import RunCallback
 from odb_nodes.integrations.huggingface.checks import allow_streams, check_overrides, check_trainer
 from odb_nodes.integrations.huggingface.config import ODBConfig
+from odb_nodes.integrations.huggingface.labels import RenamingCollate
 from odb_nodes.integrations.huggingface.run import Run, make_run
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.planning import TokenBudget
@@ -62,6 +63,7 @@ class ODBTrainerMixin(_Mixed):
     def _configure(self, odb: ODBConfig) -> None:
         check_trainer(self, odb)
         self.odb = odb
+        compat.collator_columns(self)  # while there is a model; a search has none between trials
         # Before the others, so that they see the epoch, and checkpoints with our file in them.
         compat.prepend_callback(self, RunCallback(self))
 
@@ -92,7 +94,8 @@ class ODBTrainerMixin(_Mixed):
         before = self.data_collator
         if self.odb.collate_fn is None and compat.is_default_collator(before):
             multiple = TokenBudget.of(self.odb.token_budget).pad_to_multiple_of
-            self.data_collator = PaddingCollate(pad_to_multiple_of=multiple)
+            collate = PaddingCollate(pad_to_multiple_of=multiple)
+            self.data_collator = RenamingCollate(collate, compat.model_inputs(self.model))
         try:
             yield
         finally:

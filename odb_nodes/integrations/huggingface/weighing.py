@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes.integrations.huggingface.loss import (
@@ -18,7 +19,15 @@ from odb_nodes.integrations.huggingface.loss import (
     find_normalizer,
     give_targets,
 )
+from odb_nodes.integrations.huggingface.probing import loss_of, twin_of
 from odb_nodes.step_info import StepInfo
+
+_LABELS, _TARGETS, _SAMPLES, _HAS_LABELS, _IS_TOLD = range(5)  # what ranks tell each other
+_BY_NAME = {
+    "divided": Normalizer.TRAINER,
+    "token_mean": Normalizer.OURS,
+    "sample_mean": Normalizer.OURS,
+}
 
 
 @dataclass(kw_only=True)
@@ -47,21 +56,27 @@ class LossWeigher:
     """Makes the gradient of an optimizer step that of the mean over all its targets.
 
     Either the loss is told the number of targets, `num_items_in_batch`, and divides by it; or it
-    is a mean, and is multiplied by the batch's share of the targets. Which one it is, is found out
-    at the first step that has targets.
+    is a mean, and is multiplied by the batch's share of what the mean is over: its targets, or its
+    samples. Which one it is, `ODBConfig.loss_is` says, or the first step that has targets shows.
 
     Args:
-        trainer: the trainer that computes the losses.
-        shift: whether the first label of a row is no target.
+        trainer: the trainer that computes the losses; its model may come later.
     """
 
-    def __init__(self, trainer: Any, *, shift: bool) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._shift = shift
-        self._normalizer = Normalizer.UNKNOWN
+        self._loss_is = trainer.odb.loss_is
+        self._normalizer = _BY_NAME.get(self._loss_is, Normalizer.UNKNOWN)
         self._tells_items = False
+        self._is_warned = False
         self.waiting: deque[MicroStep] = deque()
         self.active: MicroStep | None = None
+
+    @cached_property
+    def _shift(self) -> bool:
+        """Whether the first label of a row is no target."""
+        given: bool | None = self._trainer.odb.shift_labels
+        return compat.shifts_labels(self._trainer.model) if given is None else given
 
     def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo]) -> torch.Tensor | None:
         """Settle what the loss of each batch of an optimizer step is multiplied by.
@@ -74,28 +89,76 @@ class LossWeigher:
             The `num_items_in_batch` that the `Trainer` is to pass on, or None.
 
         Raises:
-            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`.
+            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or only some
+                of the batches have labels.
         """
         trainer = self._trainer
-        counts = [count_targets(batch, shift=self._shift) for batch in batches]
-        if None in counts:  # The model makes its own labels: go by the targets of the samples.
-            return self._note(infos, [info.loss_scale for info in infos], None)
-        known = [
-            0 if info.is_filler else count or 0 for count, info in zip(counts, infos, strict=True)
+        names = compat.label_names(trainer)
+        counts = [count_targets(batch, shift=self._shift, names=names) for batch in batches]
+        is_told = [{"labels", "shift_labels"} & {*batch} for batch in batches]
+        mine = [
+            [
+                0 if info.is_filler else count or 0
+                for count, info in zip(counts, infos, strict=True)
+            ],
+            [info.local_targets for info in infos],
+            [info.local_samples for info in infos],
+            [int(count is not None) for count in counts],
+            [int(bool(told)) for told in is_told],
         ]
-        ranks = trainer.accelerator.num_processes
-        of_ranks = trainer.accelerator.gather(torch.tensor([known], device=trainer.args.device))
-        total = of_ranks.sum()
-        if self._normalizer is Normalizer.UNKNOWN:
-            self._find_normalizer(batches, of_ranks)
-        if self._normalizer is Normalizer.TRAINER:
-            items = total.clamp(min=1) / compat.num_items_divisor(trainer)
-            return self._note(infos, [1.0] * len(infos), items)
-        for batch, count in zip(batches, counts, strict=True):
-            if not count:
-                give_targets(batch)
-        targets = max(1, int(total))
-        return self._note(infos, [ranks * count / targets for count in known], None)
+        # One message, on all ranks alike: they decide the same, whatever their own batches are.
+        device = trainer.args.device
+        of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
+        over = self._over(of_ranks)
+        if over is not _LABELS or not self._is_divided(batches, of_ranks):
+            for batch, count in zip(batches, counts, strict=True):
+                if count == 0:
+                    give_targets(batch)
+            share = len(of_ranks) / max(1, int(of_ranks[:, over].sum()))
+            self._note(infos, [count * share for count in mine[over]], None)
+            return None
+        items = of_ranks[:, over].sum().clamp(min=1) / compat.num_items_divisor(trainer)
+        return self._note(infos, [1.0] * len(infos), items)
+
+    def _over(self, of_ranks: torch.Tensor) -> int:
+        """Return which of the counts a mean loss is over.
+
+        Args:
+            of_ranks: (R, 5, S) int64, the counts of each rank and micro-step.
+        """
+        if self._loss_is == "sample_mean":
+            return _SAMPLES
+        has_labels = of_ranks[:, _HAS_LABELS].bool()
+        if has_labels.all():
+            return _LABELS
+        if has_labels.any():
+            raise ValueError(
+                "all batches of an optimizer step must have labels, or none, but only some have. "
+                "Give `loss_is` to the `ODBConfig`: what the loss of each batch is a mean over."
+            )
+        if self._loss_is == "divided":
+            raise ValueError(
+                '`loss_is` must not be "divided" where the batches have no `labels`, which '
+                "`num_items_in_batch` counts."
+            )
+        if self._loss_is is not None:
+            return _TARGETS
+        self._warn_once()
+        return _SAMPLES
+
+    def _warn_once(self) -> None:
+        """Warn that nothing shows what the loss is a mean over."""
+        if self._is_warned or self._trainer.args.process_index:
+            return
+        self._is_warned = True
+        warnings.warn(
+            "the batches have no labels (`label_names` of the arguments are "
+            f"{compat.label_names(self._trainer)}), so that each loss is taken for a mean over "
+            'the samples of its batch. If it is, give `loss_is="sample_mean"` to the `ODBConfig`. '
+            'If it is a mean over tokens, give `loss_is="token_mean"`, and their numbers by '
+            "`observe`.",
+            stacklevel=2,
+        )
 
     def _note(
         self, infos: list[StepInfo], shares: list[float], items: torch.Tensor | None
@@ -140,6 +203,14 @@ class LossWeigher:
 
     # --- who normalizes the loss ------------------------------------------------------------------
 
+    def _is_divided(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> bool:
+        """Return whether the loss of batches with labels is divided by what it is told."""
+        if not of_ranks[:, _IS_TOLD].all():  # The `Trainer` tells nothing where there are others.
+            return False
+        if self._normalizer is Normalizer.UNKNOWN:
+            self._find_normalizer(batches, of_ranks[:, _LABELS])
+        return self._normalizer is Normalizer.TRAINER
+
     def _find_normalizer(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> None:
         """Settle, on all ranks alike, who normalizes the loss.
 
@@ -161,9 +232,8 @@ class LossWeigher:
             return
         index = with_targets.index(max(with_targets))
         targets = int(of_ranks[trainer.accelerator.process_index, index])
-        found = find_normalizer(
-            self._loss, batches[index], targets=max(1, targets), shift=self._shift
-        )
+        probe = partial(loss_of, twin_of(trainer))
+        found = find_normalizer(probe, batches[index], targets=max(1, targets), shift=self._shift)
         if not targets:
             found = Normalizer.UNKNOWN
         said = torch.tensor([int(found)], device=trainer.args.device)
@@ -174,16 +244,6 @@ class LossWeigher:
                 f"the loss of `{name}` must be a mean over targets, or their sum divided by "
                 "`num_items_in_batch`, but is neither: told two and four times as many items, or "
                 "given a sample twice, it does not change as either of those would. It is scaled "
-                "twice, or not at all. Divide by `num_items_in_batch`, and by nothing else."
+                "twice, or not at all. Divide by `num_items_in_batch`, and by nothing else. Or "
+                "give `loss_is` to the `ODBConfig`, if it is a mean after all."
             )
-
-    def _loss(self, batch: Mapping[str, Any], items: int) -> float:
-        """Return the loss of a batch without gradients, and leave the generators as they were."""
-        trainer = self._trainer
-        trainer.model_wrapped.eval()
-        device = trainer.args.device
-        inputs, told = send_to_device(dict(batch), device), torch.tensor(items, device=device)
-        generators = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(generators):
-            loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=told)
-            return float(loss)

@@ -1,0 +1,124 @@
+"""Which keys of the samples reach the collator and the model, as under a stock `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from odb_nodes._compat import transformers as compat
+from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.collate.for_budget import collate_for
+from odb_nodes.collate.protocol import collate_group
+from odb_nodes.integrations.huggingface.labels import rename_labels
+from odb_nodes.step_info import StepInfo
+
+OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
+
+
+def training_collate(trainer: Any) -> Any:
+    """Return the collate function for training, or None for the one that fits the budget.
+
+    The trainer's own gets the columns that the stock `Trainer` gives it; one of the `ODBConfig`
+    gets all of a sample. What either makes of them stays in the batch.
+
+    Raises:
+        ValueError: that of the `ODBConfig` is for another budget.
+    """
+    config, columns = trainer.odb, compat.sample_columns(trainer)
+    given = _given_collate(trainer)
+    if config.collate_fn is not None:
+        collate_for(config.budget, config.collate_fn)
+    if type(given) in OURS or given is None or columns is None:
+        return given
+    kind = KeepBefore if config.collate_fn is None else KeepAfter
+    return kind(given, columns)
+
+
+def _given_collate(trainer: Any) -> Any:
+    if trainer.odb.collate_fn is not None:
+        return trainer.odb.collate_fn
+    return None if compat.is_default_collator(trainer.data_collator) else trainer.data_collator
+
+
+class KeepBefore:
+    """A collate function that sees only some keys of its samples, which may be any mappings.
+
+    Args:
+        collate: the collate function.
+        columns: the keys.
+    """
+
+    def __init__(self, collate: Any, columns: set[str]) -> None:
+        self._collate, self._columns = collate, columns
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of `samples`."""
+        return self._collate([self._kept(sample) for sample in samples])
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        """Return the batch of `samples`; `collate` may take the step too."""
+        return collate_group(self._collate, [self._kept(sample) for sample in samples], info)
+
+    def _kept(self, sample: Any) -> Any:
+        if not isinstance(sample, Mapping):
+            return sample
+        return {key: sample[key] for key in sample if key in self._columns}
+
+
+class KeepAfter:
+    """A collate function that sees all of its samples, and whose batches lose unused columns.
+
+    Args:
+        collate: the collate function.
+        columns: the keys of samples that stay, where it passes them on. What it makes stays.
+    """
+
+    def __init__(self, collate: Any, columns: set[str]) -> None:
+        self._collate, self._columns = collate, columns
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of `samples`."""
+        given = self._unused(samples)  # before the function takes keys out
+        return _without(self._collate(samples), given)
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        """Return the batch of `samples`; `collate` may take the step too."""
+        given = self._unused(samples)
+        return _without(collate_group(self._collate, samples, info), given)
+
+    def _unused(self, samples: list[Any]) -> set[str]:
+        keys = {key for sample in samples if isinstance(sample, Mapping) for key in sample}
+        return keys - self._columns
+
+
+def _without(batch: MutableMapping[str, Any], keys: set[str]) -> MutableMapping[str, Any]:
+    for key in keys & {*batch}:
+        del batch[key]
+    return batch
+
+
+class ModelKeys:
+    """What a model gets of a batch of our own collate functions, which pass on all columns.
+
+    Args:
+        trainer: the trainer, whose model may come later.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        given = _given_collate(trainer)
+        self._trainer = trainer
+        self._is_ours = given is None or type(given) in OURS
+        self._is_default = given is None
+        self._columns = compat.sample_columns(trainer)
+
+    def of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch for the trainer's `compute_loss`."""
+        if not self._is_ours:
+            return dict(batch)
+        taken = compat.model_inputs(self._trainer.model)
+        kept = dict(batch)
+        if self._is_default:
+            kept = rename_labels(kept, taken)
+        if self._columns is None:
+            return kept
+        return {key: kept[key] for key in kept if key in self._columns or key in taken}

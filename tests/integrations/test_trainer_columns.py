@@ -1,0 +1,248 @@
+"""Which keys of the samples reach the collator and the loss of a `Trainer`."""
+
+import sys
+from collections import UserDict
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import language_models as lm  # noqa: E402
+import trainer_jobs as t  # noqa: E402
+from transformers import BertConfig, BertForSequenceClassification, Trainer  # noqa: E402
+
+from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget  # noqa: E402
+from odb_nodes.collate.protocol import collate_group  # noqa: E402
+from odb_nodes.integrations.huggingface import (  # noqa: E402
+    ODBTrainer,
+    ODBTrainerMixin,
+    configure_trainer,
+)
+from odb_nodes.integrations.huggingface.columns import (  # noqa: E402
+    KeepAfter,
+    KeepBefore,
+)
+from odb_nodes.integrations.huggingface.labels import rename_labels  # noqa: E402
+
+DATA = [
+    {"input_ids": [1 + n] * (n % 7 + 2), "labels": [1 + n] * (n % 7 + 2), "weight": n, "extra": n}
+    for n in range(20)
+]
+
+
+class Own(Trainer):
+    """Says itself which columns its collator needs, and uses what it makes."""
+
+    def __init__(self, *args, **kwargs):
+        self.seen = set()
+        super().__init__(*args, **kwargs)
+
+    def _set_signature_columns_if_needed(self):
+        if self._signature_columns is None:
+            self._signature_columns = ["input_ids", "labels", "weight"]
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.seen.add(tuple(sorted(inputs)))
+        taken = {key: inputs[key] for key in ("input_ids", "attention_mask", "labels")}
+        taken["id"] = taken["input_ids"]  # which the model notes
+        return super().compute_loss(model, taken, *args, **kwargs)
+
+
+class Collate:
+    """Turns a column that the model does not take into one that it does not take, either."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def __call__(self, samples):
+        self.seen.add(tuple(sorted(samples[0])))
+        weights = torch.tensor([sample.pop("weight") for sample in samples])
+        return {**PaddingCollate()(samples), "weights": weights}
+
+
+def make(kind, folder, collate=None, data=DATA, model=None, args=(), **options):
+    """A trainer of one step."""
+    return kind(
+        model or lm.Averaging(),
+        t.arguments(folder, max_steps=1, **dict(args)),
+        train_dataset=data,
+        data_collator=collate,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("how", ["mixin", "configure"])
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_the_collator_gets_the_columns_of_the_trainer(tmp_path, how, kind):
+    class Mine(ODBTrainerMixin, Own):
+        pass
+
+    collate, data = Collate(), list(map(kind, DATA))
+    if how == "mixin":
+        trainer = make(Mine, tmp_path, collate, data, odb=t.config())
+    else:
+        trainer = configure_trainer(make(Own, tmp_path, collate, data), token_budget=64)
+    trainer.train()
+    assert collate.seen == {("input_ids", "labels", "weight")}
+    assert trainer.seen == {("attention_mask", "input_ids", "labels", "weights")}
+
+
+def test_a_collate_function_for_training_alone_gets_all_columns(tmp_path):
+    collate = Collate()
+    odb = {"token_budget": 64, "collate_fn": collate}
+    trainer = configure_trainer(make(Own, tmp_path), **odb)
+    trainer.train()
+    assert collate.seen == {("extra", "input_ids", "labels", "weight")}
+    assert trainer.seen == {("attention_mask", "input_ids", "labels", "weights")}  # no "extra"
+
+
+def test_all_columns_are_kept_where_the_arguments_say_so(tmp_path):
+    collate = Collate()
+    trainer = make(Own, tmp_path, collate, args={"remove_unused_columns": False})
+    configure_trainer(trainer, token_budget=64).train()
+    assert collate.seen == {("extra", "input_ids", "labels", "weight")}
+    assert trainer.seen == {("attention_mask", "extra", "input_ids", "labels", "weights")}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_what_our_collate_functions_make_stays_if_the_model_takes_it(tmp_path, layout):
+    class Positions(lm.Averaging):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, labels=None, id=None):
+            return super().forward(input_ids, labels=labels, id=input_ids)
+
+    class Seeing(Own):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            self.seen.add(tuple(sorted(inputs)))
+            inputs = {"input_ids": inputs["input_ids"], "labels": inputs["labels"]}
+            return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+    trainer = make(Seeing, tmp_path, model=Positions())
+    collate = PackedCollate() if layout == "packed" else None
+    budget = TokenBudget(64, layout=layout)
+    configure_trainer(trainer, token_budget=budget, collate_fn=collate).train()
+    (keys,) = trainer.seen
+    assert ("position_ids" if layout == "packed" else "attention_mask") in keys
+    assert {"input_ids", "labels", "weight"} <= {*keys}
+    assert "extra" not in keys
+
+
+def test_a_collate_function_for_another_layout_is_still_refused(tmp_path):
+    class Mine(PaddingCollate):
+        pass
+
+    budget = TokenBudget(64, layout="packed")
+    trainer = configure_trainer(make(Own, tmp_path), token_budget=budget, collate_fn=Mine())
+    with pytest.raises(ValueError, match="must be for groups of layout"):
+        trainer.train()
+
+
+def test_collate_functions_that_take_the_step_still_do():
+    class Step:
+        def __call__(self, samples):
+            raise AssertionError
+
+        def collate_step(self, samples, info):
+            return {**samples[0], "info": info}
+
+    for kind, expected in ((KeepBefore, {"a", "info"}), (KeepAfter, {"a", "info"})):
+        assert {*collate_group(kind(Step(), {"a"}), [{"a": 1, "b": 2}], "step")} == expected
+
+
+# --- labels and lengths ---------------------------------------------------------------------------
+
+
+def classifier():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=60, intermediate_size=8, **sizes)
+    config.num_labels = 3
+    return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("name", ["label", "label_ids"])
+def test_a_label_has_the_name_that_the_default_collator_gives_it(tmp_path, name):
+    def train(name):
+        data = [{"input_ids": sample["input_ids"], name: sample["weight"] % 3} for sample in DATA]
+        trainer = make(ODBTrainer, tmp_path, None, data, classifier(), odb=t.config())
+        trainer.train()
+        return lm.weights_of(trainer.model), trainer.evaluate(data)["eval_loss"]
+
+    weights, loss = train(name)
+    expected, expected_loss = train("labels")
+    assert torch.equal(weights, expected)
+    assert loss == expected_loss
+
+
+def test_labels_are_renamed_only_where_they_can_be():
+    batch = {"label": torch.tensor([0.5, 1.0], dtype=torch.float64), "input_ids": [1]}
+    assert rename_labels(batch, {"labels"})["labels"].dtype == torch.float32
+    assert rename_labels(batch, {"label"}) is batch
+    assert rename_labels({**batch, "labels": [1]}, {"labels"})["labels"] == [1]
+    assert rename_labels({"label_ids": [[1, 2], [3, 4]]}, set())["labels"].shape == (2, 2)
+    with pytest.raises(ValueError, match="`label_ids` of each sample must be a number, or lists"):
+        rename_labels({"label_ids": [[1, 2], [3]]}, set())
+
+
+def test_samples_without_a_length_are_told_what_to_do(tmp_path):
+    class Pairs(Trainer):
+        def _set_signature_columns_if_needed(self):
+            self._signature_columns = ["chosen_ids", "rejected_ids"]
+
+    pairs = [{"chosen_ids": [1] * (n + 2), "rejected_ids": [2] * (n + 3)} for n in range(8)]
+    trainer = configure_trainer(make(Pairs, tmp_path, list, pairs), token_budget=64)
+    message = (
+        r"of `ODBPairs` has no `input_ids`.*'chosen_ids', 'rejected_ids'.*`observe=lambda s: 2"
+    )
+    with pytest.raises(SampleError, match=message):
+        trainer.train()
+
+
+def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(tmp_path):
+    class Other(Own):
+        def _set_signature_columns_if_needed(self):
+            self._signature_columns = ["tokens"]
+
+    def collate(samples):
+        rows = [{"input_ids": sample["tokens"], "labels": sample["tokens"]} for sample in samples]
+        return PaddingCollate()(rows)
+
+    data = [{"input_ids": s["input_ids"], "tokens": s["input_ids"]} for s in DATA]
+    trainer = configure_trainer(make(Other, tmp_path, collate, data), token_budget=64)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+# --- a trainer of another library -----------------------------------------------------------------
+
+
+def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{n}": n for n in range(2, 60)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[EOS]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]", unk_token="[EOS]"
+    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_attention_heads=2, **sizes))
+    data = datasets.Dataset.from_list([{"text": f"w{n + 2} w3 w4"} for n in range(24)])
+    given = {"max_length": 16, "packing": True, "padding_free": True, "bf16": False}
+    given |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    args = trl.SFTConfig(str(tmp_path), num_train_epochs=1, max_grad_norm=0.0, **given)
+    trainer = trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+    configure_trainer(trainer, token_budget=64)
+    starts = []
+
+    def count(_, __, kwargs):
+        if trainer.model.training:
+            starts.append(int((kwargs["position_ids"] == 0).sum()))
+
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
+    assert sum(starts) == 24

@@ -1,0 +1,280 @@
+"""What the loss of a batch is a mean over, under a `Trainer`, and how that is found out."""
+
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import language_models as lm  # noqa: E402
+import trainer_jobs as t  # noqa: E402
+from rank_jobs import run_ranks  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin  # noqa: E402
+from odb_nodes.integrations.huggingface.loss import count_targets  # noqa: E402
+from odb_nodes.sample import Observation  # noqa: E402
+
+SIZE = 40
+LABELS = {
+    "labels": [2, 1.5, [0.5]],
+    "start_positions": [2],
+    "goal": [2, [0.5, 1.0, 0.0]],
+}
+
+
+def rows(**labels):
+    """Samples of many lengths, with these labels each."""
+    return [{"input_ids": [1 + n] * (n % 13 + 2), **labels} for n in range(SIZE)]
+
+
+def collate(samples):
+    """Padded rows, and all else as a tensor of one row per sample."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    ids = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
+    keys = {*samples[0]} - {"input_ids"}
+    rest = {key: torch.tensor([sample[key] for sample in samples]) for key in keys}
+    return {"input_ids": torch.tensor(ids), **rest}
+
+
+class Gradients(TrainerCallback):
+    """Notes how far the gradient of each optimizer step is off the mean over its samples."""
+
+    def __init__(self, trainer):
+        self.trainer, self.errors = trainer, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.fillers = [step.factor == 0 for step in self.trainer.odb_run.losses.waiting]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        model = self.trainer.model
+        seen = zip(model.seen, self.fillers, strict=True)
+        values = [value for batch, is_filler in seen if not is_filler for value in batch]
+        model.seen.clear()
+        self.errors.append(abs(model.weight.grad.item() - sum(values) / len(values)))
+
+
+def error_of(folder, data, odb=(), model=None, **options):
+    """Train an epoch on samples whose loss is a mean over rows; the largest error of a gradient."""
+    options = {"num_train_epochs": 1, "learning_rate": 0.0, **options}
+    trainer = ODBTrainer(
+        model or lm.Rows(),
+        t.arguments(folder, **options),
+        train_dataset=data,
+        data_collator=collate,
+        odb=t.config(**{"token_budget": 32, **dict(odb)}),
+    )
+    check = Gradients(trainer)
+    trainer.add_callback(check)
+    trainer.train()
+    assert len(check.errors) == trainer.state.global_step > 2
+    return max(check.errors)
+
+
+# --- what it is a mean over -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "name, label", [(name, label) for name, labels in LABELS.items() for label in labels]
+)
+def test_one_label_per_sample_counts_samples(tmp_path, name, label, accumulate):
+    options = {"label_names": [name], "gradient_accumulation_steps": accumulate}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert error_of(tmp_path, rows(**{name: label}), **options) < 1e-12
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_batches_without_labels_count_samples(tmp_path, accumulate):
+    options = {"gradient_accumulation_steps": accumulate}
+    with pytest.warns(UserWarning, match='If it is, give `loss_is="sample_mean"`'):
+        assert error_of(tmp_path, rows(), **options) < 1e-12
+
+
+@pytest.mark.parametrize("labels", [{}, {"labels": [1, 2, 3]}])
+def test_a_mean_over_samples_may_be_said_to_be_one(tmp_path, labels):
+    options = {"gradient_accumulation_steps": 3, "odb": {"loss_is": "sample_mean"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert error_of(tmp_path, rows(**labels), **options) < 1e-12
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_mean_over_tokens_without_labels_may_be_said_to_be_one(tmp_path, accumulate):
+    data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
+    model, seen = lm.Unlabelled(), []
+    options = {"gradient_accumulation_steps": accumulate, "logging_steps": 1, "num_train_epochs": 1}
+    trainer = ODBTrainer(
+        model,
+        t.arguments(tmp_path, learning_rate=0.0, **options),
+        train_dataset=data,
+        odb=t.config(
+            loss_is="token_mean",
+            observe=lambda sample: Observation(
+                len(sample["input_ids"]), len(sample["input_ids"]) - 1
+            ),
+        ),
+    )
+    model.register_forward_hook(lambda _, __, out: seen.append((out["loss"].item(), out["items"])))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    for number, loss in enumerate(losses):
+        step = seen[number * accumulate : (number + 1) * accumulate]
+        if loss != losses[-1]:  # which repeats batches
+            mean = sum(loss * items for loss, items in step) / sum(items for _, items in step)
+            assert loss == pytest.approx(mean, abs=1e-4)  # logs before version 5 are rounded
+
+
+def test_batches_of_which_only_some_have_labels_are_refused(tmp_path):
+    def some(samples):
+        batch = collate(samples)
+        if batch["input_ids"].shape[1] < 8:
+            del batch["labels"]
+        return batch
+
+    args = t.arguments(tmp_path, gradient_accumulation_steps=8, max_steps=2)
+    given = {"train_dataset": rows(labels=1), "data_collator": some, "odb": t.config()}
+    with pytest.raises(ValueError, match="must have labels, or none, but only some have"):
+        ODBTrainer(lm.Rows(), args, **given).train()
+
+
+def test_labels_per_token_are_those_as_long_as_the_ids():
+    def count(labels, shift=True, **others):
+        return count_targets(
+            {"input_ids": torch.ones(2, 3), **others, "labels": labels}, shift=shift
+        )
+
+    per_token = torch.tensor([[1, 1, -100], [1, 1, 1]])
+    assert (count(per_token), count(per_token, shift=False)) == (3, 5)
+    assert count(torch.tensor([1, -100])) == 1
+    assert count(torch.tensor([[4], [5]])) == 2  # one label of each sample
+    assert count(torch.tensor([[0.5], [1.5]])) == 2
+    assert count(per_token, shift_labels=per_token) == 5
+    assert count_targets({"goal": per_token[0]}, shift=True) is None
+    assert count_targets({"goal": per_token[0]}, shift=True, names=("goal",)) == 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_ranks_weigh_samples_alike(tmp_path, accumulate):
+    body = """
+        import test_trainer_losses as s, torch.distributed as dist
+        folder, accumulate = sys.argv[1], int(sys.argv[2])
+        found = []
+        for name, labels in (("pairs", {}), ("positions", {"start_positions": 1})):
+            trainer = t.ODBTrainer(
+                t.language_models.Rows(),
+                t.arguments(f"{folder}/{name}", num_train_epochs=1, learning_rate=0.0,
+                            gradient_accumulation_steps=accumulate,
+                            label_names=[*labels] or None),
+                train_dataset=s.rows(**labels)[:37], data_collator=s.collate,
+                odb=t.config(token_budget=20),
+            )
+            errors = []
+
+            class Check(s.Gradients):
+                def on_pre_optimizer_step(self, args, state, control, **kwargs):
+                    model = self.trainer.model
+                    seen = zip(model.seen, self.fillers, strict=True)
+                    mine = [value for batch, filler in seen if not filler for value in batch]
+                    model.seen.clear()
+                    values = [value for each in r.gathered(mine) for value in each]
+                    errors.append(abs(model.weight.grad.item() - sum(values) / len(values)))
+
+            trainer.add_callback(Check(trainer))
+            trainer.train()
+            found.append((len(errors), max(errors)))
+        r.finish(found)
+    """
+    (first, second) = run_ranks(tmp_path, program(body), 2, str(tmp_path), str(accumulate))
+    assert first == second
+    assert all(steps > 2 and error < 1e-12 for steps, error in first)
+
+
+# --- how it is found out --------------------------------------------------------------------------
+
+
+class Metrics(Trainer):
+    """Gathers metrics where it computes a loss, as trainers of other libraries do."""
+
+    def __init__(self, *args, **kwargs):
+        self.gathered = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.calls = 0
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        mode = "train" if model.training else "eval"
+        self.gathered[mode]["rows"].append(len(inputs["input_ids"]))
+        self.calls += 1
+        self.state.num_input_tokens_seen += inputs["input_ids"].numel()
+        self.log({"rows": float(len(inputs["input_ids"]))})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Dynamic(ODBTrainerMixin, Metrics):
+    pass
+
+
+@pytest.mark.parametrize("model", ["Normalizing", "Ignoring"])
+def test_finding_out_leaves_no_traces(tmp_path, model):
+    trainer = t.make_trainer(tmp_path, model=model, kind=Dynamic, num_train_epochs=1)
+    trainer.train()
+    steps = trainer.state.global_step
+    assert not trainer.gathered["eval"]
+    assert len(trainer.gathered["train"]["rows"]) == trainer.calls == steps
+    assert sum("rows" in entry for entry in trainer.state.log_history) == steps
+    assert 0 < trainer.state.num_input_tokens_seen <= 64 * steps
+
+
+@pytest.mark.parametrize(
+    "model, loss_is",
+    [("Normalizing", "divided"), ("Ignoring", "token_mean"), ("Averaging", "token_mean")],
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_is_said_is_not_found_out(tmp_path, monkeypatch, model, loss_is, accumulate):
+    monkeypatch.setattr("odb_nodes.integrations.huggingface.weighing.find_normalizer", None)
+    options = {"odb": {"loss_is": loss_is}, "gradient_accumulation_steps": accumulate}
+    t.make_trainer(tmp_path, model=model, **options).train()
+    assert lm.check_steps([t.entries_of(tmp_path, "train")], SIZE, accumulate)[0] < 1e-12
+
+
+def test_a_loss_that_cannot_be_divided_is_not_said_to_be(tmp_path):
+    with pytest.raises(ValueError, match="takes no `num_items_in_batch`"):
+        t.make_trainer(tmp_path, model="Averaging", odb={"loss_is": "divided"})
+    with pytest.raises(ValueError, match="`loss_is` must be one of"):
+        t.make_trainer(tmp_path, odb={"loss_is": "mean"})
+    args, odb = t.arguments(tmp_path), t.config(loss_is="divided")
+    data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
+    trainer = ODBTrainer(lm.Normalizing(), args, train_dataset=data, odb=odb)
+    with pytest.raises(ValueError, match='"divided" where the batches have no `labels`'):
+        trainer.train()
+
+
+def test_a_trainer_whose_model_is_gone_trains_again(tmp_path):
+    """As between the trials of a hyperparameter search."""
+    model_init = lm.Normalizing
+    trainer = ODBTrainer(
+        args=t.arguments(tmp_path, max_steps=3),
+        model_init=model_init,
+        train_dataset=t.Texts(SIZE),
+        odb=t.config(),
+    )
+    trainer.train()
+    first = lm.weights_of(trainer.model)
+    trainer.model = trainer.model_wrapped = None
+    trainer.train()
+    assert torch.equal(lm.weights_of(trainer.model), first)
+
+
+def program(body):
+    """A program of ranks, with the names of `trainer_jobs` as `t`."""
+    from textwrap import dedent
+
+    return f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport trainer_jobs as t\n" + dedent(
+        body
+    )

@@ -55,6 +55,7 @@ def test_an_object_of_an_unknown_type_is_digested_by_its_type():
     assert isinstance(content_digest(np.array([object()])), int)
 
 
+@pytest.mark.workers
 def test_a_digest_is_the_same_in_every_process():
     item = {"id": "x", "ids": [1, 2]}
     code = f"from odb_nodes._core.content import content_digest; print(content_digest({item}))"

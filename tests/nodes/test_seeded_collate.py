@@ -116,7 +116,7 @@ def test_a_generator_of_the_function_is_seeded_for_each_batch(own, lazily):
     assert drawn(make_loader(collate)) == first  # though the generator has advanced
     assert drawn(make_loader(Keeper(OWN[own], lazily=True))) == first
     assert len({*first}) == len(first) > 9
-    assert_resumes_exactly(lambda: make_loader(Keeper(OWN[own], lazily=lazily)), every=4, chain=1)
+    assert_resumes_exactly(lambda: make_loader(Keeper(OWN[own], lazily=lazily)), every=9, chain=0)
 
 
 @pytest.mark.parametrize("how", ["partial", "closure", "method", "inner", "list"])

@@ -13,7 +13,14 @@ from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
-from odb_nodes.sources import IterableSource, JsonlSource, Mixing, ShardedSampler, SourceMixer
+from odb_nodes.sources import (
+    IterableSource,
+    JsonlSource,
+    Mixing,
+    ShardedSampler,
+    SourceMixer,
+    WeightedSampler,
+)
 from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 
 __version__ = "0.1.0"
@@ -48,6 +55,7 @@ __all__ = [
     "StatefulNode",
     "StepInfo",
     "TokenBudget",
+    "WeightedSampler",
     "WindowBucketer",
     "WorkerError",
     "WorkerOptions",

@@ -31,6 +31,7 @@ from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.datasets import order_of
+from odb_nodes.sources.source_mixer import Weights
 from odb_nodes.step_info import StepInfo
 
 
@@ -79,9 +80,10 @@ class ODBDataLoader:
         accumulate: number of batches of an optimizer step.
         round_size: number of steps between two messages of the ranks; see `RankAligner`.
         timeout_s: seconds to wait for another rank before it is an error.
-        weights: name of the dataset -> its share of the samples, where `dataset` is a dict; or a
-            `Mixing`, for shares of tokens, or another end of the epoch. Default: equal shares, and
-            an epoch that ends when each sample was emitted once.
+        weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
+            `"proportional"` to the number of samples of each; or a `Mixing`, for shares of tokens,
+            or another end of the epoch. Default: equal shares, and an epoch that ends when each
+            sample was emitted once.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
@@ -113,7 +115,7 @@ class ODBDataLoader:
         accumulate: int = LoaderOptions.accumulate,
         round_size: int = LoaderOptions.round_size,
         timeout_s: float = LoaderOptions.timeout_s,
-        weights: Mapping[str, float] | Mixing | None = None,
+        weights: Weights | Mixing = None,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
         options = LoaderOptions(

@@ -23,6 +23,7 @@ from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
+from odb_nodes.sources.source_mixer import Weights
 
 ProcessFn = Callable[[Any], Any] | None
 
@@ -77,7 +78,7 @@ class LoaderOptions(BatchOptions, JobOptions):
     process_group: Any = None
     sharded: bool = False
     loss_scaling: LossScaling = LossRule.scaling
-    weights: Mapping[str, float] | Mixing | None = None
+    weights: Weights | Mixing = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
+from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.source_mixer import Mixing, SourceMixer, check_names
 
 
@@ -126,7 +127,8 @@ class _Pipeline:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"of source {name!r}: {error}") from error
         mixing = Mixing.of(options.weights)
-        mix = partial(SourceMixer, weights=mixing.weights, by=mixing.by, stop=mixing.stop)
+        weights = self._weights(mixing, datasets)
+        mix = partial(SourceMixer, weights=weights, by=mixing.by, stop=mixing.stop)
         workers = options.worker_options
         if mixing.by == "samples":
             # Mixed before they are processed, so that all workers process items of any source.
@@ -135,10 +137,34 @@ class _Pipeline:
         make = partial(self._processor, workers=_share(workers, len(datasets)))
         return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
 
+    def _weights(self, mixing: Mixing, datasets: Mapping[str, Any]) -> Mapping[str, float] | None:
+        if mixing.weights != "proportional":
+            return mixing.weights
+        if mixing.by != "samples" or self._options.sharded:
+            raise ValueError(
+                '`weights="proportional"` goes by the number of samples of whole datasets, so `by` '
+                'must be "samples" and `sharded` False. Pass weights.'
+            )
+        return {name: _size_of(name, dataset) for name, dataset in datasets.items()}
+
     def _read(self, dataset: Any, process_fn: Any, seed: int) -> tuple[Any, SampleProcess]:
         options = self._options
         source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
         return source, SampleProcess(items, process_fn, options.observe, self._prepare)
+
+
+def _size_of(name: str, dataset: Any) -> int:
+    try:
+        if isinstance(dataset, JsonlSource):
+            return dataset.num_records
+        if not isinstance(dataset, BaseNode):  # whose length is that of one rank
+            return len(dataset)
+    except TypeError as error:
+        raise TypeError(f'`weights="proportional"`, source {name!r}: {error}') from error
+    raise TypeError(
+        f'`weights="proportional"` needs the number of samples of source {name!r}, which a node '
+        "does not tell. Pass weights."
+    )
 
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:

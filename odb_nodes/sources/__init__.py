@@ -4,6 +4,7 @@ from odb_nodes.sources.iterable_source import IterableSource
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.sharded_sampler import ShardedSampler
 from odb_nodes.sources.source_mixer import Mixing, SourceMixer
+from odb_nodes.sources.weighted_sampler import WeightedSampler
 
 __all__ = [
     "IterableSource",
@@ -11,4 +12,5 @@ __all__ = [
     "Mixing",
     "ShardedSampler",
     "SourceMixer",
+    "WeightedSampler",
 ]

@@ -106,12 +106,21 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         Raises:
             TypeError: they are not counted yet.
         """
+        return len(range(self._rank, self.num_records, self._world_size))
+
+    @property
+    def num_records(self) -> int:
+        """Number of records of all ranks.
+
+        Raises:
+            TypeError: they are not counted yet.
+        """
         if self._records is None:
             raise TypeError(
                 f"`{type(self).__name__}` knows its number of records only when an epoch has "
                 "ended. Pass `count_records=True` to count them before."
             )
-        return len(range(self._rank, self._records, self._world_size))
+        return self._records
 
     def begin_epoch(self) -> None:
         """Stand at the first record of the first file."""

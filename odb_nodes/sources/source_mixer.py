@@ -22,6 +22,7 @@ from odb_nodes.sample import Sample, Skipped, SourceItem
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
+Weights = Mapping[str, float] | Literal["proportional"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class Mixing:
     """How an `ODBDataLoader` mixes its datasets; see `SourceMixer`.
 
     Args:
-        weights: name -> weight, any positive numbers. Default: equal.
+        weights: name -> weight, any positive numbers; or `"proportional"` to the number of samples
+            of each dataset. Default: equal.
         by: what the weights are shares of, `"samples"` or `"tokens"`.
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
 
@@ -37,7 +39,7 @@ class Mixing:
         ValueError: `by` or `stop` is not one of those.
     """
 
-    weights: Mapping[str, float] | None = None
+    weights: Weights = None
     by: Unit = "samples"
     stop: Stop = "all_exhausted"
 
@@ -45,7 +47,7 @@ class Mixing:
         _check_rules(self.by, self.stop)
 
     @classmethod
-    def of(cls, weights: Mapping[str, float] | Mixing | None) -> Mixing:
+    def of(cls, weights: Weights | Mixing) -> Mixing:
         """Return `weights` itself, or what says no more than them."""
         return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ from odb_nodes import (
     Mixing,
     ODBDataLoader,
     SampleError,
+    ShardedSampler,
     SourceCount,
     StateError,
     TokenBudget,
@@ -317,3 +318,40 @@ def test_arguments_that_are_not_valid_are_named(options, error, message):
     given = {"dataset": {"a": ["x"], "b": ["y"]}, "token_budget": 10, **options}
     with pytest.raises(error, match=message):
         ODBDataLoader(**given)
+
+
+def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"input_ids": [3]}\n' * 50)
+    data = {
+        "a": [{"input_ids": [1]}] * 100,
+        "b": [{"input_ids": [2]}] * 300,
+        "c": JsonlSource(path, count_records=True),
+    }
+    loader = ODBDataLoader(data, weights="proportional", token_budget=45, window=9)
+    counts = Counter()
+    for step, batch in enumerate(loader, 1):
+        for name, count in pop_step_info(batch).local_sources.items():
+            counts[name] += count.samples
+        if step % 3 == 0:
+            total = sum(counts.values())
+            assert counts["b"] / total == pytest.approx(300 / 450, abs=12 / total)
+    assert counts == {"a": 100, "b": 300, "c": 50}
+
+
+class Stream:
+    def __iter__(self):
+        yield {"input_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        ([{"input_ids": [1]}], {"sharded": True}, ValueError, "`sharded` False. Pass weights"),
+        (Stream(), {}, TypeError, "source 'a': .* has no len"),
+        (ShardedSampler(4), {}, TypeError, "which a node does not tell"),
+    ],
+)
+def test_shares_in_proportion_to_unknown_sizes_are_refused(data, options, error, message):
+    with pytest.raises(error, match=message):
+        ODBDataLoader({"a": data}, weights="proportional", token_budget=9, **options)

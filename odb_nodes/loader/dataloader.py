@@ -20,7 +20,7 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.options import LoaderOptions, ProcessFn
+from odb_nodes.loader.options import LoaderOptions, ProcessFn, check_names_of_options
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
@@ -90,6 +90,12 @@ class ODBDataLoader:
             `PackedCollate` for another budget, or the dataset is empty. It may be empty where it is
             `sharded` and the job has several ranks.
     """
+
+    def __new__(cls, *_: Any, **given: Any) -> ODBDataLoader:
+        """Name what there is in place of an argument of `DataLoader`."""
+        if cls.__init__ is ODBDataLoader.__init__:  # and not a subclass with arguments of its own
+            check_names_of_options(given)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -99,3 +99,30 @@ class LoaderOptions(BatchOptions, JobOptions):
             return options
         ahead = max(self.window, 4 * options.chunk_size * options.num_workers)
         return replace(options, in_flight_samples=ahead)
+
+
+_OF_DATALOADER = {
+    "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
+    "batch_sampler": "batches are formed here: pass a `sampler`",
+    "drop_last": "`uneven=` says what becomes of the last batches",
+    "generator": "pass a `seed`",
+    "multiprocessing_context": "pass `workers=WorkerOptions(start_method=)`",
+    "persistent_workers": "workers always persist",
+    "prefetch_factor": "pass `prefetch=`, in batches, or `WorkerOptions(in_flight_samples=)`",
+    "timeout": "pass `workers=WorkerOptions(timeout_s=)`",
+    "worker_init_fn": "pass `workers=WorkerOptions(worker_init_fn=)`",
+}
+
+
+def check_names_of_options(given: Iterable[str]) -> None:
+    """Reject arguments of torch's `DataLoader` that dynamic batches do not have.
+
+    Raises:
+        TypeError: names the argument, and what there is in its place.
+    """
+    for name in given:
+        if name in _OF_DATALOADER:
+            raise TypeError(
+                f"`{name}` is an argument of `DataLoader` that `ODBDataLoader` does not have: "
+                f"{_OF_DATALOADER[name]}."
+            )

@@ -458,3 +458,14 @@ def test_a_loop_that_moves_the_step_info_to_a_device_is_told_to_take_it_out():
     with pytest.raises(AttributeError, match="'to': take it out of the batch first, by `pop_st"):
         {key: value.to("cpu") for key, value in batch.items()}
     assert not hasattr(pop_step_info(batch), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [("batch_size", "token_budget"), ("drop_last", "uneven"), ("timeout", "s=")],
+)
+def test_an_argument_of_a_dataloader_names_what_there_is_instead(option, instead):
+    with pytest.raises(TypeError, match=f"`{option}` is an argument of `DataLoader`.*{instead}"):
+        ODBDataLoader(Dataset(), token_budget=64, **{option: 8})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
+        ODBDataLoader(Dataset(), token_budget=64, windw=8)  # type: ignore[call-arg]

@@ -218,6 +218,19 @@ def test_a_group_that_cannot_be_collated_on_the_trainers_thread_is_not_lost():
     assert [batch["id"] for batch in node] == [3, 4, 5]
 
 
+def test_a_function_that_makes_a_generator_in_each_call_is_not_called_twice_for_each_batch():
+    calls = []
+
+    class Maker:
+        def __call__(self, samples):
+            calls.append(len(samples))
+            self.generator = np.random.default_rng(samples[0]["input_ids"][0])
+            return {"drawn": self.generator.random()}
+
+    batches = list(groups(Maker()))
+    assert len(calls) == len(batches) + 1  # It might have made one for all calls.
+
+
 def test_a_state_knows_the_seed_only_of_a_function_that_may_draw():
     state = groups(draw_all, seed=1).state_dict()
     with pytest.raises(StateError, match="`seed` was 1 when saved, but is 2 now"):

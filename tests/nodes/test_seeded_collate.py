@@ -10,6 +10,7 @@ import torch
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import GroupCollator, Loader, ODBDataLoader, PaddingCollate, Sample, StateError
+from odb_nodes._core.seeds import is_global, seed_rngs
 from odb_nodes.nodes import ReadAhead
 from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.testing import assert_resumes_exactly
@@ -135,6 +136,19 @@ def test_generators_are_found_wherever_a_function_keeps_them(how):
 
     first, again = ([batch["drawn"] for batch in groups(make())] for _ in range(2))
     assert first == again
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+def test_the_global_generators_are_known(name):
+    kept = {
+        "random": random.random.__self__,
+        "numpy": np.random.random_sample.__self__,
+        "torch": torch.default_generator,
+    }[name]
+    seed_rngs(5)
+    expected = GLOBAL[name]()
+    seed_rngs(5)
+    assert is_global(kept) and draw_from(kept) == expected
 
 
 def test_a_global_generator_that_a_function_keeps_is_put_back():

@@ -61,11 +61,13 @@ def _open_temporary(path: Path) -> BinaryIO:
     while True:
         handle, name = tempfile.mkstemp(_SUFFIX, f".{path.name}.", path.parent)
         os.close(handle)
-        file = open(name, "r+b")
-        _lock(file)
-        if os.fstat(file.fileno()).st_nlink > 0:
-            return file
-        file.close()  # Another process took it for a stale one before it was locked.
+        # Until it is locked, another save of `path` may take it for a stale one, and remove it.
+        with contextlib.suppress(FileNotFoundError):
+            file = open(name, "r+b")
+            _lock(file)
+            if os.fstat(file.fileno()).st_nlink > 0:
+                return file
+            file.close()
 
 
 def _lock(file: BinaryIO, wait: bool = True) -> bool:

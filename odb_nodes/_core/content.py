@@ -79,10 +79,11 @@ def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
 
 
 def _add_tensor(value: torch.Tensor, crc: int) -> int:
-    if value.is_sparse or value.is_quantized or value.is_nested or value.device.type == "meta":
+    is_dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized)
+    if not is_dense or value.device.type == "meta":
         return zlib.crc32(str(value.dtype).encode(), crc)
     crc = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), crc)
-    row = value.detach().reshape(-1)
+    row = value.detach().resolve_conj().resolve_neg().reshape(-1)
     most = _MOST_BYTES // max(1, row.element_size())
     if len(row) > 2 * most:
         row = torch.cat((row[:most], row[-most:]))

@@ -58,7 +58,8 @@ def states_of_rngs() -> tuple[Any, ...]:
 
 def is_global(generator: Any) -> bool:
     """Tell whether a generator is one of the global ones, which `seed_rngs` seeds."""
-    shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
+    methods: tuple[Any, ...] = (np.random.random_sample, random.random)
+    shared = (torch.default_generator, *(one.__self__ for one in methods))
     return any(generator is one for one in shared)
 
 

@@ -82,8 +82,12 @@ class BatchChecks:
         mask = batch.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape:
             return
-        observed, real = sum(sample.tokens for sample in group), int(mask.ne(0).sum())
-        if real < _LEAST_REAL_SHARE * observed:
+        tokens = [sample.tokens for sample in group]
+        observed, real = sum(tokens), int(mask.ne(0).sum())
+        # Where `observe` counts what is no token of the batch, such as those that a model makes of
+        # an image, that is no padding.
+        is_held = max(tokens) <= shape[1] and observed <= shape[0] * shape[1]
+        if is_held and real < _LEAST_REAL_SHARE * observed:
             self._warn(
                 "padding",
                 f"of {observed} tokens of the samples of a batch, `attention_mask` leaves {real}: "

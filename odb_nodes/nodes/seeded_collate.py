@@ -71,13 +71,14 @@ class SeededCollate:
         """Whether the function is known never to draw."""
         self.draws = declared
         """Whether the function draws from the global generators; `None` until that is known."""
+        self._makes_new = True  # a generator in its first call, maybe
 
     def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
         """Return what `run`, which calls the function, returns under the seed `key`.
 
         Args:
             run: calls the function on samples that are its own to change. It is called twice
-                where the function makes a generator in the first call.
+                where the function makes a generator in its first call.
             key: the seed.
             find_out: whether to find out if the function draws.
         """
@@ -101,10 +102,12 @@ class SeededCollate:
         """
         known = _seed_all(self._collate, key)
         batch = run()
-        if any(id(one) not in known for one in _generators_in(self._collate)):
+        if self._makes_new and _has_others(self._collate, known):
             again()
-            _seed_all(self._collate, key)
+            known = _seed_all(self._collate, key)
             batch = run()
+            # One that is new after each call is none that a seed could reach.
+            self._makes_new = not _has_others(self._collate, known)
         return batch
 
 
@@ -115,6 +118,10 @@ def _seed_all(collate: Any, key: int) -> set[int]:
         seed_generator(generator, hash_ints(key, number))
         known.add(id(generator))
     return known
+
+
+def _has_others(collate: Any, known: set[int]) -> bool:
+    return any(id(one) not in known for one in _generators_in(collate))
 
 
 def _generators_in(collate: Any) -> Iterator[Any]:

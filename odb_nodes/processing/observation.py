@@ -13,7 +13,7 @@ from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped, SourceItem
 
-_LABELS = ("labels", "label", "label_ids")
+_CLASSES = ("label", "label_ids")
 _SPANS = ("start_positions", "end_positions")
 
 
@@ -85,7 +85,9 @@ def _length_of(data: Any) -> int:
 def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     """Return the targets of a sample, and which of `COUNTED` they are."""
     held = data if isinstance(data, Mapping) else {}
-    labels = next((held[key] for key in _LABELS if held.get(key) is not None), None)
+    labels = held.get("labels")
+    if labels is None:
+        labels = next((held[key] for key in _CLASSES if not _is_note(held.get(key))), None)
     if labels is None:
         is_span = any(held.get(key) is not None for key in _SPANS)
         return (1, "samples") if is_span else (tokens - 1, "tokens")
@@ -99,6 +101,12 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     if isinstance(row, np.ndarray):
         return int(np.count_nonzero(row[1:] != IGNORE_INDEX)), "labels"
     return sum(label != IGNORE_INDEX for label in row[1:]), "labels"
+
+
+def _is_note(label: Any) -> bool:
+    """Tell whether a label is absent, or text, which says something of a sample to people."""
+    first = label[0] if isinstance(label, (list, tuple)) and label else label
+    return first is None or isinstance(first, (str, bytes, Mapping))
 
 
 def _count_patches(data: Any) -> int:

@@ -7,6 +7,7 @@ import os
 import pickle
 import queue
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -234,6 +235,8 @@ def kill(workers: list[WorkerProcess]) -> None:
 
 
 def _exists(pid: int) -> bool:
+    if sys.platform == "win32":  # There, signal 0 is Ctrl-C.
+        return True
     try:
         os.kill(pid, 0)
     except OSError as error:

@@ -55,6 +55,13 @@ def test_an_object_of_an_unknown_type_is_digested_by_its_type():
     assert isinstance(content_digest(np.array([object()])), int)
 
 
+def test_a_tensor_of_any_layout_is_digested():
+    for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.eye(3).to("meta")):
+        assert content_digest(tensor) == content_digest(tensor.clone())
+    number = torch.tensor([1 + 2j])
+    assert content_digest(number.conj()) == content_digest(torch.tensor([1 - 2j]))
+
+
 @pytest.mark.workers
 def test_a_digest_is_the_same_in_every_process():
     item = {"id": "x", "ids": [1, 2]}

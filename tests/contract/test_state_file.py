@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -116,6 +117,21 @@ def test_two_may_write_the_same_path_at_once(path):
     save_state({"step": 1, "x": SavesToo()}, path)
     assert load_state(path) == {"step": 1, "x": {}}
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_that_is_taken_for_a_stale_one_before_it_is_locked_is_made_again(path, monkeypatch):
+    made, mkstemp = [], tempfile.mkstemp
+
+    def make_and_lose(*args):
+        handle, name = mkstemp(*args)
+        if not made:
+            os.unlink(name)
+        made.append(name)
+        return handle, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_and_lose)
+    save_state({"step": 1}, path)
+    assert len(made) == 2 and load_state(path) == {"step": 1}
 
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "/dev/null"])

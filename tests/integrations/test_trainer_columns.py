@@ -21,6 +21,7 @@ from odb_nodes.integrations.huggingface import (  # noqa: E402
     ODBTrainerMixin,
     configure_trainer,
 )
+from odb_nodes.integrations.huggingface.batches import make_batches  # noqa: E402
 from odb_nodes.integrations.huggingface.columns import (  # noqa: E402
     KeepAfter,
     KeepBefore,
@@ -246,3 +247,27 @@ def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
     trainer.model.register_forward_pre_hook(count, with_kwargs=True)
     trainer.train()
     assert sum(starts) == 24
+
+
+class Masking:
+    """Draws which tokens are masked, as for masked language modelling."""
+
+    def __call__(self, samples):
+        batch = PaddingCollate()(samples)
+        drawn = torch.rand(batch["input_ids"].shape) < 0.5
+        return {**batch, "labels": batch["input_ids"].masked_fill(drawn, -100)}
+
+
+@pytest.mark.parametrize("for_training", [True, False])
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_the_random_numbers_of_a_collator_are_seeded(tmp_path, for_training, keeps_all):
+    collate = Masking()
+    args = {"remove_unused_columns": not keeps_all}
+    trainer = make(Own, tmp_path, None if for_training else collate, args=args)
+    odb = {"token_budget": 64, "collate_fn": collate if for_training else None}
+    configure_trainer(trainer, **odb)
+    found = []
+    for seed in (1, 2):  # as of a run, and of one that resumes it
+        torch.manual_seed(seed)
+        found.append([batch["labels"].tolist() for batch in make_batches(trainer).loader])
+    assert found[0] == found[1]

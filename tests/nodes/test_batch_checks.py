@@ -65,6 +65,12 @@ def test_samples_that_are_padded_already_are_told_of():
     assert "the samples are padded already" in message and "process_fn" in message
 
 
+def test_tokens_that_the_model_makes_of_an_image_are_not_taken_for_padding():
+    masks = [{**one, "attention_mask": [1] * len(one["input_ids"])} for one in TEXT]
+    options = {"observe": lambda one: len(one["input_ids"]) + 576, "token_budget": 4096}
+    assert warned(masks, **options) == []
+
+
 @pytest.mark.parametrize("data", [TEXT, LABELS], ids=["text", "labels"])
 @pytest.mark.parametrize(
     "options",

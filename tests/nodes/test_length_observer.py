@@ -37,6 +37,13 @@ def test_targets_are_the_labels_that_count_after_the_causal_shift(kind):
     assert observe({"input_ids": IDS, "labels": labels}).targets == 2
 
 
+@pytest.mark.parametrize("label", ["news", b"news", ["news", "sports"], {"topic": 3}, None])
+def test_a_label_that_is_text_is_no_label_of_a_model(label):
+    for key in ("label", "label_ids"):
+        sample = observe({"input_ids": IDS, key: label})
+        assert (sample.targets, sample.counted) == (len(IDS) - 1, "tokens")
+
+
 def test_a_class_label_is_not_a_row_of_labels():
     for label in (3, 0.5, torch.tensor(3), np.int64(3), [3], torch.tensor([3]), [0.5, 1.0, 0.0]):
         for key in ("labels", "label", "label_ids"):

@@ -10,6 +10,7 @@ import torch
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import GroupCollator, Loader, ODBDataLoader, PaddingCollate, Sample, StateError
+from odb_nodes._core.seeds import is_global, seed_rngs
 from odb_nodes.nodes import ReadAhead
 from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.testing import assert_resumes_exactly
@@ -137,6 +138,19 @@ def test_generators_are_found_wherever_a_function_keeps_them(how):
     assert first == again
 
 
+@pytest.mark.parametrize("name", GLOBAL)
+def test_the_global_generators_are_known(name):
+    kept = {
+        "random": random.random.__self__,
+        "numpy": np.random.random_sample.__self__,
+        "torch": torch.default_generator,
+    }[name]
+    seed_rngs(5)
+    expected = GLOBAL[name]()
+    seed_rngs(5)
+    assert is_global(kept) and draw_from(kept) == expected
+
+
 def test_a_global_generator_that_a_function_keeps_is_put_back():
     collate = Keeper(lambda: torch.default_generator)
     torch.manual_seed(3)
@@ -216,6 +230,19 @@ def test_a_group_that_cannot_be_collated_on_the_trainers_thread_is_not_lost():
         node.state_dict()
     fails[0] = False
     assert [batch["id"] for batch in node] == [3, 4, 5]
+
+
+def test_a_function_that_makes_a_generator_in_each_call_is_not_called_twice_for_each_batch():
+    calls = []
+
+    class Maker:
+        def __call__(self, samples):
+            calls.append(len(samples))
+            self.generator = np.random.default_rng(samples[0]["input_ids"][0])
+            return {"drawn": self.generator.random()}
+
+    batches = list(groups(Maker()))
+    assert len(calls) == len(batches) + 1  # It might have made one for all calls.
 
 
 def test_a_state_knows_the_seed_only_of_a_function_that_may_draw():

@@ -10,6 +10,7 @@ from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
 from odb_nodes.integrations.huggingface.labels import rename_labels
+from odb_nodes.nodes.seeded_collate import declares_draws
 from odb_nodes.step_info import StepInfo
 
 OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
@@ -40,16 +41,21 @@ def _given_collate(trainer: Any) -> Any:
     return None if compat.is_default_collator(trainer.data_collator) else trainer.data_collator
 
 
-class KeepBefore:
-    """A collate function that sees only some keys of its samples, which may be any mappings.
+class _KeepColumns:
+    """A collate function that is somebody else's, which may draw random numbers.
 
     Args:
         collate: the collate function.
-        columns: the keys.
+        columns: keys of samples.
     """
 
     def __init__(self, collate: Any, columns: set[str]) -> None:
         self._collate, self._columns = collate, columns
+        self.draws_random_numbers = declares_draws(collate)
+
+
+class KeepBefore(_KeepColumns):
+    """A collate function that sees only the columns of its samples, which may be any mappings."""
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the batch of `samples`."""
@@ -65,16 +71,11 @@ class KeepBefore:
         return {key: sample[key] for key in sample if key in self._columns}
 
 
-class KeepAfter:
-    """A collate function that sees all of its samples, and whose batches lose unused columns.
+class KeepAfter(_KeepColumns):
+    """A collate function that sees all of its samples, and whose batches lose other columns.
 
-    Args:
-        collate: the collate function.
-        columns: the keys of samples that stay, where it passes them on. What it makes stays.
+    What it makes of them stays.
     """
-
-    def __init__(self, collate: Any, columns: set[str]) -> None:
-        self._collate, self._columns = collate, columns
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the batch of `samples`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes.errors import WorkerError
+
 __all__ = [
     "GENERATORS",
-    "global_rngs",
     "is_global",
     "load_rngs",
+    "own_rngs",
     "preserved_rngs",
     "save_rngs",
     "seed_generator",
@@ -23,8 +26,9 @@ __all__ = [
     "states_of_rngs",
 ]
 
-global_rngs = threading.RLock()
-"""Held by the thread of this library that has seeded the global generators, until they are back."""
+_turn = threading.RLock()  # held by the thread of this library that has seeded the generators
+_turn_limit_s = 0.0  # that others wait for it at most
+_POLL_S = 0.1
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The types of the generators that `seed_generator` takes."""
@@ -47,6 +51,34 @@ def preserved_rngs() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(generator)
+
+
+@contextmanager
+def own_rngs(limit_s: float) -> Iterator[None]:
+    """Have the global generators alone among the threads of this library, and put them back after.
+
+    Args:
+        limit_s: seconds that another thread waits, at most, for the end of this block.
+
+    Raises:
+        WorkerError: another thread does not give them back.
+    """
+    global _turn_limit_s
+    start_s = time.monotonic()
+    while not _turn.acquire(timeout=_POLL_S):
+        if time.monotonic() - start_s > _turn_limit_s:
+            raise WorkerError(
+                f"no turn with the global random generators within `timeout_s`={_turn_limit_s}: a "
+                "thread that processes a sample hangs, or needs a longer limit. Use processes, or "
+                "`seed=None`."
+            )
+    before, _turn_limit_s = _turn_limit_s, limit_s
+    try:
+        with preserved_rngs():
+            yield
+    finally:
+        _turn_limit_s = before
+        _turn.release()
 
 
 def states_of_rngs() -> tuple[Any, ...]:

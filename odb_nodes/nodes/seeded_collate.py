@@ -13,9 +13,8 @@ import torch
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.seeds import (
     GENERATORS,
-    global_rngs,
     is_global,
-    preserved_rngs,
+    own_rngs,
     seed_generator,
     seed_rngs,
     states_of_rngs,
@@ -23,6 +22,7 @@ from odb_nodes._core.seeds import (
 
 __all__ = ["DeferredBatch", "SeededCollate", "declares_draws"]
 
+_LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
 _DEPTH = 4  # of objects within objects, in which generators are looked for
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
@@ -82,7 +82,7 @@ class SeededCollate:
             key: the seed.
             find_out: whether to find out if the function draws.
         """
-        with global_rngs, preserved_rngs():
+        with own_rngs(_LIMIT_S):
             seed_rngs(key)
             before = states_of_rngs() if find_out else None
             batch = self.call_ahead(run, key, again=lambda: seed_rngs(key))

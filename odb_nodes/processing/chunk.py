@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes._core.seeds import global_rngs, preserved_rngs, seed_rngs
-from odb_nodes.errors import SampleError, WorkerError
+from odb_nodes._core.seeds import own_rngs, seed_rngs
+from odb_nodes.errors import SampleError
+from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.transport import pack
-
-_RNGS_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,13 @@ class ChunkProcessor:
         process_fn: maps an item to a processed sample.
         seed: number that, with the epoch and an item's position, seeds Python, numpy and torch
             before the item; `None` seeds nothing.
+        limit_s: seconds that a chunk may take before other threads, which wait for the generators,
+            take it to hang.
     """
 
     process_fn: Callable[[Any], Any]
     seed: int | None
+    limit_s: float = WorkerOptions.timeout_s
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -72,16 +74,8 @@ class ChunkProcessor:
         if self.seed is None:
             results, failure = self._apply(task, caught)
         else:
-            if not global_rngs.acquire(timeout=_RNGS_WAIT_S):
-                raise WorkerError(
-                    f"no turn with the global random generators within {_RNGS_WAIT_S} s: a thread "
-                    "that processes a sample hangs. Use processes, or `seed=None`."
-                )
-            try:
-                with preserved_rngs():
-                    results, failure = self._apply(task, caught)
-            finally:
-                global_rngs.release()
+            with own_rngs(self.limit_s):
+                results, failure = self._apply(task, caught)
         return ChunkResult(results, failure)
 
     def run_packed(self, task: ChunkTask) -> ChunkResult:

@@ -96,8 +96,10 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     row = flatten_row("labels", labels)
     if isinstance(row, torch.Tensor):
         row = row.numpy(force=True)
-    if len(row) == 1 < tokens or isinstance(row[0] if len(row) else 0, (float, np.floating)):
+    if isinstance(row[0] if len(row) else 0, (float, np.floating)):
         return 1, "samples"
+    if len(row) == 1 < tokens:  # a class, or the one token that a decoder is to answer
+        return 1, "labels"
     if isinstance(row, np.ndarray):
         return int(np.count_nonzero(row[1:] != IGNORE_INDEX)), "labels"
     return sum(label != IGNORE_INDEX for label in row[1:]), "labels"

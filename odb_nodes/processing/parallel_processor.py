@@ -110,7 +110,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
         own_seed = None if self._seed is None else hash_ints(self._seed, self._rank)
-        self._processor = ChunkProcessor(process_fn, own_seed)
+        self._processor = ChunkProcessor(process_fn, own_seed, self._workers.timeout_s)
         self._pool: WorkerPool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._clear()

@@ -75,7 +75,9 @@ def weights(path):
     if path.suffix == ".safetensors":
         return load_file(path)
     state = torch.load(path, weights_only=False)
-    return state["state_dict"] if path.suffix == ".ckpt" else state["parts"]["model"]
+    if path.suffix == ".ckpt":
+        return state["state_dict"]
+    return state.get("parts", state)["model"]
 
 
 @pytest.mark.slow

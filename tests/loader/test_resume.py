@@ -139,7 +139,7 @@ class Counting:
 @pytest.mark.parametrize("kind", [np.int64, np.array, lambda count: b"", lambda count: object])
 def test_what_a_state_cannot_hold_is_named(kind):
     place = re.escape("`state_dict()['counts'][1]` is a `")
-    with pytest.raises(AssertionError, match=rf"^{place}.*refuses\. Save plain Python data"):
+    with pytest.raises(AssertionError, match=rf"{place}.*refuses\. Save plain Python data"):
         assert_resumes_exactly(lambda: Counting(kind))
     assert assert_resumes_exactly(lambda: Counting(int)).steps == 6
 

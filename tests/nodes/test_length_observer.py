@@ -45,10 +45,16 @@ def test_a_label_that_is_text_is_no_label_of_a_model(label):
 
 
 def test_a_class_label_is_not_a_row_of_labels():
-    for label in (3, 0.5, torch.tensor(3), np.int64(3), [3], torch.tensor([3]), [0.5, 1.0, 0.0]):
+    for label in (3, 0.5, torch.tensor(3), np.int64(3), [0.5, 1.0, 0.0]):
         for key in ("labels", "label", "label_ids"):
             sample = observe({"input_ids": IDS, key: label})
             assert (sample.targets, sample.counted) == (1, "samples")
+
+
+def test_a_row_of_one_label_is_one_target_of_a_class_or_of_a_decoder():
+    for label in ([3], torch.tensor([3])):
+        sample = observe({"input_ids": IDS, "labels": label})
+        assert (sample.targets, sample.counted) == (1, "labels")
 
 
 def test_a_span_of_the_sample_is_one_target():

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ class Checkpoints:
             views = self._views(self._gather(self._folders.view()))
             name, newest = choose(views)
         if newest is None:
+            if unfinished := sorted(views[0]):
+                warnings.warn(
+                    f"`{self._folders.root}` has no complete checkpoint, but unfinished ones: "
+                    f"{unfinished}. Ranks were stopped while they saved, or saved different steps. "
+                    "The run begins anew.",
+                    stacklevel=2,
+                )
             return 0
         try:
             if name is None:

@@ -208,6 +208,9 @@ class ODBDataLoader:
             f"epoch {self.epoch}, step {self.step}: {done} done)"
         )
 
+    def __bool__(self) -> bool:
+        return True  # and not `len`
+
     def __len__(self) -> int:
         """Raise an error: the number of batches is known only when an epoch has ended.
 

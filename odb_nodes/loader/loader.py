@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -24,7 +26,7 @@ from odb_nodes.contract.graph import (
 from odb_nodes.contract.node import StatefulNode, check_node
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState
+from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState, held
 from odb_nodes.loader.ownership import claim, release
 
 T = TypeVar("T")
@@ -86,6 +88,7 @@ class Loader(Generic[T]):
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
         self._owner = Owner()
+        self._beginning = threading.RLock()
 
     def __len__(self) -> int:
         """Return how many items an epoch has.
@@ -105,13 +108,19 @@ class Loader(Generic[T]):
         """Return the iterator of a loaded state's epoch, or of the next one.
 
         Raises:
-            RuntimeError: another `Loader` iterates a node of the graph, and is not closed.
+            RuntimeError: another `Loader` iterates a node of the graph, and is not closed; or
+                another thread takes an item of this one.
             StateError: the loaded state does not fit the graph. It stays loaded.
         """
-        if self._pending is not None or self._it is None or self._it.touched:
-            self._begin()
-        assert self._it is not None
-        return self._it
+        it = self._it
+        with held(self._beginning), nullcontext() if it is None else held(it.taking):
+            if self._pending is not None or self._it is None or self._it.touched:
+                self._begin()
+            assert self._it is not None
+            return self._it
+
+    def __bool__(self) -> bool:
+        return True  # and not `len`, which few graphs know
 
     @property
     def position(self) -> LoaderState | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -35,6 +36,24 @@ class LoaderState(NodeState):
     left: bool
 
 
+@contextmanager
+def held(lock: threading.RLock) -> Iterator[None]:
+    """Hold the lock of an iterator or a loader.
+
+    Raises:
+        RuntimeError: another thread holds it.
+    """
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            "another thread is inside of `next` or `iter` of this loader: one thread must take all "
+            "items. To use several, hand the items on by a `queue.Queue`."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class LoaderIterator(Iterator[T]):
     """One epoch of a graph, or the rest of one.
 
@@ -60,7 +79,8 @@ class LoaderIterator(Iterator[T]):
         self._state: LoaderState | None = None  # as long as it is the present one
         self.touched = False  # so that the next `iter()` begins an epoch
         self._left = False  # by `set_epoch`, and not taken up again
-        self._taking = threading.RLock()  # of the thread that is inside of `next`
+        self.taking = threading.RLock()
+        """Held by the thread that is inside of `next`, or begins another epoch."""
 
     def leave(self) -> None:
         """Make the next `iter()` begin an epoch, unless this one is taken up again."""
@@ -82,15 +102,8 @@ class LoaderIterator(Iterator[T]):
 
     def __next__(self) -> T:
         self._check(self)
-        if not self._taking.acquire(blocking=False):
-            raise RuntimeError(
-                "another thread is inside of `next` of this iterator: one thread must take all "
-                "items. To use several, hand the items on by a `queue.Queue`."
-            )
-        try:
+        with held(self.taking):
             return self._take()
-        finally:
-            self._taking.release()
 
     def _take(self) -> T:
         if self._left:

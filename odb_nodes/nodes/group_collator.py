@@ -138,7 +138,8 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: the seed, unless `collate_fn` is known not to draw."""
-        return {} if self._seeded.draws_nothing else {"seed": self._seed}
+        draws = "draws nothing" if self._seeded.draws_nothing else f"may draw, seed {self._seed}"
+        return {"collate_fn": draws}
 
     def save(self) -> CollatorState:
         """Return where the source stands.

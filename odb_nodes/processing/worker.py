@@ -122,7 +122,7 @@ def _begin(
 
 def _process(connection: socket.socket, processor: ChunkProcessor) -> None:
     waiting: deque[tuple[int, ChunkTask]] = deque()
-    newest = 0
+    newest, own_pid = 0, os.getpid()
     while True:
         # Everything that has come is read first: the newest generation decides what is stale.
         while not waiting or wait([connection], 0):
@@ -132,6 +132,8 @@ def _process(connection: socket.socket, processor: ChunkProcessor) -> None:
         generation, task = waiting.popleft()
         stale = generation != newest
         result = ChunkResult([], None) if stale else processor.run_packed(task)
+        if os.getpid() != own_pid:  # `process_fn` has forked, and this is the child
+            os._exit(0)
         send(connection, [pickle.dumps(result.failure), *result.results])
 
 

@@ -7,7 +7,9 @@ import glob
 import gzip
 import json
 import os
+import stat
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 
+_CUT = (EOFError, gzip.BadGzipFile, zlib.error)
 _UNKNOWN = 2**63  # bytes of text in a compressed file
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -78,10 +81,14 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         count_records: bool = False,
     ) -> None:
         super().__init__()
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        self._paths = [file for path in given for file in _files_of(path)]
+        if not isinstance(paths, (str, os.PathLike, Sequence)):
+            raise TypeError(f"`paths` must be a path or a list of paths, but is {paths!r} instead.")
+        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        found = [_files_of(path) for path in given]
+        self._paths = [file for files in found for file in files]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
+        _check_files(self._paths, expanded=any(len(files) > 1 for files in found))
         self._sizes = [path.stat().st_size for path in self._paths]
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if not any(self._sizes) and not has_data_elsewhere(self._world_size):
@@ -224,7 +231,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 self._open = _open(path)
                 self._open.seek(self._at.offset)
             return self._open.readline()
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except _CUT as error:
             self.close()
             raise SampleError(
                 f"{path}, line {self._at.line + 1}, cannot be decompressed: {error}. The file is "
@@ -272,12 +279,24 @@ def _files_of(path: str | os.PathLike[str]) -> list[Path]:
         found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
     else:
         return [Path(path)]
+    found = [file for file in found if file.is_file()]
     if not found:
         raise FileNotFoundError(
             f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
             "end in `.jsonl` or `.jsonl.gz` are taken)."
         )
     return sorted(found)
+
+
+def _check_files(paths: list[Path], *, expanded: bool) -> None:
+    for path in paths:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"`paths` must be regular files, but {path} is none.")
+    twice = [path for path, count in Counter(map(os.path.realpath, paths)).items() if count > 1]
+    if twice and expanded:
+        raise ValueError(
+            f"`paths` must name each file once, but a folder or pattern has {twice[0]} again."
+        )
 
 
 def _is_compressed(path: Path) -> bool:
@@ -290,5 +309,8 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _count_records(path: Path) -> int:
-    with _open(path) as lines:
-        return sum(not line.isspace() for line in lines)
+    try:
+        with _open(path) as lines:
+            return sum(not line.isspace() for line in lines)
+    except _CUT as error:
+        raise ValueError(f"{path} cannot be decompressed: {error}. Put it back whole.") from error

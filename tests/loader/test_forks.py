@@ -6,6 +6,7 @@ import os
 import signal
 import traceback
 
+import psutil
 import pytest
 from worker_functions import Program, Texts, dataloader, processor, same
 
@@ -151,3 +152,21 @@ def test_a_child_that_ends_by_sys_exit_disturbs_nobody(method, tmp_path):
     """
     with Program(tmp_path, body, method) as program:
         assert program.finish(60) == (0, "True\n", "")
+
+
+def fork_once(index):
+    """Leave a child behind that goes on as if it were the worker."""
+    if index == 7:
+        os.fork()
+    return {"input_ids": [index + 1]}
+
+
+def test_a_child_that_processing_has_forked_ends_and_takes_nothing():
+    data = list(range(100))
+    options = {"process_fn": fork_once, "shuffle": False, "window": 8, "num_workers": 1}
+    with ODBDataLoader(data, token_budget=10, **options) as loader:
+        ids = [int(i) for batch in loader for i in batch["input_ids"].flatten()]
+        (worker,) = loader.worker_pids
+        for child in psutil.Process(worker).children():  # which the worker does not reap
+            assert child.status() == psutil.STATUS_ZOMBIE
+    assert sorted(ids) == [index + 1 for index in data]

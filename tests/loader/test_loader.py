@@ -1172,3 +1172,23 @@ def test_the_whole_graph_goes_on_after_close():
     first = widths(loader, 3)
     loader.close()
     assert first + widths(loader) == whole
+
+
+def test_a_second_thread_cannot_begin_an_epoch_while_an_item_is_taken():
+    class Waiting(Numbers):
+        def next(self):
+            inside.set()
+            go_on.wait(30)
+            return super().next()
+
+    inside, go_on, items = threading.Event(), threading.Event(), []
+    loader = Loader(Waiting())
+    assert loader
+    thread = threading.Thread(target=lambda: items.extend(loader))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(RuntimeError, match="one thread must take all items"):
+        iter(loader)
+    go_on.set()
+    thread.join(30)
+    assert items == epoch(0)

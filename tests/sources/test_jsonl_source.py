@@ -55,6 +55,22 @@ def test_a_folder_and_a_pattern_stand_for_their_files(files, compressed):
     assert ids(JsonlSource([files[1], compressed[0]], 0, 1)) == [*range(40, 60), *range(40)]
 
 
+def test_files_that_are_no_files_or_come_twice_are_refused(files, compressed):
+    folder = files[0].parent
+    os.mkfifo(folder / "c.jsonl")
+    assert ids(JsonlSource(folder / "*.jsonl", 0, 1)) == list(range(60))
+    with pytest.raises(ValueError, match="must be regular files, but .*c.jsonl is none"):
+        JsonlSource(folder / "c.jsonl")
+    with pytest.raises(ValueError, match="each file once, but a folder or pattern has .*a.jsonl"):
+        JsonlSource([files[0], folder / "*.jsonl"])
+    assert len(ids(JsonlSource([files[0], files[0]], 0, 1))) == 80  # as it was asked for
+    with pytest.raises(TypeError, match="must be a path or a list of paths, but is None"):
+        JsonlSource(None)
+    compressed[0].write_bytes(compressed[0].read_bytes()[:-40])
+    with pytest.raises(ValueError, match="a.jsonl.gz cannot be decompressed"):
+        JsonlSource(compressed, count_records=True)
+
+
 def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path):
     path = tmp_path / "[a].jsonl"
     path.write_text('{"id": 7}')
@@ -191,7 +207,7 @@ def test_no_file_is_left_open(files):
     [
         ([], ValueError, "`paths` must name at least 1 file"),
         (["/nowhere/x.jsonl"], FileNotFoundError, "x.jsonl"),
-        (["/dev/null"], ValueError, "`paths` must hold a record"),
+        (["/dev/null"], ValueError, "must be regular files, but /dev/null is none"),
         (["/dev"], FileNotFoundError, "must name files, but '/dev' has none"),
         (["/dev/*.jsonl"], FileNotFoundError, r"must name files, but '/dev/\*.jsonl' has none"),
     ],

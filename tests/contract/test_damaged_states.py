@@ -26,7 +26,7 @@ GRAPHS = [
     "nodes",
     "torchdata",
 ]
-IN_FULL = ["replay", "payload", "jsonl", "mixed"]
+IN_FULL = ["replay", "payload"]
 SAMPLED = 12
 
 

@@ -21,7 +21,7 @@ def sweep(name, exhaustive):
     slow = name.startswith("Parallel") and not name.endswith("inline")
     if exhaustive:
         return {}
-    return {"every": 7, "chain": 1} if slow else {"horizon": 12}
+    return {"every": 7, "chain": 1} if slow else {"every": 3, "horizon": 12, "chain": 1}
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])
@@ -36,7 +36,7 @@ def test_every_step_of_three_epochs_over_every_source(below, state, exhaustive):
 
 @pytest.mark.parametrize("above", ABOVE)
 def test_every_step_of_three_epochs_under_every_node(above, sampled):
-    assert_resumes_exactly(lambda: make("Mapper", above=above), epochs=3, **sampled(horizon=12))
+    assert_resumes_exactly(lambda: make("Mapper", above=above), epochs=3, **sampled(every=3, horizon=12, chain=1))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"state": "payload"}])

@@ -36,7 +36,9 @@ def test_every_step_of_three_epochs_over_every_source(below, state, exhaustive):
 
 @pytest.mark.parametrize("above", ABOVE)
 def test_every_step_of_three_epochs_under_every_node(above, sampled):
-    assert_resumes_exactly(lambda: make("Mapper", above=above), epochs=3, **sampled(every=3, horizon=12, chain=1))
+    assert_resumes_exactly(
+        lambda: make("Mapper", above=above), epochs=3, **sampled(every=3, horizon=12, chain=1)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"state": "payload"}])

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -188,7 +189,7 @@ def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_si
 
 _PROGRAM = """\
 {header}
-import gc, os, random, signal, sys, threading, time
+import faulthandler, gc, os, random, signal, sys, threading, time
 import torch
 import worker_functions as w
 from odb_nodes import *
@@ -198,6 +199,7 @@ def main():
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's `&`
+    faulthandler.register(signal.SIGUSR2, open({stacks!r}, "a"))  # forked children have it, too
     main()
 """
 
@@ -219,7 +221,8 @@ class Program:
     def __init__(self, folder, body, *args, header="", environment=None, launcher=(), warm=()):
         path = Path(folder, "program.py")
         body = textwrap.indent(textwrap.dedent(body), "    ")
-        path.write_text(_PROGRAM.format(header=header, body=body))
+        self.stacks = path.with_suffix(".stacks")
+        path.write_text(_PROGRAM.format(header=header, body=body, stacks=str(self.stacks)))
         roots = [Path(odb_nodes.__file__).parents[1], Path(__file__).parent]
         path_variable = {"PYTHONPATH": os.pathsep.join(map(str, roots))}
         environment = {**os.environ, **path_variable, **(environment or {})}
@@ -247,9 +250,18 @@ class Program:
         """Its exit code and the rest of what it printed and complained.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on for longer than that.
+            AssertionError: it goes on for longer than that. Says where its threads stand, and those
+                of the processes that it has forked.
         """
-        out, err = self.process.communicate(timeout=timeout_s)
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            for pid in self.running():
+                with self.stacks.open("a") as stacks:
+                    stacks.write(f"\nProcess {pid}:\n")
+                os.kill(pid, signal.SIGUSR2)
+                time.sleep(0.2)
+            raise AssertionError(f"{error}\n{self.stacks.read_text()}") from None
         return self.process.returncode, out, err
 
     def running(self):

@@ -308,7 +308,7 @@ class ODBDataLoader:
         self._loader.load_state_dict(state_dict, strict=strict)
 
     def close(self) -> None:
-        """Stop all threads and workers, and keep the position. See `Loader.close`."""
+        """Stop threads and workers; `state_dict` keeps the position. See `Loader.close`."""
         self._loader.close()
 
     def __enter__(self) -> ODBDataLoader:

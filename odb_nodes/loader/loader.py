@@ -40,12 +40,13 @@ class Loader(Generic[T]):
     end was seen, gives an empty rest of that epoch, and then the next one; a state saved after the
     end gives the next one.
 
-    `iter()` goes on with a loaded state; it returns the present iterator if that has not yielded
-    yet; otherwise it leaves the present epoch and begins the next. An older iterator is then no
-    longer valid. One thread takes all items; `close` may be called by another one.
+    `iter()` goes on with a loaded state, or where the graph raised; it returns the present iterator
+    if that has not yielded yet; otherwise it leaves the present epoch and begins the next, whether
+    or not the loader was closed in between. An older iterator is then no longer valid. One thread
+    takes all items; `close` may be called by another one.
 
-    After `close`, and after an exception in the graph, the workers are gone and the position is
-    kept: the next `iter()` goes on from there. For that, the state is taken before each item.
+    After `close`, and after an exception in the graph, the workers are gone, and `state_dict`
+    returns where the loader stood. For that, the state is taken before each item.
 
     Args:
         root: last node of the graph.
@@ -83,7 +84,8 @@ class Loader(Generic[T]):
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
         self._it: LoaderIterator[T] | None = None
-        self._pending: LoaderState | None = None  # a state that the next iter() begins with
+        self._pending: LoaderState | None = None  # where it stands without an iterator
+        self._leaving = False  # the next iter() begins an epoch, wherever it stands
         self._strict = True
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
@@ -152,7 +154,7 @@ class Loader(Generic[T]):
                 raised by `iter()`.
         """
         state = unseal_whole(state_dict, type(self).__name__, LoaderState)
-        self._pending, self._strict = state, strict
+        self._pending, self._strict, self._leaving = state, strict, False
         self._next_epoch = state.next_epoch
         self._it, self._lost = None, None
 
@@ -162,9 +164,10 @@ class Loader(Generic[T]):
         A loaded state that stands within an epoch wins: it says itself which epoch it is in.
         """
         epoch = check_count("epoch", epoch, 0)
-        pending = self._pending
-        if pending is not None and not (pending.ended or pending.left):
-            return
+        if (pending := self._pending) is not None:
+            if not (pending.ended or pending.left or self._leaving):
+                return
+            self._pending = replace(pending, left=pending.left or self._leaving)
         self._next_epoch = epoch
         if self._it is not None:
             self._it.leave()
@@ -172,13 +175,21 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
-        In a forked child this does nothing: they belong to the process that started them.
+        The next `iter()` begins an epoch, as it does after `break`; to go on with this one, load
+        `state_dict()`. In a forked child this does nothing: they belong to the process that
+        started them.
 
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
         if self._is_foreign():
             return
+        if self._it is not None:
+            self._leaving = self._it.touched
+        self._suspend()
+
+    def _suspend(self) -> None:
+        """Close the graph; the next `iter()` goes on where it stands, unless `_leaving`."""
         it, self._it = self._it, None
         try:
             if it is not None:
@@ -199,23 +210,26 @@ class Loader(Generic[T]):
         self.close()
 
     def _begin(self) -> None:
-        """Make the iterator that `iter` asks for. If that raises, all stays as it was."""
+        """Make the iterator that `iter` asks for. If that raises, the next `iter` tries again."""
         self._check_process()
         if self._lost is not None:
             raise StateError(
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from self._lost
         claim(self.root, self)
-        state = before = self._pending
-        if before is None and self._it is not None:
-            before = self._position(self._it)
+        state = None if self._leaving else self._pending
+        before = self._pending if self._it is None else self._position(self._it)
         self._it = None
         try:
             stop_threads(self.root, self._stop_timeout_s)
             it = self._begin_epoch() if state is None else self._restore(state)
         except BaseException:
+            if state is None and before is not None:
+                before = replace(before, left=True)
             self._pending = before
             raise
+        finally:
+            self._leaving = False
         self._it, self._pending = it, None
 
     def _check_process(self) -> None:
@@ -272,7 +286,7 @@ class Loader(Generic[T]):
         return self._iterator(0, ended=False)
 
     def _iterator(self, num_yielded: int, ended: bool) -> LoaderIterator[T]:
-        return LoaderIterator(self.root, self._check_current, self.close, num_yielded, ended)
+        return LoaderIterator(self.root, self._check_current, self._suspend, num_yielded, ended)
 
     def _check_current(self, it: LoaderIterator[T]) -> None:
         """Raise if the loader has gone on without an iterator, perhaps on another thread."""

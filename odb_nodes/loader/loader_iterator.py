@@ -60,7 +60,7 @@ class LoaderIterator(Iterator[T]):
     Args:
         root: last node of the graph.
         check: raises if the graph has gone on without this iterator, or belongs to another process.
-        close: closes the graph, and keeps the position of this iterator.
+        suspend: closes the graph, and keeps the position of this iterator for the next `iter()`.
         num_yielded: items yielded before in the epoch.
         ended: the end of the epoch was seen.
     """
@@ -69,11 +69,11 @@ class LoaderIterator(Iterator[T]):
         self,
         root: BaseNode[T],
         check: Callable[[LoaderIterator[T]], None],
-        close: Callable[[], None],
+        suspend: Callable[[], None],
         num_yielded: int,
         ended: bool,
     ) -> None:
-        self._root, self._check, self._close = root, check, close
+        self._root, self._check, self._suspend = root, check, suspend
         self._num_yielded = num_yielded
         self._ended = ended
         self._state: LoaderState | None = None  # as long as it is the present one
@@ -120,7 +120,7 @@ class LoaderIterator(Iterator[T]):
             raise
         except BaseException:
             self._check(self)
-            self._close()
+            self._suspend()
             raise
         self._num_yielded, self._state = self._num_yielded + 1, None
         return item

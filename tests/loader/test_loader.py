@@ -2,7 +2,7 @@ import copy
 import io
 import multiprocessing
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 
 import pytest
@@ -319,16 +319,17 @@ class Expected:
         self.touched = False
         self.requested = None
         self.left = False  # `set_epoch` was called, and no item taken since
+        self.leaving = False  # closed after an item was taken
 
     def iter(self):
         if self.held:
-            if self.place[2] or self.left:
+            if self.place[2] or self.left or self.leaving:
                 self.begin(self.place[0] + 1)
         elif not self.running:
             self.begin(0)
         elif self.touched:
             self.begin(self.place[0] + 1)
-        self.held, self.running, self.touched = False, True, False
+        self.held, self.running, self.touched, self.leaving = False, True, False, False
 
     def begin(self, following):
         self.place = (following if self.requested is None else self.requested, 0, False)
@@ -348,16 +349,16 @@ class Expected:
 
     def load(self, state):
         self.place, self.requested, self.left = state
-        self.held, self.running = True, False
+        self.held, self.running, self.leaving = True, False, False
 
     def close(self):
-        self.held = self.held or self.running
-        self.running = False
+        if self.running:
+            self.held, self.running, self.leaving = True, False, self.touched
 
     def set_epoch(self, number):
-        if self.place[2] or self.left or not self.held:
+        if self.place[2] or self.left or self.leaving or not self.held:
             self.requested, self.touched = number, True
-            self.left = self.left or self.running
+            self.left = self.left or self.running or self.leaving
 
 
 OPERATIONS = st.lists(
@@ -714,7 +715,8 @@ def test_a_node_of_a_loader_that_was_closed_may_be_taken_and_given_back():
     with pytest.raises(RuntimeError, match="iterated by another"):
         iter(loader)
     other.close()
-    assert [first, *loader] == epoch(0)
+    assert first == epoch(0)[0]
+    assert list(loader) == epoch(2)
 
 
 def test_a_node_of_a_loader_that_is_gone_may_be_taken():
@@ -1036,6 +1038,7 @@ def test_close_keeps_the_position_and_can_be_repeated(make, taken, new_threads):
     loader.close()
     assert new_threads() == []
     assert loader.state_dict() == state
+    loader.load_state_dict(state)
     rest = [list(loader), list(loader)]
     loader.close()
     assert rest == ([epoch(1), epoch(2)] if taken is None else [epoch(0)[taken:], epoch(1)])
@@ -1047,7 +1050,7 @@ def test_closing_leaves_no_worker_process(new_threads):
     assert take(loader, 2) == epoch(0, 2)
     loader.close()
     assert (multiprocessing.active_children(), new_threads()) == ([], [])
-    assert list(loader) == epoch(0, 20)[2:]
+    assert list(loader) == epoch(1, 20)
     loader.close()
 
 
@@ -1060,8 +1063,55 @@ def test_as_a_context_manager_it_closes(error, new_threads):
                 raise error
             break
     assert new_threads() == []
+    loader.load_state_dict(loader.state_dict())
     assert list(loader) == epoch(0)[1:]
     loader.close()
+
+
+@pytest.mark.parametrize("make", THREADED.values(), ids=THREADED)
+@pytest.mark.parametrize("closing", [False, True])
+def test_breaking_off_leaves_the_epoch_whether_or_not_the_loader_is_closed_then(make, closing):
+    loader = Loader(make())
+    for _ in range(3):
+        take(loader, 1)
+        if closing:
+            loader.close()
+    take(loader, 2)
+    loader.set_epoch(7)
+    with loader if closing else nullcontext():
+        assert next(iter(loader)) == epoch(7)[0]
+    state = loader.state_dict()
+    assert list(loader) == epoch(8)
+    assert list(resumed(state, make())) == epoch(7)[1:]
+    loader.close()
+
+
+def test_set_epoch_after_closing_within_an_epoch_is_in_the_state():
+    loader = Loader(Numbers())
+    take(loader, 1)
+    loader.close()
+    loader.set_epoch(5)
+    state = loader.state_dict()
+    assert list(loader) == list(resumed(state, Numbers())) == epoch(5)
+
+
+def test_closing_before_an_item_is_taken_leaves_nothing():
+    loader = Loader(Numbers())
+    take(loader, 1)
+    loader.load_state_dict(loader.state_dict())
+    for _ in range(2):
+        with loader:
+            iter(loader)
+    assert list(loader) == epoch(0)[1:]
+
+
+def test_after_an_exception_in_the_graph_closing_leaves_nothing():
+    failing = [(0, 1)]
+    loader = Loader(Mapper(Numbers(), lambda item: 1 / 0 if item in failing else item))
+    with pytest.raises(ZeroDivisionError), loader:
+        list(loader)
+    failing.clear()
+    assert list(loader) == epoch(0)[1:]
 
 
 def test_as_a_context_manager_it_lets_exceptions_pass():
@@ -1080,16 +1130,16 @@ def test_a_thread_that_hangs_is_an_error_and_loses_nothing(stop):
             go_on.wait(30)
         return item
 
-    loader = Loader(Prefetcher(Mapper(Numbers(), process), 2), stop_timeout_s=0.1)
+    loader = Loader(Prefetcher(Mapper(Numbers(), process), 2), stop_timeout_s=1)
     take(loader, 1)
     inside.wait(30)
-    with pytest.raises(TimeoutError, match=r"`Prefetcher` is still inside .* after 0.1 s"):
+    with pytest.raises(TimeoutError, match=r"`Prefetcher` is still inside .* after 1 s"):
         stop(loader)
     state = loader.state_dict()
     go_on.set()
-    assert list(resumed(state, Prefetcher(Mapper(Numbers(), process), 2))) == epoch(0)[1:]
-    following = list(loader)
-    assert following == epoch(0)[1:] or (stop is iter and following == epoch(1))
+    following = epoch(1) if stop is iter else epoch(0)[1:]
+    assert list(resumed(state, Prefetcher(Mapper(Numbers(), process), 2))) == following
+    assert list(loader) == epoch(1)
     loader.close()
 
 
@@ -1171,6 +1221,7 @@ def test_the_whole_graph_goes_on_after_close():
     loader = Loader(make())
     first = widths(loader, 3)
     loader.close()
+    loader.load_state_dict(loader.state_dict())
     assert first + widths(loader) == whole
 
 

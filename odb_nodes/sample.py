@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 __all__ = [
     "COUNTED",
     "IGNORE_INDEX",
+    "ItemKey",
+    "LeftOut",
     "Observation",
     "Observe",
     "Sample",
@@ -35,6 +37,8 @@ class Sample(NamedTuple):
         patches: image patches, 0 for text.
         source: name of the sample's source, "" if sources have no names.
         counted: what `targets` counts, one of `COUNTED`; "" where nobody has said.
+        key: which sample of its source it is, 63 bits, the same in every epoch; `None` where the
+            source does not know: see `ItemKey`.
     """
 
     data: Any
@@ -43,10 +47,69 @@ class Sample(NamedTuple):
     patches: int = 0
     source: str = ""
     counted: str = ""
+    key: int | None = None
 
     def of_source(self, name: str) -> Sample:
         """Return this sample with the name of its source, put before a name that it has already."""
-        return self._replace(source=f"{name}/{self.source}" if self.source else name)
+        return self._replace(source=nested_name(name, self.source))
+
+
+class ItemKey(NamedTuple):
+    """Which item of the data a node has yielded last, whatever the rank and the order.
+
+    Attributes:
+        source: name of its source, "" if sources have no names.
+        key: its number in the source: the index in a map-style dataset; `(file << 40) + offset` in
+            JSON Lines; the number of the item in the epoch for any other iterable.
+        world_size: ranks that share the numbers; 1 where each rank has data of its own.
+        repeat: what tells it from itself where it comes more than once in an epoch.
+    """
+
+    source: str
+    key: int
+    world_size: int
+    repeat: int = 0
+
+    def of_source(self, name: str) -> ItemKey:
+        """Return this key with the name of the source, put before a name that it has already."""
+        return self._replace(source=nested_name(name, self.source))
+
+
+class LeftOut(NamedTuple):
+    """A sample that is in no step.
+
+    Attributes:
+        key: which sample of its source; `None` where the source does not know.
+        source: name of its source.
+        reason: that of its `Skipped`; "dropped", where it exceeds the budget; or "unemitted", where
+            another rank has ended (`uneven="stop"`).
+    """
+
+    key: int | None
+    source: str
+    reason: str
+
+
+def keyed(result: Any, key: ItemKey | None) -> Any:
+    """Return a result of processing with the key of its item, where it can hold one."""
+    if key is None or not isinstance(result, (Sample, Skipped)) or result.key is not None:
+        return result
+    if isinstance(result, Sample):
+        return result._replace(key=key.key)
+    return replace(result, key=key.key, source=result.source or key.source)
+
+
+def name_of(sample: Sample | Skipped) -> str:
+    """Return source and key of a sample in brackets, after a space; "" where none is known."""
+    known = [f"source {sample.source!r}"] if sample.source else []
+    if sample.key is not None:
+        known.append(f"key {sample.key}")
+    return f" ({', '.join(known)})" if known else ""
+
+
+def nested_name(name: str, within: str) -> str:
+    """Return the name of a source that is a part of another one."""
+    return f"{name}/{within}" if within else name
 
 
 class SourceItem(NamedTuple):
@@ -63,13 +126,17 @@ class Skipped:
     Attributes:
         reason: a word or two that samples are counted by, see `WindowBucketer.skipped_samples`.
         message: the sample and what is wrong with it; shown for the first sample of each reason.
+        key: which sample of its source it is; filled in by the nodes.
+        source: name of its source; likewise.
 
     Raises:
-        TypeError: an attribute is not a string.
+        TypeError: reason or message is not a string.
     """
 
     reason: str
     message: str = ""
+    key: int | None = None
+    source: str = ""
 
     def __post_init__(self) -> None:
         for name in ("reason", "message"):
@@ -85,18 +152,26 @@ class Skipped:
         return f"({self.reason}){': ' if self.message else ''}{self.message or '.'}"
 
     def of_source(self, name: str) -> Skipped:
-        """Return this with the name of the source in its message."""
-        return replace(
-            self, message=f"source {name!r}{': ' if self.message else '.'}{self.message}"
-        )
+        """Return this with the name of the source, also in its message."""
+        message = f"source {name!r}{': ' if self.message else '.'}{self.message}"
+        return replace(self, message=message, source=nested_name(name, self.source))
 
 
 class Observation(NamedTuple):
-    """The result of an `observe` function; `None` leaves a field to the default."""
+    """The result of an `observe` function; `None` leaves a field to the default.
+
+    Attributes:
+        tokens: length in tokens.
+        targets: supervised tokens.
+        patches: image patches.
+        key: a number of your own for the sample, 63 bits, not negative: an id of the data, or what
+            one-to-many processing makes of it.
+    """
 
     tokens: int
     targets: int | None = None
     patches: int | None = None
+    key: int | None = None
 
 
 Observe = Callable[[Any], int | Observation | tuple[int, ...]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from odb_nodes.sample import COUNTED, Sample
+from odb_nodes.sample import COUNTED, LeftOut, Sample
 
 __all__ = [
     "STEP_INFO_KEY",
@@ -77,6 +77,10 @@ class StepInfo:
             -100, `"tokens"` of samples without labels, `"samples"` that have one label each, or as
             `"observed"` by `observe`; where samples differ, several, as in `"labels+tokens"`.
         local_tokens: unpadded tokens of this rank; 0 in a filler step.
+        keys: keys of the samples, in the order of the batch's rows; `None` where a source has none.
+            Empty in a filler step, as are the next two.
+        row_sources: names of their sources, likewise.
+        left_out: samples of this rank that were skipped or dropped since the step before.
         local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
             else those that were planned under the budget. 0 where neither is known.
     """
@@ -97,6 +101,9 @@ class StepInfo:
     counted: str = ""
     local_tokens: int = 0
     local_padded_tokens: int = 0
+    keys: tuple[int | None, ...] = ()
+    row_sources: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""
@@ -121,6 +128,8 @@ class StepInfo:
             optimizer_targets=targets,
             local_sources=count_sources(samples),
             counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
+            keys=tuple(sample.key for sample in samples),
+            row_sources=tuple(sample.source for sample in samples),
         )
 
 

@@ -38,8 +38,8 @@ COPIES = {
 
 
 def test_its_source_is_a_field_of_it():
-    assert Sample._fields == ("data", "tokens", "targets", "patches", "source", "counted")
-    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "")
+    assert Sample._fields == ("data", "tokens", "targets", "patches", "source", "counted", "key")
+    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None)
     assert NAMED != PLAIN
 
 

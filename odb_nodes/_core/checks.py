@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 MAX_COUNT = 2**31 - 1
 """Largest count: state stores counts as 32-bit integers."""
+MAX_KEY = 2**63 - 1
+"""Largest key of a sample."""
 
 
 def check_integer(name: str, value: object) -> int:
@@ -29,16 +31,16 @@ def check_integer(name: str, value: object) -> int:
         ) from None
 
 
-def check_count(name: str, value: object, minimum: int = 1) -> int:
+def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
     """Return `value` as an int of at least `minimum`.
 
     Raises:
         TypeError: it is not an integer, or a bool.
-        ValueError: it is below `minimum` or above 2**31 - 1.
+        ValueError: it is below `minimum` or above `maximum`.
     """
     count = check_integer(name, value)
-    if not minimum <= count <= MAX_COUNT:
-        raise ValueError(f"`{name}` must be in {minimum}..{MAX_COUNT}, but is {count} instead.")
+    if not minimum <= count <= maximum:
+        raise ValueError(f"`{name}` must be in {minimum}..{maximum}, but is {count} instead.")
     return count
 
 

@@ -132,5 +132,7 @@ class AlignedRound:
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
             local_sources={} if is_filler else count_sources(group),
             counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
+            keys=() if is_filler else tuple(sample.key for sample in group),
+            row_sources=() if is_filler else tuple(sample.source for sample in group),
         )
         return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

@@ -8,8 +8,9 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import find_budget
+from odb_nodes.contract.node import call_member
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, padded_tokens
-from odb_nodes.sample import Sample
+from odb_nodes.sample import LeftOut, Sample
 
 
 class GroupReader:
@@ -28,15 +29,25 @@ class GroupReader:
         """First group of the next round; `None` where there is none, and before the first read."""
         self.next_state: Any = None
         """The source's state before that group."""
+        self.left_out: list[LeftOut] = []
+        """Samples that were left out among those of the last read."""
+        self._left_out_ahead: list[LeftOut] = []
 
     def read(self, most: int) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left."""
         groups = [] if self.ahead is None else [self.ahead]
         while len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
+        self.left_out = [*self._left_out_ahead, *self._take_left_out()]
         self.next_state = copy_state(self._source.state_dict())
         self.ahead = self._read_one() if len(groups) == most else None
+        self._left_out_ahead = self._take_left_out()
+        if self.ahead is None:  # The source has ended.
+            self.left_out, self._left_out_ahead = [*self.left_out, *self._left_out_ahead], []
         return groups
+
+    def _take_left_out(self) -> list[LeftOut]:
+        return call_member(self._source, "take_left_out") or []
 
     def _read_one(self) -> list[Sample] | None:
         try:

@@ -28,7 +28,7 @@ from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler, tokens_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import round_steps
-from odb_nodes.sample import Sample
+from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.step_info import AlignedGroup
 
 
@@ -143,6 +143,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._reader = GroupReader(self.source)
         self._steps = AlignedRound()
         self._filler: Sample | None = None
+        self._left_out: list[LeftOut] = []  # in no step yet
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
@@ -199,11 +200,18 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._begin_round()
         self._agree()
         item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
+        if left_out := self.take_left_out():
+            item = item._replace(info=replace(item.info, left_out=tuple(left_out)))
         at.emitted += 1
         at.step += 1
         if at.emitted == len(self._steps):
             self._end_round()
         return item
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last step."""
+        taken, self._left_out = self._left_out, []
+        return taken
 
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
@@ -231,6 +239,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = self._at
         most = self._round_size if at.drained else self._round_steps()
         groups = self._reader.read(most)
+        self._left_out = [] if at.emitted else self._reader.left_out
         needed = 1 if at.drained else self._steps.groups_needed - at.splits
         if len(groups) < needed:
             raise StateError(
@@ -266,6 +275,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         with self._peers.reporting_failure(where):
             most = self._round_steps()
             groups = [] if at.drained else self._reader.read(most)
+            self._left_out += [] if at.drained else self._reader.left_out
             report, ladder = self._report(groups, most)
         self._agree()
         reports = self._peers.reports(report, where)

@@ -14,6 +14,7 @@ from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import ItemKey, LeftOut
 
 __all__ = ["StatefulNode", "call_member", "check_node"]
 
@@ -130,6 +131,17 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def item_location(self) -> ItemLocation | None:
         """Return where the last item comes from, for errors."""
         return None
+
+    def item_key(self) -> ItemKey | None:
+        """Return which item of the data the last one is; `None` where the node cannot tell.
+
+        It must be the same number for the same item in every epoch and on every rank.
+        """
+        return None
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last call."""
+        return []
 
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""

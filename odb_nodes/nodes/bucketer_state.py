@@ -30,6 +30,7 @@ class BucketerState(NodeState):
         dropped_samples: samples that `oversize="drop"` left out in the epoch.
         oversize_samples: samples that exceeded the budget on their own.
         skipped_samples: samples that processing skipped, by reason.
+        left_out: key, source and reason of those left out since the last group that is out.
     """
 
     source: SourceState
@@ -42,6 +43,7 @@ class BucketerState(NodeState):
     dropped_samples: Count
     oversize_samples: Count
     skipped_samples: dict[str, Count]
+    left_out: list[tuple[int | None, str, str]]
 
     def validate(self) -> None:
         """Check that what is pooled was pulled."""

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from odb_nodes.errors import SampleError
 from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import Sample, Skipped
+from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
 
 
 class ExclusionCounter:
@@ -20,6 +20,7 @@ class ExclusionCounter:
         oversize: samples that exceed the budget on their own.
         dropped: oversize samples that `oversize="drop"` left out.
         skipped: reason -> samples that processing `Skipped`.
+        left_out: the samples themselves, until they are taken.
     """
 
     def __init__(self, budget: TokenBudget) -> None:
@@ -27,6 +28,7 @@ class ExclusionCounter:
         self.oversize = 0
         self.dropped = 0
         self.skipped: dict[str, int] = {}
+        self.left_out: list[LeftOut] = []
 
     def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
         """Tell whether a sample goes into the pool; count it, and warn of the first of its kind.
@@ -43,9 +45,8 @@ class ExclusionCounter:
             return False
         if not self._budget.is_oversize(sample.tokens, sample.patches):
             return True
-        source = f" (source {sample.source!r})" if sample.source else ""
         size = (
-            f"sample {ordinal} of the epoch{source}, with {sample.tokens} tokens and "
+            f"sample {ordinal} of the epoch{name_of(sample)}, with {sample.tokens} tokens and "
             f"{sample.patches} patches, exceeds the budget on its own: "
             f"{self._budget.limit_of(sample.tokens)}"
         )
@@ -63,6 +64,8 @@ class ExclusionCounter:
             )
         self.oversize += 1
         self.dropped += drops
+        if drops:
+            self.left_out.append(LeftOut(sample.key, sample.source, "dropped"))
         return not drops
 
     def summary(self, samples: int) -> str:
@@ -109,8 +112,9 @@ class ExclusionCounter:
     def _skip(self, sample: Skipped, ordinal: int) -> None:
         if sample.reason not in self.skipped:
             warnings.warn(
-                f"sample {ordinal} of the epoch is skipped {sample.why} Further ones are only "
-                "counted, see `skipped_samples`.",
+                f"sample {ordinal} of the epoch{name_of(sample)} is skipped {sample.why} Further "
+                "ones are only counted, see `skipped_samples`.",
                 stacklevel=3,
             )
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1
+        self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))

@@ -18,11 +18,11 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState
 from odb_nodes.contract.graph import find_budget
-from odb_nodes.contract.node import check_node
+from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.batch_checks import BatchChecks
 from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
-from odb_nodes.sample import Sample
+from odb_nodes.sample import Sample, name_of
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 
@@ -163,7 +163,11 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
-        return AlignedGroup(group, info or StepInfo.of_one_rank(group, self._step))
+        if info is None:
+            info = StepInfo.of_one_rank(group, self._step)
+            left_out = call_member(self.source, "take_left_out") or ()
+            info = replace(info, left_out=tuple(left_out))
+        return AlignedGroup(group, info)
 
     def _batch(
         self, group: list[Sample], info: StepInfo
@@ -216,10 +220,11 @@ def _name_of(group: list[Sample], index: int | None) -> str:
     if index is None or not 0 <= index < len(group):
         return ""
     sample = group[index]
-    known = [f"source {sample.source!r}"] if sample.source else []
+    own = ""
     if isinstance(sample.data, Mapping) and "id" in sample.data:
-        known.append(f"`id` {sample.data['id']!r:.100}")
-    return f"a sample of {', '.join(known)}" if known else ""
+        own = f", `id` {sample.data['id']!r:.100}"
+    known = f"{name_of(sample)}{own}"
+    return f"a sample{known}" if known else ""
 
 
 def _owned(data: Any) -> Any:

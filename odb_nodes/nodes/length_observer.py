@@ -11,10 +11,10 @@ from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import check_node
+from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import Observe, Sample, Skipped
+from odb_nodes.sample import ItemKey, Observe, Sample, Skipped, keyed
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,8 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
             what = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
             raise SampleError(f"sample {self._position} of the epoch: {what}") from error
         self._position += 1
-        return sample
+        key: ItemKey | None = call_member(self.source, "item_key")
+        return keyed(sample, key)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -23,7 +23,7 @@ from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.options import PlanOptions
-from odb_nodes.sample import Sample, Skipped
+from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,11 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             unpulled = 0
         return len(self._pool) + unpulled
 
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were skipped or dropped since the last call."""
+        taken, self._exclusions.left_out = self._exclusions.left_out, []
+        return taken
+
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with an empty pool."""
         self._clear()
@@ -135,6 +140,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._exclusions.dropped = state.dropped_samples
         self._exclusions.oversize = state.oversize_samples
         self._exclusions.skipped = state.skipped_samples
+        self._exclusions.left_out = [LeftOut(*one) for one in state.left_out]
         if state.ended:
             self._expect_end()
 
@@ -155,6 +161,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             dropped_samples=self._exclusions.dropped,
             oversize_samples=self._exclusions.oversize,
             skipped_samples=self._exclusions.skipped,
+            left_out=[(*one,) for one in self._exclusions.left_out],
         )
 
     def next(self) -> list[Sample]:
@@ -272,17 +279,17 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             saved = expected[ordinal]
             if isinstance(sample, Skipped):
                 raise StateError(
-                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
-                    f"was good when saved, but is skipped now {sample.why} "
+                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch"
+                    f"{name_of(sample)} was good when saved, but is skipped now {sample.why} "
                     "Mend the data, or use an earlier checkpoint."
                 )
             now = [sample.tokens, sample.patches]
             if saved != now:
                 raise StateError(
-                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch "
-                    f"had `tokens`, `patches` {saved} when saved, but has {now} now. The order of "
-                    "the source is not seeded (seed it: no state helps against that), processing "
-                    "is not deterministic (`ParallelProcessor(seed=...)` seeds the global "
+                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch"
+                    f"{name_of(sample)} had `tokens`, `patches` {saved} when saved, but has {now} "
+                    "now. The order of the source is not seeded (seed it: no state helps against "
+                    "that), processing is not deterministic (`ParallelProcessor(seed=...)` seeds the global "
                     'generators; for others there is `state="payload"`), or the data changed.'
                 )
             kept[ordinal] = sample

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.transport import pack
+from odb_nodes.sample import ItemKey, keyed
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """Items of one chunk, with the epoch and the position in it of the first of them."""
+    """Items of one chunk and their keys; the epoch, and the position in it of the first of them."""
 
     items: Sequence[Any]
+    keys: Sequence[ItemKey | None]
     epoch: int  # or a number in its place, see `EpochCounter.shuffle_key`
     position: int
 
@@ -49,14 +52,18 @@ class ChunkProcessor:
 
     Args:
         process_fn: maps an item to a processed sample.
-        seed: number that, with the epoch and an item's position, seeds Python, numpy and torch
-            before the item; `None` seeds nothing.
+        seed: number that, with the epoch and an item's key, seeds Python, numpy and torch before
+            the item; `None` seeds nothing.
+        rank: this rank, which counts for items without a key, and for data of its own.
+        world_size: number of ranks.
         limit_s: seconds that a chunk may take before other threads, which wait for the generators,
             take it to hang.
     """
 
     process_fn: Callable[[Any], Any]
     seed: int | None
+    rank: int = 0
+    world_size: int = 1
     limit_s: float = WorkerOptions.timeout_s
 
     def run(
@@ -101,14 +108,24 @@ class ChunkProcessor:
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
-        for position, item in enumerate(task.items, task.position):
+        for position, (item, key) in enumerate(zip(task.items, task.keys, strict=True)):
             try:
                 if self.seed is not None:
-                    seed_rngs(hash_ints(self.seed, task.epoch, position))
-                results.append(self.process_fn(item))
+                    seed_rngs(self._seed_of(task, position, key))
+                results.append(keyed(self.process_fn(item), key))
             except caught as error:
                 return results, _describe(item, error)
         return results, None
+
+    def _seed_of(self, task: ChunkTask, place: int, key: ItemKey | None) -> int:
+        """Return the seed of an item: of its own, on whatever rank, where it has a key."""
+        assert self.seed is not None
+        if key is None:
+            return hash_ints(self.seed, task.epoch, self.rank, task.position + place)
+        owner = 0 if key.world_size == self.world_size else 1 + self.rank
+        return hash_ints(
+            self.seed, task.epoch, owner, zlib.crc32(key.source.encode()), key.key, key.repeat
+        )
 
 
 def _describe(item: Any, error: BaseException) -> Failure:

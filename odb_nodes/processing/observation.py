@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import MAX_KEY, check_count
 from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped, SourceItem
@@ -50,7 +50,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     if not isinstance(seen, tuple):
         seen = Observation(seen)
     try:
-        tokens, targets, patches = Observation(*seen)
+        tokens, targets, patches, key = Observation(*seen)
         tokens = check_count("tokens", tokens)
         counted = "observed"
         if targets is None:
@@ -63,6 +63,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
             check_count("targets", targets, 0),
             check_count("patches", patches, 0),
             counted=counted,
+            key=None if key is None else check_count("key", key, 0, MAX_KEY),
         )
     except (TypeError, ValueError) as error:
         raise SampleError(

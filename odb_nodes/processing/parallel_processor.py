@@ -13,7 +13,6 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
-from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
@@ -26,6 +25,7 @@ from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.transport import unpack
+from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
 
@@ -67,8 +67,9 @@ class ProcessorState(EpochState):
 class ParallelProcessor(EpochNode[T, ProcessorState]):
     """Applies `process_fn` to every item, in order, in parallel.
 
-    Before each item, the global generators of Python, numpy and torch are seeded from (seed, rank,
-    epoch, position), so a sample does not depend on who processes it, or on how often. With
+    Before each item, the global generators of Python, numpy and torch are seeded from (seed, epoch,
+    key), so a sample does not depend on who processes it, on which rank, or how often. (An item
+    without a key, and one of data that this rank has for itself, is seeded by the rank, too.) With
     `num_workers=0` and with threads they are put back afterwards; threads then process one chunk at
     a time, and a training loop that draws from the same CPU generators meanwhile would disturb
     both: use processes, or `seed=None` and generators of your own.
@@ -109,10 +110,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._name = stable_name(process_fn)
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
-        own_seed = None if self._seed is None else hash_ints(self._seed, self._rank)
-        self._processor = ChunkProcessor(process_fn, own_seed, self._workers.timeout_s)
+        self._processor = ChunkProcessor(
+            process_fn, self._seed, self._rank, self._world_size, self._workers.timeout_s
+        )
         self._pool: WorkerPool | None = None
         self._finalizer: Callable[[], Any] | None = None
+        self._key: ItemKey | None = None  # of the last item that is out
         self._clear()
 
     def __len__(self) -> int:
@@ -184,13 +187,18 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 one was forked from. Likewise.
         """
         while True:
-            for result in self._ready:
+            for result, key in self._ready:
+                self._key = key
                 self._taken += 1
                 self._position += 1
                 return result  # type: ignore[no-any-return]
             if self._failure is not None:
                 raise self._failure
             self._take_chunk()
+
+    def item_key(self) -> ItemKey | None:
+        """Return that of the item that the last sample was made of."""
+        return self._key
 
     def close(self) -> None:
         """Stop the workers. A later reset starts them again.
@@ -205,7 +213,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def _clear(self) -> None:
         self._interruption: Future[ChunkResult] = Future()
         self._in_flight: deque[_Chunk] = deque()
-        self._ready: Iterator[Any] = iter(())
+        self._ready: Iterator[tuple[Any, ItemKey | None]] = iter(())
         self._failure: Exception | None = None
         self._source_ended = False
         self._taken = 0  # items out since `_source_state`
@@ -246,7 +254,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         results, failure = self._results_of(chunk)
         self._in_flight.popleft()
         self._source_state, self._taken = chunk.source_state, 0
-        self._ready = iter(results)
+        self._ready = zip(results, chunk.task.keys, strict=False)
         if failure is not None:
             position = self._position + len(results)
             where = "" if chunk.future is None else f" It was processed in {failure.worker}."
@@ -262,11 +270,13 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def _read_chunk(self) -> None:
         source_state = copy_state(self.source.state_dict())
         items: list[Any] = []
+        keys: list[ItemKey | None] = []
         locations: list[ItemLocation | None] = []
         error: Exception | None = None
         try:
             while len(items) < self._workers.chunk_size:
                 items.append(next(self.source))
+                keys.append(call_member(self.source, "item_key"))
                 locations.append(call_member(self.source, "item_location"))
         except StopIteration:
             self._source_ended = True
@@ -274,7 +284,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             # The items before it are delivered first: the error comes in its place.
             self._source_ended, error = True, caught
         if items or error is not None:
-            task = ChunkTask(items, self._epochs.shuffle_key, self._submitted)
+            task = ChunkTask(items, keys, self._epochs.shuffle_key, self._submitted)
             self._submitted += len(items)
             future = self._submit(task)
             self._in_flight.append(_Chunk(source_state, len(items), task, locations, future, error))

@@ -100,7 +100,7 @@ def source_of(
         )
     check_iterable("sampler", sampler)
     _check_order(sampler)
-    return IterableSource(sampler, *shard), dataset
+    return IterableSource(sampler, *shard, yields_indices=True), dataset
 
 
 def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:

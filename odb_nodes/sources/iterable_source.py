@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import Stateful
 
-from odb_nodes._core.checks import check_iterable
+from odb_nodes._core.checks import check_bool, check_iterable
 from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
 from odb_nodes.contract.source_states import check_own_state
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.sample import ItemKey
 from odb_nodes.sources.streams import as_stream
 
 T = TypeVar("T")
@@ -60,6 +61,8 @@ class IterableSource(EpochNode[T, IterableState]):
         rank: this rank; by default that of torch.distributed, or of `RANK`. Give 0 (and a world
             size of 1) where the iterable shards itself.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        yields_indices: the items are indices into a dataset, and so are the keys of the samples.
+            Default: the key is the number of the item in the epoch.
 
     Raises:
         TypeError: `iterable` is an iterator, which can be read only once.
@@ -70,10 +73,17 @@ class IterableSource(EpochNode[T, IterableState]):
     retries_errors = True  # of the iterable, which may go on
 
     def __init__(
-        self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
+        self,
+        iterable: Iterable[T],
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        yields_indices: bool = False,
     ) -> None:
         super().__init__()
         check_iterable("iterable", iterable)
+        self._yields_indices = check_bool("yields_indices", yields_indices)
+        self._last: Any = None
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self._stream = as_stream(iterable, self._rank, self._world_size)
         self._iterable = iterable if self._stream is None else self._stream
@@ -159,7 +169,17 @@ class IterableSource(EpochNode[T, IterableState]):
                 raise
             self._loaded, self._retry = None, False
             if self._count(item):
+                self._last = item
                 return item
+
+    def item_key(self) -> ItemKey | None:
+        """Return the number of the last item in the epoch; or the item, where it is an index."""
+        number = self._position - 1
+        if not self._yields_indices:
+            return ItemKey("", number, self._stride, self._epochs.cycle)
+        if type(self._last) is not int or self._last < 0:
+            return None
+        return ItemKey("", self._last, self._stride, number)
 
     def _load_own(self, iterable: Stateful) -> None:
         try:

@@ -20,8 +20,10 @@ from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.sample import ItemKey
 
 _CUT = (EOFError, gzip.BadGzipFile, zlib.error)
+_OFFSET_BITS = 40  # of a key
 _UNKNOWN = 2**63  # bytes of text in a compressed file
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -96,6 +98,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         self._open: IO[bytes] | None = None
         self._mended: set[int] = set()  # files whose size may be another since
         self._at = JsonlState()
+        self._last = 0, 0  # file and offset of the last record
         self._records: int | None = None  # of all files, once they are counted
         if check_bool("count_records", count_records):
             self._records = sum(map(_count_records, self._paths))
@@ -179,6 +182,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 continue
             mine = not line.isspace() and at.record % self._world_size == self._rank
             record = self._parse(line) if mine else None
+            self._last = at.file, at.offset
             at.offset += len(line)
             at.line += 1
             at.record += not line.isspace()
@@ -186,6 +190,14 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 return record
         self._records = at.record
         raise StopIteration
+
+    def item_key(self) -> ItemKey | None:
+        """Return file and byte offset of the last record; nothing beyond 1 TiB of a file."""
+        file, offset = self._last
+        if offset >= 1 << _OFFSET_BITS:
+            return None
+        key = (file << _OFFSET_BITS) + offset
+        return ItemKey("", key, self._world_size, self._epochs.cycle)
 
     def item_location(self) -> ItemLocation:
         """Return file and line of the last record."""

@@ -13,6 +13,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.errors import StateError
+from odb_nodes.sample import ItemKey
 from odb_nodes.sources.permutation import Permutation
 
 _BLOCK = 1024  # indices computed at a time
@@ -69,6 +70,7 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         self._position = 0
         self._block: list[int] = []
         self._block_start = 0
+        self._last = 0
 
     def __len__(self) -> int:
         """Return how many indices this rank yields in an epoch."""
@@ -111,7 +113,12 @@ class ShardedSampler(EpochNode[int, SamplerState]):
             self._block_start = self._position
             self._block = self._indices(self._position, min(self._position + _BLOCK, len(self)))
         self._position += 1
-        return self._block[offset]
+        self._last = self._block[offset]
+        return self._last
+
+    def item_key(self) -> ItemKey:
+        """Return the last index."""
+        return ItemKey("", self._last, self._world_size, self._epochs.cycle)
 
     def _indices(self, start: int, stop: int) -> list[int]:
         places = np.arange(start, stop, dtype=np.int64) * self._world_size + self._rank

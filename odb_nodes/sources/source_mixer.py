@@ -18,7 +18,7 @@ from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
-from odb_nodes.sample import Sample, Skipped, SourceItem
+from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
@@ -217,6 +217,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                     f"source {name!r}: reading its sample {self._samples[name]} of this epoch "
                     f"raised {error!r}"
                 ) from error
+            self._last = name
             if isinstance(item, Skipped):  # which has no part in the shares
                 return item.of_source(name)
             if self._by == "tokens" and not isinstance(item, Sample):
@@ -225,7 +226,6 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                     f"`{type(item).__name__}` instead. Process and observe each source first."
                 )
             self._samples[name] += 1
-            self._last = name
             if not isinstance(item, Sample):
                 return SourceItem(name, item)
             self._tokens[name] += item.tokens
@@ -237,6 +237,11 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         name = self._last
         within = call_member(self.sources[name], "item_location")
         return "sample %d of source %r%s", self._samples[name] - 1, name, within
+
+    def item_key(self) -> ItemKey | None:
+        """Return which item of which source the last one is."""
+        within: ItemKey | None = call_member(self.sources[self._last], "item_key")
+        return None if within is None else within.of_source(self._last)
 
     def _clear(self) -> None:
         self._samples = dict.fromkeys(self.sources, 0)

@@ -20,6 +20,8 @@ from odb_nodes.sources.streams import as_stream
 
 T = TypeVar("T")
 
+REPEATABLE = "Wrap a generator in an `IterableDataset` whose `__iter__` begins a new one."
+
 
 @dataclass(kw_only=True)
 class IterableState(EpochState):
@@ -73,7 +75,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self, iterable: Iterable[T], rank: int | None = None, world_size: int | None = None
     ) -> None:
         super().__init__()
-        check_iterable("iterable", iterable)
+        check_iterable("iterable", iterable, REPEATABLE)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self._stream = as_stream(iterable, self._rank, self._world_size)
         self._iterable = iterable if self._stream is None else self._stream

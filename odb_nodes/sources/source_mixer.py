@@ -144,6 +144,11 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             raise TypeError(f'the length of an epoch is not known where `stop` is "{self._stop}".')
         return sum(map(length_of, self.sources.values()))
 
+    def __repr__(self) -> str:
+        total = sum(self._weights.values())
+        shares = ", ".join(f"{name} {self._weights[name] / total:.3g}" for name in self.sources)
+        return f'{type(self).__name__}(shares of {self._by}: {shares}; stop="{self._stop}")'
+
     @property
     def samples(self) -> dict[str, int]:
         """Samples of this epoch so far, by source."""

@@ -80,7 +80,7 @@ def test_any_iterable_is_read_anew_in_every_epoch(iterable):
     "iterator", [(n for n in range(3)), iter([1, 2]), map(str, [1]), zip([1], strict=True)]
 )
 def test_what_can_be_read_only_once_is_refused(iterator):
-    with pytest.raises(TypeError, match=r"`iterable` must be .* but is `\w+` instead\. Wrap"):
+    with pytest.raises(TypeError, match=r"`iterable` must be .* but is an? `\w+` instead\. Wrap"):
         source(iterator)
 
 

@@ -682,6 +682,7 @@ def collate(samples):
 
 
 def dataloader(dataset, workers, collate_fn=collate, **options):
+    of_processes = {} if workers.get("method") == "thread" else {"start_method": "fork"}
     loader = ODBDataLoader(
         dataset,
         **{
@@ -689,7 +690,7 @@ def dataloader(dataset, workers, collate_fn=collate, **options):
             "window": 12,
             "shuffle": False,
             "collate_fn": collate_fn,
-            "workers": WorkerOptions(**{"start_method": "fork", **workers}),
+            "workers": WorkerOptions(**(of_processes | workers)),
             **options,
         },
     )

@@ -87,6 +87,7 @@ class Loader(Generic[T]):
         self._strict = True
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
+        self._had_items = False  # in an epoch before this one
         self._owner = Owner()
         self._beginning = threading.RLock()
 
@@ -209,6 +210,7 @@ class Loader(Generic[T]):
         state = before = self._pending
         if before is None and self._it is not None:
             before = self._position(self._it)
+        self._had_items = self._had_items or (before is not None and before.num_yielded > 0)
         self._it = None
         try:
             stop_threads(self.root, self._stop_timeout_s)
@@ -272,7 +274,9 @@ class Loader(Generic[T]):
         return self._iterator(0, ended=False)
 
     def _iterator(self, num_yielded: int, ended: bool) -> LoaderIterator[T]:
-        return LoaderIterator(self.root, self._check_current, self.close, num_yielded, ended)
+        return LoaderIterator(
+            self.root, self._check_current, self.close, num_yielded, ended, self._had_items
+        )
 
     def _check_current(self, it: LoaderIterator[T]) -> None:
         """Raise if the loader has gone on without an iterator, perhaps on another thread."""

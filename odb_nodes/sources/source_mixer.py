@@ -263,7 +263,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         alone = resolve_rank(None, None)[1] == 1
         if not self._samples[name] and (alone or self._stop != "all_exhausted"):
             remedy = (
-                "Leave it out, or mend it."
+                "Leave it out, or mend it: perhaps it can be read only once."
                 if alone
                 else f'Where `stop` is "{self._stop}", each rank needs a sample of each source: '
                 'leave it out, give it a sample per rank, or let `stop` be "all_exhausted".'

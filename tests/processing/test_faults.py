@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worker_functions import Logged, Texts, processor, same
+from worker_functions import Logged, Texts, forked, processor, same
 
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
@@ -682,7 +682,6 @@ def collate(samples):
 
 
 def dataloader(dataset, workers, collate_fn=collate, **options):
-    of_processes = {} if workers.get("method") == "thread" else {"start_method": "fork"}
     loader = ODBDataLoader(
         dataset,
         **{
@@ -690,7 +689,7 @@ def dataloader(dataset, workers, collate_fn=collate, **options):
             "window": 12,
             "shuffle": False,
             "collate_fn": collate_fn,
-            "workers": WorkerOptions(**(of_processes | workers)),
+            "workers": WorkerOptions(**forked(workers)),
             **options,
         },
     )

@@ -19,7 +19,7 @@ from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.config import allow_mismatch
-from odb_nodes.contract.graph import remaining_samples
+from odb_nodes.contract.graph import blame_sources, remaining_samples
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
@@ -270,7 +270,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._agree()
         reports = self._peers.reports(report, where)
         if not (at.step or any(one.groups for one in reports)):
-            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}.")
+            blamed = blame_sources(self.source)
+            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}. {blamed}")
         key = hash_ints(self._seed, self._epochs.epoch, at.round)
         plan = plan_round(reports, uneven=self._uneven, key=key)
         if groups:

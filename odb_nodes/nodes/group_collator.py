@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
@@ -212,13 +213,17 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
 
 def _name_of(group: list[Sample], index: int | None) -> str:
-    """Return what is known of where a sample of a group comes from."""
+    """Return what is known of where a sample of a group comes from, and how it begins."""
     if index is None or not 0 <= index < len(group):
         return ""
     sample = group[index]
     known = [f"source {sample.source!r}"] if sample.source else []
-    if isinstance(sample.data, Mapping) and "id" in sample.data:
-        known.append(f"`id` {sample.data['id']!r:.100}")
+    data = sample.data if isinstance(sample.data, Mapping) else {}
+    if "id" in data:
+        known.append(f"`id` {data['id']!r:.100}")
+    elif isinstance(ids := data.get("input_ids"), (list, np.ndarray)):
+        first = np.asarray(ids, dtype=object).ravel()[:8].tolist()
+        known.append(f"{sample.tokens} tokens, the first of them {first!r:.100}")
     return f"a sample of {', '.join(known)}" if known else ""
 
 

@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import check_node
@@ -193,6 +194,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         if self._mode == "payload" and self._pool.room() > 0 and not self._ended:
             # Where to go on from, should the source raise.
             self._snapshots.take(self._pool.pulled, only=True)
+        filling = None
+        if not self._pool.pulled:
+            most = min(self._window, self.remaining_samples or self._window)
+            filling = SlowProgress("samples in the pool before the first batch", most)
         while not self._ended and (room := self._pool.room()) > 0:
             ordinals: list[int] = []
             samples: list[Sample] = []
@@ -203,6 +208,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                         ordinals.append(self._pool.pulled)
                         samples.append(sample)
                     self._pool.pulled += 1
+                    if filling is not None:
+                        filling.update(self._pool.pulled)
             except StopIteration:
                 self._ended = True
             finally:
@@ -263,7 +270,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         kept: dict[int, Sample] = {}
         logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
         bar = tqdm(range(base, base + count), "replaying samples", leave=False, disable=None)
+        progress = SlowProgress("samples replayed to restore the pool", count)
         for ordinal in bar:
+            if bar.disable:  # where nobody sees it, such as in a file
+                progress.update(ordinal - base)
             if self._mode == "replay":
                 self._snapshots.take_if_due(ordinal)
             sample = self._pull_again(ordinal)

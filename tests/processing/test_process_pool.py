@@ -78,7 +78,7 @@ def test_a_worker_thread_that_cannot_be_started_leaves_nothing(monkeypatch):
     before = held()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(WorkerError, match=r"`odb_nodes-worker-1` could not be .*ulimit -u"):
-        start(pool=ThreadPool, method="thread")
+        start(pool=ThreadPool, method="thread", start_method=None)
     assert_holds(before)
 
 

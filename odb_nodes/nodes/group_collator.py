@@ -48,8 +48,8 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
     A collate function that is not of this library may draw random numbers. Before each batch, the
     global generators of Python, numpy and torch (CPU), and those that the function keeps (in its
-    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step); the global ones
-    are put back afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
+    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step), and put back
+    afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
     the first batch of each `iter`, for which the trainer waits, shows whether the function draws
     from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
     draws for some batches alone says so by an attribute `draws_random_numbers = True`.

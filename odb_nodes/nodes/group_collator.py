@@ -54,8 +54,9 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
     from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
     draws for some batches alone says so by an attribute `draws_random_numbers = True`.
 
-    It warns, once each, of batches that exceed the budget, of samples that are padded already, and
-    of labels that are made by `collate_fn` where `loss_scale` has counted tokens.
+    It warns, once each, of batches that exceed the budget, of samples that are padded already, of
+    labels that are made by `collate_fn` where `loss_scale` has counted tokens or samples, and of
+    samples counted by a `label` that the loss may not be of.
 
     State: the source's, and the epoch and the number of the step.
 

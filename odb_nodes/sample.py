@@ -20,6 +20,9 @@ IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
 
 
+CLASS_KEYS = ("label", "label_ids")
+"""Keys of a sample that may hold a label of the whole, which transformers' collators take too."""
+
 COUNTED = ("labels", "tokens", "samples", "observed")
 """What the targets of a sample may be: labels that are not -100; tokens, where it has no labels; 1,
 where it has one label as a whole; or what `observe` has returned."""

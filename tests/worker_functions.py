@@ -134,7 +134,7 @@ def keep_ids(samples):
 def log_and_multiply(sample):
     """Use what has locks: logging, imports, torch's threads."""
     logging.info("sample %s", sample["id"])
-    importlib.reload(importlib.import_module("colorsys"))
+    importlib.reload(importlib.import_module("stringprep"))
     torch.rand(200, 200) @ torch.rand(200, 200)
     return sample
 

@@ -119,6 +119,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Seconds spent waiting for other ranks so far."""
         return self._peers.wait_s
 
+    @property
+    def has_workers(self) -> bool:
+        """Tell whether threads run for the connections to other ranks."""
+        return self._peers.are_connected
+
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
@@ -127,6 +132,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 size, or the source does not yield the groups again that it yielded then. The other
                 ranks raise it too, when they next meet this one; it waits for them for up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+            WorkerError: see `next`.
         """
         self._peers.begin()
         with self._peers.reporting_failure("reset"):
@@ -193,7 +199,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         Raises:
             PeerError: another rank failed, left, or did not come within `timeout_s`.
             StateError: the ranks do not go on from the same place.
+            WorkerError: the connections belong to the process that this one was forked from.
         """
+        self._peers.check_process()
         at = self._at
         while at.emitted == len(self._steps):
             self._begin_round()

@@ -99,6 +99,28 @@ def test_labels_that_the_collate_function_makes_are_told_of_where_the_weight_is_
     assert warned(TEXT, collate_fn=masked, accumulate=3, observe=observe) == []
 
 
+@pytest.mark.parametrize("key", ["label", "label_ids"])
+def test_a_number_beside_the_tokens_that_may_not_be_what_the_loss_is_of_is_told_of(key):
+    noted = [{**one, key: n % 3} for n, one in enumerate(TEXT)]
+    (message,) = warned(noted, accumulate=3)
+    assert f"has a number as `{key}`" in message and "name it `labels`" in message
+    assert warned(noted) == []  # One batch of one rank weighs 1 anyway.
+    assert warned([{**one, "labels": 1} for one in TEXT], accumulate=3) == []
+    assert warned([{**one, key: 1} for one in LABELS], accumulate=3) == []
+
+
+def test_labels_per_token_of_samples_with_a_class_are_told_of():
+    noted = [{**one, "label": n % 3} for n, one in enumerate(TEXT)]
+    (message,) = warned(noted, collate_fn=causal, accumulate=3)
+    assert "the samples have one label each" in message and "process_fn" in message
+
+    def renamed(samples):
+        batch = PaddingCollate()(samples)
+        return {"labels": batch.pop("label"), **batch}
+
+    assert warned(noted, collate_fn=renamed, accumulate=3) == []
+
+
 def test_a_trainer_that_counts_the_labels_itself_is_not_warned():
     loader = ODBDataLoader(TEXT, token_budget=512, window=64, collate_fn=masked, accumulate=3)
     loader.trust_labels()

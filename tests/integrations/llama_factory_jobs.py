@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from odb_nodes._compat import llama_factory as compat
 from odb_nodes.integrations.llama_factory import DynamicBatches, main
 
 SAMPLES, CUTOFF, ROWS = 60, 64, 4
@@ -151,6 +152,16 @@ def error_of(folder, name):
     return "none"
 
 
+def error_of_another_version(folder):
+    """Train where no trainer is made as we expect."""
+    try:
+        with mock.patch.dict(compat.TRAINERS, clear=True):
+            main(arguments(folder, "fixed"))
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
+    return "none"
+
+
 def run(folder):
     make_inputs(folder)
     (folder / "arguments.json").write_text(json.dumps(arguments(folder, "command")))
@@ -158,6 +169,7 @@ def run(folder):
     stream = {"streaming": True, "dataloader_num_workers": 1, "buffer_size": 8, "max_steps": 4}
     return {
         "errors": {name: error_of(folder, name) for name in ERRORS},
+        "another version": error_of_another_version(folder),
         "padded": train_and_resume(folder, "padded", **evaluated),
         "packed": train_and_resume(folder, "packed", neat_packing=True, **evaluated),
         "adapter": train_and_resume(folder, "adapter", finetuning_type="lora", lora_rank=2),

@@ -53,8 +53,9 @@ class BatchChecks:
             self._shapes.add(shape)
             self._check_shape(group, shape)
             self._check_padding(group, batch, shape)
-            if not (self.weighs_labels or info.is_filler):
+            if self._is_weighed(info):
                 self._check_labels(batch, info, shape)
+                self._check_decoder(batch, info, shape)
         if "+" in info.counted and "samples" in info.counted and not self.weighs_labels:
             self._warn(
                 "counted",
@@ -101,16 +102,22 @@ class BatchChecks:
                 "sample.items()}`.",
             )
 
+    def _is_weighed(self, info: StepInfo) -> bool:
+        """Return whether the loss of a batch is multiplied by its share of the targets."""
+        planned = info.local_targets
+        if self.weighs_labels or info.is_filler or not planned:
+            return False
+        factor = info.loss_scale * info.optimizer_targets / planned
+        alone = info.optimizer_targets == planned
+        is_exact = abs(factor - round(factor)) <= 1e-6 and info.loss_scale != 1.0
+        return is_exact and not alone
+
     def _check_labels(
         self, batch: Mapping[str, Any], info: StepInfo, shape: tuple[int, ...]
     ) -> None:
         """Warn where the loss of a batch may be a mean over others than the targets counted."""
         labels, planned = batch.get("labels"), info.local_targets
-        if info.counted not in _TAKEN or not planned:
-            return
-        factor = info.loss_scale * info.optimizer_targets / planned
-        alone = info.optimizer_targets == planned
-        if alone or abs(factor - round(factor)) > 1e-6 or info.loss_scale == 1.0:  # not "exact"
+        if info.counted not in _TAKEN:
             return
         if not isinstance(labels, torch.Tensor):
             note = next((key for key in CLASS_KEYS if key in batch), None)
@@ -138,6 +145,28 @@ class BatchChecks:
                 "`process_fn`, or let `observe` return an `Observation` with the expected number "
                 "of `targets`.",
             )
+
+    def _check_decoder(
+        self, batch: Mapping[str, Any], info: StepInfo, shape: tuple[int, ...]
+    ) -> None:
+        """Warn where the first label of a sample, which was not counted, is a target, too."""
+        labels, planned = batch.get("labels"), info.local_targets
+        if info.counted != "labels" or not isinstance(labels, torch.Tensor) or labels.ndim < 2:
+            return
+        if "decoder_input_ids" not in batch and tuple(labels.shape[:2]) == shape:
+            return
+        found = int(labels.ne(IGNORE_INDEX).sum())
+        if found == planned:
+            return
+        self._warn(
+            "decoder",
+            f"the labels of step {info.step} have a length of their own, {labels.shape[1]} where "
+            f"that of `input_ids` is {shape[1]}, as those of an encoder-decoder. It predicts all "
+            f"{found} of them, but `loss_scale`, which weighs this batch against other ranks and "
+            f"micro-steps, goes by {planned}: without the first label of each sample, which is no "
+            "target of a causal model. Count them all: `observe=lambda s: "
+            'Observation(len(s["input_ids"]), sum(label != -100 for label in s["labels"]))`.',
+        )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._said:

@@ -22,6 +22,9 @@ IGNORE_INDEX = -100
 """Label of a token that is not supervised: the default of `torch.nn.CrossEntropyLoss`."""
 
 
+CLASS_KEYS = ("label", "label_ids")
+"""Keys of a sample that may hold a label of the whole, which transformers' collators take too."""
+
 COUNTED = ("labels", "tokens", "samples", "observed")
 """What the targets of a sample may be: labels that are not -100; tokens, where it has no labels; 1,
 where it has one label as a whole; or what `observe` has returned."""
@@ -152,9 +155,8 @@ class Skipped:
         return f"({self.reason}){': ' if self.message else ''}{self.message or '.'}"
 
     def of_source(self, name: str) -> Skipped:
-        """Return this with the name of the source, also in its message."""
-        message = f"source {name!r}{': ' if self.message else '.'}{self.message}"
-        return replace(self, message=message, source=nested_name(name, self.source))
+        """Return this with the name of its source, put before a name that it has already."""
+        return replace(self, source=nested_name(name, self.source))
 
 
 class Observation(NamedTuple):

@@ -12,8 +12,10 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.codec import from_bytes, to_bytes
-from odb_nodes.contract import copy_state
+from odb_nodes._core.codec import explain_unreadable, from_bytes, to_bytes
+from odb_nodes.contract import StatefulNode, copy_state
+from odb_nodes.contract.fields import source_fields
+from odb_nodes.contract.graph import walk
 from odb_nodes.loader.loader import Loader
 
 __all__ = ["ResumeReport", "assert_resumes_exactly"]
@@ -50,8 +52,9 @@ def assert_resumes_exactly(
     `torch.load(weights_only=True)`, before the first item, after each item, and after each end of
     an epoch. Then, for each state, a fresh graph loads it and must yield what followed: items, ends
     of epochs, and the items of the epochs after. Every second one first calls `state_dict()`, loads
-    the state twice, and must give the same state back before it goes on. Last, chains of resumes:
-    resume, take a few steps, save, resume from that in a fresh graph.
+    the state twice, and must give the same state back before it goes on; so must each
+    `StatefulNode` in the graph, for its own fields. Last, chains of resumes: resume, take a few
+    steps, save, resume from that in a fresh graph.
 
     Args:
         make_graph: returns a new graph in its initial state: a `Loader`, a node, an
@@ -91,7 +94,7 @@ def assert_resumes_exactly(
         stop = len(reference) if horizon is None else min(start + horizon, len(reference))
         data = _saved(states[start])
         largest_bytes = max(largest_bytes, len(data))
-        _resume(make_graph, data, reference, start, stop, thorough=start % 2 == 1)
+        _resume(make_graph, data, reference, start, stop, thorough=resumes % 2 == 1)
         resumes += 1
     for start in range(0, len(states), max(1, len(states) // 8)):
         state, at = states[start], start
@@ -145,10 +148,13 @@ def _resume(
     """Resume a fresh graph at `start`, compare up to `stop`, and return its state there."""
     graph = _as_loader(make_graph())
     where = f"resumed {_place(reference, start)}"
+    lost = _watch_resets(graph) if thorough else []
     try:
         graph.load_state_dict(_loaded(state))
         if thorough:
             _load_again(graph, state)
+            if lost:
+                raise AssertionError(lost[0])
         events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
         for index in range(start, stop):
             difference = _difference(reference[index], next(events, "nothing"))
@@ -166,43 +172,15 @@ def _saved(state: Any) -> bytes:
     try:
         return to_bytes(state)
     except Exception as error:  # of any kind: torch and pickle raise what they like
-        raise _refused(state) from error
+        raise AssertionError(explain_unreadable(state)) from error
 
 
 def _loaded(data: bytes) -> Any:
     try:
         return from_bytes(data)
     except Exception as error:  # of any kind
-        raise _refused(torch.load(io.BytesIO(data), weights_only=False)) from error
-
-
-def _refused(state: Any) -> AssertionError:
-    return AssertionError(
-        f"{_unreadable(state)}, which `torch.load(weights_only=True)` refuses. Save plain "
-        "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
-        "`torch.from_numpy(a)` in place of an array, None in place of empty bytes."
-    )
-
-
-def _is_readable(state: Any) -> bool:
-    try:
-        from_bytes(to_bytes(state))
-    except Exception:  # of any kind
-        return False
-    return True
-
-
-def _unreadable(state: Any, place: str = "state_dict()") -> str:
-    """Say where a state holds something that cannot be read again, and of which type it is."""
-    pairs: Any = ()
-    if isinstance(state, Mapping):
-        pairs = state.items()
-    elif isinstance(state, (list, tuple)):
-        pairs = enumerate(state)
-    for key, value in pairs:
-        if not _is_readable(value):
-            return _unreadable(value, f"{place}[{key!r}]")
-    return f"`{place}` is a `{type(state).__module__}.{type(state).__qualname__}`"
+        state = torch.load(io.BytesIO(data), weights_only=False)
+        raise AssertionError(explain_unreadable(state)) from error
 
 
 def _load_again(graph: Any, state: bytes) -> None:
@@ -214,6 +192,42 @@ def _load_again(graph: Any, state: bytes) -> None:
     iter(graph)
     graph.state_dict()
     graph.load_state_dict(_loaded(state))
+
+
+def _watch_resets(graph: Any) -> list[str]:
+    """Return a list that gets a text for each node that is reset and then saves another state.
+
+    The state of a graph does not show it: a node that replays gives back the state of its source
+    that it was given, until it takes a newer one.
+    """
+    found: list[str] = []
+
+    def watch(node: StatefulNode[Any, Any]) -> None:
+        declared: Any = node.STATE
+        reset, of_sources = node.reset, source_fields(declared)
+
+        def own(state: Any) -> dict[str, Any]:
+            # Some sources of torchdata rightly save another state than they were reset to.
+            return {key: value for key, value in state.items() if key not in of_sources}
+
+        def reset_and_compare(initial_state: Any = None) -> None:
+            before = copy_state(initial_state)
+            reset(initial_state)
+            if before is None:
+                return
+            if difference := _difference(own(before), own(node.state_dict())):
+                found.append(
+                    f"`{type(node).__name__}` was reset to a state, but then saved another: state"
+                    f"{difference}. Let `restore` set all that `save` returns."
+                )
+
+        vars(node)["reset"] = reset_and_compare
+
+    root = getattr(getattr(graph, "_loader", graph), "root", None)
+    for node in walk(root) if isinstance(root, BaseNode) else ():
+        if isinstance(node, StatefulNode):
+            watch(node)
+    return found
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:

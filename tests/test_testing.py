@@ -1,10 +1,20 @@
 """What `assert_resumes_exactly` finds, and how it says so."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
-from torchdata.nodes import BaseNode, IterableWrapper
+from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
 
-from odb_nodes import ShardedSampler
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    ParallelProcessor,
+    ShardedSampler,
+    StatefulNode,
+    WindowBucketer,
+)
+from odb_nodes.contract import Count, NodeState, SourceState
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -56,3 +66,60 @@ def test_one_graph_is_not_resumed_into_itself():
         assert_resumes_exactly(lambda: graph)
     with pytest.raises(TypeError, match="must be a function"):
         assert_resumes_exactly(graph)
+
+
+@dataclass(kw_only=True)
+class CounterState(NodeState):
+    source: SourceState
+    passed: Count
+
+
+class Counter(StatefulNode):
+    """Passes everything on and counts it; `forgetful`, it does not restore the count."""
+
+    STATE = CounterState
+
+    def __init__(self, source, forgetful):
+        super().__init__()
+        self.source, self.forgetful = source, forgetful
+        self.passed = 0
+
+    def begin_epoch(self):
+        self.source.reset(None)
+        self.passed = 0
+
+    def restore(self, state):
+        self.source.reset(state.source)
+        if not self.forgetful:
+            self.passed = state.passed
+
+    def save(self):
+        return CounterState(source=self.source.state_dict(), passed=self.passed)
+
+    def next(self):
+        item = next(self.source)
+        self.passed += 1
+        return item
+
+
+DATASET = [{"input_ids": [0] * (n % 7 + 1)} for n in range(50)]
+
+
+def counted_graph(forgetful, below):
+    """A graph with a counter below a node whose state hides that of its source."""
+    samples = ParallelProcessor(ShardedSampler(DATASET, seed=0), DATASET.__getitem__, seed=0)
+    counter = Counter(LengthObserver(samples), forgetful)
+    if below == "WindowBucketer":
+        return GroupCollator(WindowBucketer(counter, budget=32, window=16))
+    return Prefetcher(counter, 2)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("below", ["WindowBucketer", "Prefetcher"])
+def test_a_counter_that_is_not_restored_is_found_wherever_it_stands(below, every):
+    with pytest.raises(
+        AssertionError,
+        match=r"`Counter` was reset to a state, .*: state\['passed'\] is 0 instead of \d",
+    ):
+        assert_resumes_exactly(lambda: counted_graph(True, below), every=every, horizon=5)
+    assert_resumes_exactly(lambda: counted_graph(False, below), every=every, horizon=5)

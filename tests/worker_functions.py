@@ -134,7 +134,7 @@ def keep_ids(samples):
 def log_and_multiply(sample):
     """Use what has locks: logging, imports, torch's threads."""
     logging.info("sample %s", sample["id"])
-    importlib.reload(importlib.import_module("colorsys"))
+    importlib.reload(importlib.import_module("stringprep"))
     torch.rand(200, 200) @ torch.rand(200, 200)
     return sample
 
@@ -175,9 +175,14 @@ def dataloader(dataset, method="fork", **options):
     return ODBDataLoader(dataset, **given)
 
 
+def forked(workers):
+    """The options of workers; processes are forked, where nothing else is said."""
+    return workers if workers.get("method") == "thread" else {"start_method": "fork", **workers}
+
+
 def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_size=1, **workers):
     """A `ParallelProcessor` over shuffled indices; forks, where nothing else is said."""
-    options = WorkerOptions(**{"start_method": "fork", **workers})
+    options = WorkerOptions(**forked(workers))
     if source is None:
         source = ShardedSampler(size, seed=1, rank=rank, world_size=world_size)
     return ParallelProcessor(

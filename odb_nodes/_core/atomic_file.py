@@ -25,6 +25,7 @@ _SUFFIX = ".part"
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`, which takes its place when this context ends well.
 
+    It is on the disk then, name and all, so that it outlives a loss of power.
     If it does not end well, the temporary file is gone, and what was at `path` before is kept.
     Files that killed processes have left are removed first.
 
@@ -48,6 +49,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             os.chmod(file.name, _mode_of(path))
             os.replace(file.name, path)
+            sync_folder(path.parent)
     except BaseException as error:
         with deferred_interrupt():
             if file is not None:
@@ -55,6 +57,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can do that."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    with contextlib.suppress(OSError):  # Not every file system can, nor every user.
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _open_temporary(path: Path) -> BinaryIO:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from types import NoneType, UnionType
@@ -65,11 +65,12 @@ def check_choice(name: str, value: object, choices: Sequence[str], remedy: str =
         raise ValueError(_message(name, f"one of ({allowed})", f"{value!r:.80}", remedy))
 
 
-def check_seconds(name: str, value: Any, maximum: float = math.inf) -> None:
-    """Raise a `ValueError` unless `value` is a number of seconds, above 0 and at most `maximum`."""
-    if not isinstance(value, Real) or not 0 < float(value) <= maximum:
-        rule = "above 0" if maximum == math.inf else f"above 0 and at most {maximum:.0f}"
-        raise ValueError(_message(name, f"seconds, {rule}", repr(value), ""))
+def check_seconds(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless `value` is a number of seconds that a lock can wait for."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value) <= threading.TIMEOUT_MAX:
+        rule = f"seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}"
+        raise ValueError(_message(name, rule, f"{value!r:.80}", ""))
 
 
 def check_type(name: str, value: object, expected: type | UnionType, remedy: str = "") -> None:
@@ -96,13 +97,17 @@ def describe(value: object) -> str:
     return f"the {type(value).__name__} `{function}`" if function else _class_name(type(value))
 
 
-def check_iterable(name: str, value: object) -> None:
-    """Raise a `TypeError` unless `value` can be iterated again and again."""
+def check_iterable(name: str, value: object, remedy: str) -> None:
+    """Raise a `TypeError` unless `value` can be iterated again and again.
+
+    Args:
+        name: the argument's name.
+        value: the argument's value.
+        remedy: a sentence that says what to pass in place of a generator.
+    """
     if isinstance(value, Iterator) or not isinstance(value, Iterable):
-        raise TypeError(
-            f"`{name}` must be an iterable that can be iterated once per epoch, but is "
-            f"`{type(value).__name__}` instead. Wrap a generator in an `IterableDataset`."
-        )
+        rule = "an iterable that can be iterated once per epoch"
+        raise TypeError(_message(name, rule, _class_name(type(value)), remedy))
 
 
 def check_callable(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,3 +23,37 @@ def from_bytes(data: bytes) -> Any:
         Exception: `data` is damaged, or holds something else than plain data and tensors.
     """
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def explain_unreadable(value: Any, name: str = "state_dict()") -> str:
+    """Say where a value holds something that cannot be read again, and what to do.
+
+    Args:
+        value: what `to_bytes` or `from_bytes` refuses.
+        name: what the value is called.
+    """
+    return (
+        f"{_unreadable(value, name)}, which `torch.load(weights_only=True)` refuses. Save plain "
+        "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
+        "`torch.from_numpy(a)` in place of an array, None in place of empty bytes."
+    )
+
+
+def _unreadable(value: Any, place: str) -> str:
+    pairs: Any = ()
+    if isinstance(value, Mapping):
+        pairs = value.items()
+    elif isinstance(value, (list, tuple)):
+        pairs = enumerate(value)
+    for key, one in pairs:
+        if not _is_readable(one):
+            return _unreadable(one, f"{place}[{key!r}]")
+    return f"`{place}` is a `{type(value).__module__}.{type(value).__qualname__}`"
+
+
+def _is_readable(value: Any) -> bool:
+    try:
+        from_bytes(to_bytes(value))
+    except Exception:  # of any kind
+        return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,8 @@ __all__ = [
     "own_rngs",
     "preserved_rngs",
     "save_rngs",
-    "seed_generator",
     "seed_rngs",
+    "seeded_generators",
     "states_of_rngs",
 ]
 
@@ -31,7 +31,7 @@ _turn_limit_s = 0.0  # that others wait for it at most
 _POLL_S = 0.1
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""The types of the generators that `seed_generator` takes."""
+"""The types of the generators that `seeded_generators` takes."""
 
 
 def seed_rngs(seed: int) -> None:
@@ -95,8 +95,37 @@ def is_global(generator: Any) -> bool:
     return any(generator is one for one in shared)
 
 
-def seed_generator(generator: Any, seed: int) -> None:
-    """Seed a generator of one of the types `GENERATORS`."""
+@contextmanager
+def seeded_generators(generators: Sequence[Any], seeds: Iterable[int]) -> Iterator[None]:
+    """Seed generators of the types `GENERATORS`, and put them back afterwards."""
+    before = [_state_of(generator) for generator in generators]
+    try:
+        for generator, seed in zip(generators, seeds, strict=True):
+            _seed(generator, seed)
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            _put_back(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def _put_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.forks import Owner
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
@@ -62,18 +63,34 @@ class Peers:
         return self._channel.wait_s
 
     @property
+    def are_connected(self) -> bool:
+        """Whether this process speaks to others, by connections and threads that are its own."""
+        return not isinstance(self._exchange, LocalExchange)
+
+    @property
     def agreed(self) -> bool:
         """Whether `agree` has been called since `begin`."""
         return self._channel.agreed
+
+    def check_process(self) -> None:
+        """Check that the connections are of this process.
+
+        Raises:
+            WorkerError: they are of the one that this one was forked from.
+        """
+        if self.are_connected:
+            self._owner.check("`RankAligner`")
 
     def begin(self) -> None:
         """Find out who the other ranks are; they need not be there yet. Ends an interruption.
 
         Raises:
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+            WorkerError: see `check_process`.
         """
+        self.check_process()
         self._end_thread()
-        if isinstance(self._exchange, LocalExchange):  # The job may have been set up since.
+        if not self.are_connected:  # The job may have been set up since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         self._exchange.resume()
         self._channel.begin()
@@ -179,7 +196,7 @@ class Peers:
             self._exchange.interrupt()
 
     def _use(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+        self._exchange, self._owner = exchange, Owner()
         self._channel = Channel(exchange, self._capacity)
 
     def _answer(self, nothing: CostReport) -> None:

@@ -19,7 +19,7 @@ from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.config import allow_mismatch
-from odb_nodes.contract.graph import remaining_samples
+from odb_nodes.contract.graph import blame_sources, remaining_samples
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
@@ -119,6 +119,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Seconds spent waiting for other ranks so far."""
         return self._peers.wait_s
 
+    @property
+    def has_workers(self) -> bool:
+        """Tell whether threads run for the connections to other ranks."""
+        return self._peers.are_connected
+
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
@@ -127,6 +132,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 size, or the source does not yield the groups again that it yielded then. The other
                 ranks raise it too, when they next meet this one; it waits for them for up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+            WorkerError: see `next`.
         """
         self._peers.begin()
         with self._peers.reporting_failure("reset"):
@@ -194,7 +200,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         Raises:
             PeerError: another rank failed, left, or did not come within `timeout_s`.
             StateError: the ranks do not go on from the same place.
+            WorkerError: the connections belong to the process that this one was forked from.
         """
+        self._peers.check_process()
         at = self._at
         while at.emitted == len(self._steps):
             self._begin_round()
@@ -280,7 +288,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._agree()
         reports = self._peers.reports(report, where)
         if not (at.step or any(one.groups for one in reports)):
-            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}.")
+            blamed = blame_sources(self.source)
+            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}. {blamed}")
         key = hash_ints(self._seed, self._epochs.epoch, at.round)
         plan = plan_round(reports, uneven=self._uneven, key=key)
         if groups:

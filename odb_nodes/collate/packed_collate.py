@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ class PackedCollate(TokenRows):
             to add to the scores. `None` for no mask.
     """
 
+    draws_random_numbers: ClassVar[bool] = False
     max_samples: int | None = None
     model_arguments: bool = True
     mask_dtype: torch.dtype | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ class PaddingCollate(TokenRows):
             Rows without a sample are all padding. A sample wider than all shapes has its own.
     """
 
+    draws_random_numbers: ClassVar[bool] = False
     side: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:

@@ -99,12 +99,13 @@ class TokenRows:
         self.check_mappings(samples)
         for index, sample in enumerate(samples):
             if sample.keys() != samples[0].keys():
+                lacking = index if len(sample) <= len(samples[0]) else 0
                 raise SampleError(
                     f"the samples of a group must have the same keys, but sample {index} has "
                     f"{sorted(map(str, sample))} and sample 0 {sorted(map(str, samples[0]))}. Give "
                     "every sample `labels`, or none; and any other key likewise. Where only some "
                     "have images, use a collate function of `odb_nodes.vision`.",
-                    index,
+                    lacking,
                 )
         return list(map(length_of, samples))
 

@@ -15,6 +15,7 @@ from odb_nodes.planning import TokenBudget
 __all__ = [
     "begin_cycle",
     "begin_epoch",
+    "blame_sources",
     "close_nodes",
     "find_budget",
     "has_threads",
@@ -97,6 +98,16 @@ def begin_cycle(root: BaseNode[Any]) -> None:
     for node in walk(root):
         call_member(node, "begin_cycle")
     root.reset(None)
+
+
+def blame_sources(root: BaseNode[Any]) -> str:
+    """Return what an error says of an epoch without an item: which nodes read the data, and how."""
+    names = [type(node).__name__ for node in walk(root) if len(list(walk(node))) == 1]
+    return (
+        f"What reads the data (`{'`, `'.join(names)}`) is empty, or can be read only once, such as "
+        "an iterator that is made in `__init__`: make it in `reset` of the node, or `__iter__` of "
+        "the dataset."
+    )
 
 
 def find_budget(source: BaseNode[Any]) -> TokenBudget | None:

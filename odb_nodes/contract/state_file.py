@@ -62,6 +62,10 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
         while isinstance(cause, RuntimeError) and "enforce fail" in str(cause):
             cause = cause.__cause__ or cause.__context__
         raise cause or error from None
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises
+        raise StateError(
+            f"`state` must hold plain data and tensors only, but holds what is neither: {error}."
+        ) from error
 
 
 def _check_regular(path: Path) -> None:

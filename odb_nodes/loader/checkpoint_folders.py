@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ __all__ = [
     "file_name",
     "number_of",
     "step_of",
-    "sync_folder",
 ]
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{8})")
@@ -81,6 +80,17 @@ class CheckpointFolders:
         """Return the folders that have the files of all ranks, the newest one last."""
         return [self.root / name for name, found in self.contents().items() if not found.missing]
 
+    def rivals(self, own: Iterable[Path]) -> list[tuple[str, str]]:
+        """Return the names of folders of one save that differ in the step: own, another rank's.
+
+        Args:
+            own: folders that this rank saves into.
+        """
+        by_save = {_save_of(folder.name): folder.name for folder in own}
+        names = sorted(os.listdir(self.root))
+        pairs = ((by_save.get(_save_of(name), name), name) for name in names)
+        return [(mine, name) for mine, name in pairs if mine != name]
+
     def last_number(self) -> int:
         """Return the number of the last save, complete or not; 0 where there is none."""
         names = os.listdir(self.root) if self.root.is_dir() else []
@@ -137,21 +147,15 @@ def step_of(name: str) -> int:
     return int(name.split("-")[2])
 
 
+def _save_of(name: str) -> tuple[str, str] | None:
+    """Return the number and the run that a folder is named after; None where it is none."""
+    match = _FOLDER.fullmatch(name)
+    return (match[1], match[3]) if match else None
+
+
 def file_name(rank: int, world_size: int) -> str:
     """Return the name of a rank's file."""
     return f"rank{rank:05d}-of-{world_size:05d}.pt"
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the system can do that."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):  # Not every file system can.
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _contents_of(folder: Path) -> Contents | None:

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from odb_nodes._core.checks import check_type, describe
+from odb_nodes._core.codec import explain_unreadable
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import file_name, step_of
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.loader import Loader
 
-__all__ = ["CheckpointParts"]
+__all__ = ["CheckpointParts", "PartStates"]
 
 _VERSION = 1
+
+
+@dataclass(frozen=True)
+class PartStates:
+    """What `CheckpointParts.read` has read.
+
+    Attributes:
+        folder: the folder of the checkpoint.
+        parts: the states of the parts, by name.
+        generators: those of the global random generators.
+    """
+
+    folder: Path
+    parts: dict[str, Any]
+    generators: dict[str, Any]
 
 
 @runtime_checkable
@@ -37,11 +56,18 @@ class CheckpointParts:
 
     def __init__(self, parts: Any, replicated: Any) -> None:
         self._parts = _check_parts(parts)
-        if isinstance(replicated, str) or not {*replicated} <= self._parts.keys():
+        check_type("replicated", replicated, Collection)
+        if isinstance(replicated, str) or any(name not in [*self._parts] for name in replicated):
             raise ValueError(
                 f"`replicated` must be names of `parts`, of {sorted(self._parts)}, but is "
                 f"{replicated!r} instead."
             )
+        for name in replicated:
+            if isinstance(self._parts[name], Loader | ODBDataLoader):
+                raise ValueError(
+                    f"`replicated` must not have {name!r}: each rank's loader stands elsewhere, in "
+                    "its own share of the data. Leave it out."
+                )
         self._replicated = tuple(replicated)
 
     def names(self) -> dict[str, list[str]]:
@@ -52,7 +78,7 @@ class CheckpointParts:
         """Write the file of this rank, atomically.
 
         Raises:
-            StateError: a part holds something else than plain data and tensors.
+            StateError: a part holds something else than plain data and tensors; it names the place.
         """
         states = {
             name: dict(part) if isinstance(part, dict) else part.state_dict()
@@ -61,13 +87,19 @@ class CheckpointParts:
         }
         about = {"version": _VERSION, "step": step, "rank": rank, "world_size": world_size}
         state = {"checkpoint": about, "parts": states, "generators": save_rngs()}
-        save_state(state, folder / file_name(rank, world_size))
+        try:
+            save_state(state, folder / file_name(rank, world_size))
+        except StateError as error:
+            # Dicts first: to look into a large model for what it cannot have takes time and memory.
+            order = sorted(states, key=lambda name: not isinstance(self._parts[name], dict))
+            place = explain_unreadable({name: states[name] for name in order}, "parts")
+            raise StateError(f"the checkpoint of step {step} cannot be saved: {place}") from error
 
-    def load(self, folder: Path, rank: int, world_size: int) -> None:
-        """Load the file of this rank, and what rank 0 wrote for all.
+    def read(self, folder: Path, rank: int, world_size: int) -> PartStates:
+        """Read the file of this rank, and what rank 0 wrote for all. Changes no part.
 
         Raises:
-            StateError: a file is damaged, or has other parts.
+            StateError: a file is damaged, has other parts, or lacks what a dict has.
         """
         state = _read(folder, rank, world_size)
         states = state["parts"]
@@ -81,11 +113,31 @@ class CheckpointParts:
             )
         for name, part in self._parts.items():
             if isinstance(part, dict):
-                part.clear()
-                part.update(states[name])
-            else:
-                part.load_state_dict(states[name])
-        load_rngs(state["generators"])  # last: a part may draw numbers as it loads
+                _check_keys(name, part, states[name], folder)
+        return PartStates(folder, states, state["generators"])
+
+    def apply(self, saved: PartStates) -> None:
+        """Give each part its state.
+
+        Raises:
+            StateError: one refuses it. Those before it have changed.
+        """
+        for changed, (name, part) in enumerate(self._parts.items()):
+            state = saved.parts[name]
+            try:
+                if isinstance(part, dict):
+                    part.clear()
+                    part.update(state)
+                else:
+                    part.load_state_dict(state)
+            except Exception as error:  # of any kind: a part may be anybody's
+                raise StateError(
+                    f"`parts[{name!r}]` refuses its state in `{saved.folder}` "
+                    f"({type(error).__name__}: {error}). It may have changed in part, and these "
+                    f"have changed already: {[*self._parts][:changed]}. Make all of them anew "
+                    "before you go on."
+                ) from error
+        load_rngs(saved.generators)  # last: a part may draw numbers as it loads
 
 
 def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
@@ -114,13 +166,35 @@ def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     return dict(state)
 
 
+def _check_keys(name: str, part: dict[Any, Any], state: object, folder: Path) -> None:
+    """Check that loading a dict would remove nothing from it."""
+    if not isinstance(state, dict):
+        raise StateError(
+            f"`parts[{name!r}]` is a dict, but in `{folder}` it is {describe(state)}. Give the "
+            "`parts` that it was saved with."
+        )
+    if newer := [key for key in part if key not in state]:
+        raise StateError(
+            f"`parts[{name!r}]` has the keys {newer}, but `{folder}` was saved without them. Add "
+            "them after `load`, with the values that they should have by then."
+        )
+
+
 def _check_parts(parts: Any) -> dict[str, Any]:
     check_type("parts", parts, Mapping, 'Name them: `{"model": model, "loader": loader}`.')
+    if not parts:
+        raise ValueError(
+            "`parts` must have what is to be saved, but is empty instead. Name it: "
+            '`{"model": model, "loader": loader}`.'
+        )
     for name, part in parts.items():
         check_type("a name in `parts`", name, str)
-        if not isinstance(part, dict | _Part):
+        if isinstance(part, type) or not isinstance(part, dict | _Part):
+            remedy = (
+                "Give an object of it." if isinstance(part, type) else "Put numbers into a dict."
+            )
             raise TypeError(
                 f"`parts[{name!r}]` must be a dict, or have `state_dict` and `load_state_dict`, "
-                f"but is {describe(part)} instead. Put numbers into a dict."
+                f"but is {describe(part)} instead. {remedy}"
             )
     return dict(parts)

@@ -7,10 +7,12 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from odb_nodes._core.atomic_file import sync_folder
 from odb_nodes._core.checks import check_count, check_seconds, check_type
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.errors import PeerError, StateError
@@ -19,9 +21,8 @@ from odb_nodes.loader.checkpoint_folders import (
     Contents,
     choose,
     step_of,
-    sync_folder,
 )
-from odb_nodes.loader.checkpoint_parts import CheckpointParts
+from odb_nodes.loader.checkpoint_parts import CheckpointParts, PartStates
 
 __all__ = ["Checkpoints"]
 
@@ -46,7 +47,8 @@ class Checkpoints:
         folder: where the checkpoints go, on a disk that all ranks share; made where it does not
             exist. Each checkpoint is a folder in it.
         parts: by name, what is saved: objects with `state_dict` and `load_state_dict`, and dicts of
-            plain data and tensors, which `load` fills in place.
+            plain data and tensors, which `load` makes equal to what was saved, in place. A key that
+            is newer than the checkpoint is an error: set it after `load`.
         keep: number of complete checkpoints that are kept. Older ones are removed.
         replicated: names of parts that are equal on all ranks, which rank 0 alone writes: under
             DDP the model and the optimizer. Not what is sharded (FSDP, ZeRO), and not the loader.
@@ -90,12 +92,16 @@ class Checkpoints:
     def load(self) -> int:
         """Load the newest checkpoint that is complete. Every rank calls it.
 
+        No part is changed before all ranks have read their files whole.
+
         Returns:
             The step that it was saved at; 0 where there is none, and nothing is changed.
 
         Raises:
             StateError: the checkpoint is of another number of ranks or of other parts, is damaged,
-                or does not fit; or not all ranks see it.
+                or a dict among the parts has keys that it lacks; or not all ranks see it. No part
+                is changed. Or a part refused its state: then the error names those that have
+                changed.
             PeerError: a rank failed, or did not come within `timeout_s`.
         """
         views = self._meet()
@@ -115,14 +121,12 @@ class Checkpoints:
                     stacklevel=2,
                 )
             return 0
-        try:
+        with self._together(f"loading the checkpoint `{name}`"):
             if name is None:
                 raise self._not_shared(newest, views)
-            self._load_from(name, views[0][name].world_size)
-        except Exception as error:
-            self._channel.fail(error, f"loading the checkpoint `{name}`")
-            raise
-        self._gather(None)  # raises where another rank has failed
+            state = self._read(name, views[0][name].world_size)
+        with self._together(f"loading the checkpoint `{name}`"):
+            self._parts.apply(state)
         return step_of(name)
 
     def save(self, step: int) -> Path:
@@ -140,18 +144,20 @@ class Checkpoints:
         Raises:
             TypeError, ValueError: `step` is not a number of steps.
             StateError: a part holds something else than plain data and tensors.
-            PeerError: a rank did not come, or has not saved, within `timeout_s`.
+            PeerError: a rank did not come, or has not saved, within `timeout_s`; or it saves
+                another step, which is seen in this call or the next.
         """
         step = check_count("step", step, minimum=0)
         if not self._run:
             self._meet()
         if len(self._own) == 2:
-            self._await(self._own.pop(0))
+            self._await(self._own[0])
+            del self._own[0]
         self._number += 1
         folder = self._folders.folder(self._number, step, self._run)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
+        self._check_steps(*self._own, folder)
         self._parts.save(folder, step, self._channel.rank, self._channel.world_size)
-        sync_folder(folder)
         sync_folder(self._folders.root)
         self._own.append(folder)
         self._folders.clean(folder, self._keep)
@@ -185,12 +191,22 @@ class Checkpoints:
         told = self._channel.gather_bytes(json.dumps(own).encode(), "loading a checkpoint")
         return list(map(json.loads, told))
 
+    @contextmanager
+    def _together(self, where: str) -> Iterator[None]:
+        """Go on once all ranks have come to the end of this context; raise if one raises in it."""
+        try:
+            yield
+        except Exception as error:
+            self._channel.fail(error, where)
+            raise
+        self._gather(None)
+
     @staticmethod
     def _views(told: Iterable[dict[str, Any]]) -> list[dict[str, Contents]]:
         return [{name: Contents(*found) for name, found in view.items()} for view in told]
 
-    def _load_from(self, name: str, world_size: int) -> None:
-        """Load a checkpoint that all ranks see."""
+    def _read(self, name: str, world_size: int) -> PartStates:
+        """Read a checkpoint that all ranks see."""
         folder, ranks = self._folders.root / name, self._channel.world_size
         if world_size != ranks:
             raise StateError(
@@ -198,12 +214,23 @@ class Checkpoints:
                 "has its own share of the data. Resume with as many ranks as before, or begin an "
                 "epoch anew in a folder of its own."
             )
-        self._parts.load(folder, self._channel.rank, ranks)
+        return self._parts.read(folder, self._channel.rank, ranks)
+
+    def _check_steps(self, *own: Path) -> None:
+        """Raise where another rank saves another step: neither would ever be complete."""
+        if rivals := self._folders.rivals(own):
+            mine, other = rivals[0]
+            raise PeerError(
+                f"the ranks save different steps: rank {self._channel.rank} saves `{mine}`, but "
+                f"another rank `{other}`, in `{self._folders.root}`. All ranks must call `save` at "
+                "the same steps. The checkpoints before that are kept."
+            )
 
     def _await(self, folder: Path) -> None:
         """Wait until a checkpoint is complete, or so old that it has been removed."""
         deadline = time.monotonic() + self._timeout_s
         while (missing := self._folders.missing(folder)) and time.monotonic() < deadline:
+            self._check_steps(*self._own)
             time.sleep(_PAUSE_S / 10)
         if missing:
             ranks = ", ".join(map(str, missing))

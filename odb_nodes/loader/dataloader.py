@@ -20,7 +20,12 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.options import LoaderOptions, ProcessFn, check_names_of_options
+from odb_nodes.loader.options import (
+    LoaderOptions,
+    ProcessFn,
+    check_names_of_options,
+    check_no_option,
+)
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
@@ -31,7 +36,7 @@ from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.datasets import order_of
-from odb_nodes.sources.source_mixer import Weights
+from odb_nodes.sources.source_mixer import SourceMixer, Weights
 from odb_nodes.step_info import StepInfo
 
 
@@ -203,10 +208,17 @@ class ODBDataLoader:
             done = f"{self.samples_done} of {self.num_samples} samples"
         except TypeError:  # of a dataset without a length
             done = f"{self.samples_done} samples"
+        mixers = [one for one in walk(self._samples) if isinstance(one, SourceMixer)]
+        data = mixers[0] if mixers else type(self.dataset).__name__
         return (
-            f"{type(self).__name__}({type(self.dataset).__name__}, {self._budget}, "
+            f"{type(self).__name__}({data}, {self._budget}, "
             f"epoch {self.epoch}, step {self.step}: {done} done)"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_loader" in vars(self) and type(self).__init__ is ODBDataLoader.__init__:
+            check_no_option(name)
+        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return True  # and not `len`

@@ -89,6 +89,7 @@ class Loader(Generic[T]):
         self._strict = True
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
+        self._had_items = False  # in an epoch before this one
         self._owner = Owner()
         self._beginning = threading.RLock()
 
@@ -219,6 +220,7 @@ class Loader(Generic[T]):
         claim(self.root, self)
         state = None if self._leaving else self._pending
         before = self._pending if self._it is None else self._position(self._it)
+        self._had_items = self._had_items or (before is not None and before.num_yielded > 0)
         self._it = None
         try:
             stop_threads(self.root, self._stop_timeout_s)
@@ -286,7 +288,9 @@ class Loader(Generic[T]):
         return self._iterator(0, ended=False)
 
     def _iterator(self, num_yielded: int, ended: bool) -> LoaderIterator[T]:
-        return LoaderIterator(self.root, self._check_current, self._suspend, num_yielded, ended)
+        return LoaderIterator(
+            self.root, self._check_current, self._suspend, num_yielded, ended, self._had_items
+        )
 
     def _check_current(self, it: LoaderIterator[T]) -> None:
         """Raise if the loader has gone on without an iterator, perhaps on another thread."""

@@ -12,7 +12,9 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
+from odb_nodes.contract.graph import blame_sources
 from odb_nodes.contract.source_states import check_state_of
+from odb_nodes.errors import SampleError
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class LoaderIterator(Iterator[T]):
         suspend: closes the graph, and keeps the position of this iterator for the next `iter()`.
         num_yielded: items yielded before in the epoch.
         ended: the end of the epoch was seen.
+        had_items: an epoch before had items, so that one without any is an error.
     """
 
     def __init__(
@@ -72,10 +75,12 @@ class LoaderIterator(Iterator[T]):
         suspend: Callable[[], None],
         num_yielded: int,
         ended: bool,
+        had_items: bool,
     ) -> None:
         self._root, self._check, self._suspend = root, check, suspend
         self._num_yielded = num_yielded
         self._ended = ended
+        self._had_items = had_items
         self._state: LoaderState | None = None  # as long as it is the present one
         self.touched = False  # so that the next `iter()` begins an epoch
         self._left = False  # by `set_epoch`, and not taken up again
@@ -116,6 +121,10 @@ class LoaderIterator(Iterator[T]):
             item: T = next(self._root)
         except StopIteration:
             self._check(self)
+            if self._had_items and not self._num_yielded:
+                raise SampleError(
+                    f"the epoch has no item, but one before had some. {blame_sources(self._root)}"
+                ) from None
             self._ended, self._state = True, None
             raise
         except BaseException:

@@ -49,6 +49,8 @@ class BatchOptions(PlanOptions):
         super().__post_init__()
         TokenBudget.of(self.token_budget, "token_budget")
         check_callable("collate_fn", self.collate_fn)
+        for name, function in _by_name("process_fn", self.process_fn).items():
+            check_callable(name, function)
         check_callable("observe", self.observe)
         check_count("prefetch", self.prefetch, 0)
         check_choice("state", self.state, get_args(PoolState))
@@ -82,7 +84,10 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shuffle is not None:
+            check_bool("shuffle", self.shuffle)
         check_count("num_workers", self.num_workers, 0)
+        check_bool("pin_memory", self.pin_memory)
         check_bool("sharded", self.sharded)
         check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
         if self.workers is not None and self.num_workers:
@@ -99,6 +104,13 @@ class LoaderOptions(BatchOptions, JobOptions):
             return options
         ahead = max(self.window, 4 * options.chunk_size * options.num_workers)
         return replace(options, in_flight_samples=ahead)
+
+
+def _by_name(name: str, functions: Any) -> dict[str, Any]:
+    """Return a function, or a function for each source, by what an error calls it."""
+    if not isinstance(functions, Mapping):
+        return {name: functions}
+    return {f"{name}[{source!r}]": function for source, function in functions.items()}
 
 
 _OF_DATALOADER = {
@@ -126,3 +138,17 @@ def check_names_of_options(given: Iterable[str]) -> None:
                 f"`{name}` is an argument of `DataLoader` that `ODBDataLoader` does not have: "
                 f"{_OF_DATALOADER[name]}."
             )
+
+
+def check_no_option(name: str) -> None:
+    """Raise an `AttributeError` for the name of an argument, whose value is fixed in a made loader.
+
+    Args:
+        name: the attribute of an `ODBDataLoader` that is to be set.
+    """
+    if name == "dataset" or name in LoaderOptions.__dataclass_fields__:
+        raise AttributeError(
+            f"`{name}` cannot be set on a loader that is made, and would change nothing. Make "
+            f"another with `{name}=`; to go on where this one stands, load its state there "
+            "(`strict=False` lets some options change)."
+        )

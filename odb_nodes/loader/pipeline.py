@@ -14,6 +14,7 @@ from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
@@ -74,6 +75,7 @@ def sample_node(
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
     """
+    check_no_columns(dataset)
     pipeline = _Pipeline(options, prepare)
     named = isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
     if not named:
@@ -121,13 +123,16 @@ class _Pipeline:
         seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
         sources, processes = {}, {}
         for name, dataset in datasets.items():
-            check_callable(f"process_fn[{name!r}]", functions[name])
             try:
                 sources[name], processes[name] = self._read(dataset, functions[name], seeds[name])
             except (TypeError, ValueError) as error:
                 raise type(error)(f"of source {name!r}: {error}") from error
         mixing = Mixing.of(options.weights)
         weights = self._weights(mixing, datasets)
+        if weights is None and mixing.by == "samples":
+            sizes = {name: _known_size(name, dataset) for name, dataset in datasets.items()}
+            if all(sizes.values()):
+                warn_of_sizes(sizes, mixing.stop)
         mix = partial(SourceMixer, weights=weights, by=mixing.by, stop=mixing.stop)
         workers = options.worker_options
         if mixing.by == "samples":
@@ -149,6 +154,7 @@ class _Pipeline:
 
     def _read(self, dataset: Any, process_fn: Any, seed: int) -> tuple[Any, SampleProcess]:
         options = self._options
+        check_is_dataset(dataset)
         source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
         return source, SampleProcess(items, process_fn, options.observe, self._prepare)
 
@@ -165,6 +171,14 @@ def _size_of(name: str, dataset: Any) -> int:
         f'`weights="proportional"` needs the number of samples of source {name!r}, which a node '
         "does not tell. Pass weights."
     )
+
+
+def _known_size(name: str, dataset: Any) -> int:
+    """Return the number of samples of a dataset, 0 where it is not known."""
+    try:
+        return _size_of(name, dataset)
+    except TypeError:
+        return 0
 
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import IGNORE_INDEX, Sample
+from odb_nodes.sample import CLASS_KEYS, IGNORE_INDEX, Sample
 from odb_nodes.step_info import StepInfo
 
 _MOST_SHAPES = 4096
 _LEAST_REAL_SHARE = 0.75  # of the tokens of samples; below, the samples hold padding
 _SAME_TARGETS = 0.05  # relative difference that a weight may have
+_TAKEN = {
+    "tokens": "the samples have no labels, so their tokens were",
+    "samples": "the samples have one label each, so they were",
+}
 
 
 class BatchChecks:
@@ -49,8 +53,9 @@ class BatchChecks:
             self._shapes.add(shape)
             self._check_shape(group, shape)
             self._check_padding(group, batch, shape)
-            if not (self.weighs_labels or info.is_filler):
+            if self._is_weighed(info):
                 self._check_labels(batch, info, shape)
+                self._check_decoder(batch, info, shape)
         if "+" in info.counted and "samples" in info.counted and not self.weighs_labels:
             self._warn(
                 "counted",
@@ -97,16 +102,33 @@ class BatchChecks:
                 "sample.items()}`.",
             )
 
+    def _is_weighed(self, info: StepInfo) -> bool:
+        """Return whether the loss of a batch is multiplied by its share of the targets."""
+        planned = info.local_targets
+        if self.weighs_labels or info.is_filler or not planned:
+            return False
+        factor = info.loss_scale * info.optimizer_targets / planned
+        alone = info.optimizer_targets == planned
+        is_exact = abs(factor - round(factor)) <= 1e-6 and info.loss_scale != 1.0
+        return is_exact and not alone
+
     def _check_labels(
         self, batch: Mapping[str, Any], info: StepInfo, shape: tuple[int, ...]
     ) -> None:
-        """Warn where labels that were made in `collate_fn` make another weight of the loss."""
+        """Warn where the loss of a batch may be a mean over others than the targets counted."""
         labels, planned = batch.get("labels"), info.local_targets
-        if info.counted != "tokens" or not isinstance(labels, torch.Tensor) or not planned:
+        if info.counted not in _TAKEN:
             return
-        factor = info.loss_scale * info.optimizer_targets / planned
-        alone = info.optimizer_targets == planned
-        if alone or abs(factor - round(factor)) > 1e-6 or info.loss_scale == 1.0:  # not "exact"
+        if not isinstance(labels, torch.Tensor):
+            note = next((key for key in CLASS_KEYS if key in batch), None)
+            if info.counted == "samples" and note is not None:
+                self._warn(
+                    "labels",
+                    f"each sample was counted as one target, since it has a number as `{note}` and "
+                    "no `labels`. If the loss is a mean over tokens, `loss_scale` weighs batches "
+                    f"wrongly: leave `{note}` out in `process_fn`, or give `labels`. If it is one "
+                    "over samples, name it `labels`, which ends this warning.",
+                )
             return
         if labels.ndim == 1:
             found = len(labels)
@@ -118,11 +140,33 @@ class BatchChecks:
             self._warn(
                 "labels",
                 f"`collate_fn` made {found} labels in step {info.step}, where {planned} targets "
-                "were counted: the samples have no labels, so their tokens were. `loss_scale`, "
-                "which weighs this batch against other ranks and micro-steps, goes by the latter. "
-                "Make the labels in `process_fn`, or let `observe` return an `Observation` with "
-                "the expected number of `targets`.",
+                f"were counted: {_TAKEN[info.counted]}. `loss_scale`, which weighs this batch "
+                "against other ranks and micro-steps, goes by the latter. Make the labels in "
+                "`process_fn`, or let `observe` return an `Observation` with the expected number "
+                "of `targets`.",
             )
+
+    def _check_decoder(
+        self, batch: Mapping[str, Any], info: StepInfo, shape: tuple[int, ...]
+    ) -> None:
+        """Warn where the first label of a sample, which was not counted, is a target, too."""
+        labels, planned = batch.get("labels"), info.local_targets
+        if info.counted != "labels" or not isinstance(labels, torch.Tensor) or labels.ndim < 2:
+            return
+        if "decoder_input_ids" not in batch and tuple(labels.shape[:2]) == shape:
+            return
+        found = int(labels.ne(IGNORE_INDEX).sum())
+        if found == planned:
+            return
+        self._warn(
+            "decoder",
+            f"the labels of step {info.step} have a length of their own, {labels.shape[1]} where "
+            f"that of `input_ids` is {shape[1]}, as those of an encoder-decoder. It predicts all "
+            f"{found} of them, but `loss_scale`, which weighs this batch against other ranks and "
+            f"micro-steps, goes by {planned}: without the first label of each sample, which is no "
+            "target of a causal model. Count them all: `observe=lambda s: "
+            'Observation(len(s["input_ids"]), sum(label != -100 for label in s["labels"]))`.',
+        )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._said:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
@@ -48,14 +49,15 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
     A collate function that is not of this library may draw random numbers. Before each batch, the
     global generators of Python, numpy and torch (CPU), and those that the function keeps (in its
-    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step); the global ones
-    are put back afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
+    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step), and put back
+    afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
     the first batch of each `iter`, for which the trainer waits, shows whether the function draws
     from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
     draws for some batches alone says so by an attribute `draws_random_numbers = True`.
 
-    It warns, once each, of batches that exceed the budget, of samples that are padded already, and
-    of labels that are made by `collate_fn` where `loss_scale` has counted tokens.
+    It warns, once each, of batches that exceed the budget, of samples that are padded already, of
+    labels that are made by `collate_fn` where `loss_scale` has counted tokens or samples, and of
+    samples counted by a `label` that the loss may not be of.
 
     State: the source's, and the epoch and the number of the step.
 
@@ -216,14 +218,17 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
 
 def _name_of(group: list[Sample], index: int | None) -> str:
-    """Return what is known of where a sample of a group comes from."""
+    """Return what is known of where a sample of a group comes from, and how it begins."""
     if index is None or not 0 <= index < len(group):
         return ""
     sample = group[index]
-    own = ""
-    if isinstance(sample.data, Mapping) and "id" in sample.data:
-        own = f", `id` {sample.data['id']!r:.100}"
-    known = f"{name_of(sample)}{own}"
+    known = name_of(sample)
+    data = sample.data if isinstance(sample.data, Mapping) else {}
+    if "id" in data:
+        known += f", `id` {data['id']!r:.100}"
+    elif not known and isinstance(ids := data.get("input_ids"), (list, np.ndarray)):
+        first = np.asarray(ids, dtype=object).ravel()[:8].tolist()
+        known = f" of {sample.tokens} tokens, the first of them {first!r:.100}"
     return f"a sample{known}" if known else ""
 
 

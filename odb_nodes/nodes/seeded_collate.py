@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,13 +16,14 @@ from odb_nodes._core.seeds import (
     GENERATORS,
     is_global,
     own_rngs,
-    seed_generator,
     seed_rngs,
+    seeded_generators,
     states_of_rngs,
 )
 
 __all__ = ["DeferredBatch", "SeededCollate", "declares_draws"]
 
+_DRAWS = "draws_random_numbers"
 _LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
 _DEPTH = 4  # of objects within objects, in which generators are looked for
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
@@ -33,13 +35,16 @@ Run = Callable[[], MutableMapping[str, Any]]
 def declares_draws(collate: Any) -> bool | None:
     """Tell whether a collate function draws random numbers; `None` where nobody has said.
 
-    Those of this library draw none. Any other may say so itself, by `draws_random_numbers`.
+    It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
+    that has it, as those of this library do: a subclass may draw.
     """
-    declared = getattr(collate, "draws_random_numbers", None)
-    if isinstance(declared, bool):
-        return declared
-    ours = type(collate).__module__.partition(".")[0] == "odb_nodes"
-    return False if ours and not hasattr(collate, "draws_random_numbers") else None
+    declared = getattr(collate, _DRAWS, None)
+    if declared is False and _DRAWS not in {
+        *getattr(collate, "__dict__", ()),
+        *vars(type(collate)),
+    }:
+        return None
+    return declared if isinstance(declared, bool) else None
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ class SeededCollate:
     """Gives the calls of a collate function random numbers of their own.
 
     The global generators of Python, numpy and torch (CPU) are seeded before a call, and put back
-    after it; so nothing else may draw from them meanwhile. Generators that the function keeps, as
-    an attribute or in what it encloses, are seeded, too.
+    after it; so nothing else may draw from them meanwhile. So are generators that the function
+    keeps, as an attribute or in what it encloses: they may be somebody else's as well.
 
     Args:
         collate: the collate function, in which its generators are looked for.
@@ -100,28 +105,29 @@ class SeededCollate:
             key: the seed.
             again: called before a second call of `run`.
         """
-        known = _seed_all(self._collate, key)
-        batch = run()
-        if self._makes_new and _has_others(self._collate, known):
-            again()
-            known = _seed_all(self._collate, key)
+        with _seeded(self._collate, key) as known:
+            batch = run()
+            if not (self._makes_new and _has_others(self._collate, known)):
+                return batch
+        again()
+        with _seeded(self._collate, key) as known:
             batch = run()
             # One that is new after each call is none that a seed could reach.
             self._makes_new = not _has_others(self._collate, known)
         return batch
 
 
-def _seed_all(collate: Any, key: int) -> set[int]:
-    """Seed all generators of a function, each differently, and return their ids."""
-    known = set()
-    for number, generator in enumerate(_generators_in(collate), 1):
-        seed_generator(generator, hash_ints(key, number))
-        known.add(id(generator))
-    return known
+@contextmanager
+def _seeded(collate: Any, key: int) -> Iterator[list[Any]]:
+    """Seed all generators of a function, each differently, and put them back; yields them."""
+    known = [*_generators_in(collate)]
+    with seeded_generators(known, (hash_ints(key, number + 1) for number in range(len(known)))):
+        yield known
 
 
-def _has_others(collate: Any, known: set[int]) -> bool:
-    return any(id(one) not in known for one in _generators_in(collate))
+def _has_others(collate: Any, known: list[Any]) -> bool:
+    ids = {id(one) for one in known}
+    return any(id(one) not in ids for one in _generators_in(collate))
 
 
 def _generators_in(collate: Any) -> Iterator[Any]:

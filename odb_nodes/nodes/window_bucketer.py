@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import check_node
@@ -200,6 +201,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         if self._mode == "payload" and self._pool.room() > 0 and not self._ended:
             # Where to go on from, should the source raise.
             self._snapshots.take(self._pool.pulled, only=True)
+        filling = None
+        if not self._pool.pulled:
+            most = min(self._window, self.remaining_samples or self._window)
+            filling = SlowProgress("samples in the pool before the first batch", most)
         while not self._ended and (room := self._pool.room()) > 0:
             ordinals: list[int] = []
             samples: list[Sample] = []
@@ -210,6 +215,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                         ordinals.append(self._pool.pulled)
                         samples.append(sample)
                     self._pool.pulled += 1
+                    if filling is not None:
+                        filling.update(self._pool.pulled)
             except StopIteration:
                 self._ended = True
             finally:
@@ -270,7 +277,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         kept: dict[int, Sample] = {}
         logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
         bar = tqdm(range(base, base + count), "replaying samples", leave=False, disable=None)
+        progress = SlowProgress("samples replayed to restore the pool", count)
         for ordinal in bar:
+            if bar.disable:  # where nobody sees it, such as in a file
+                progress.update(ordinal - base)
             if self._mode == "replay":
                 self._snapshots.take_if_due(ordinal)
             sample = self._pull_again(ordinal)
@@ -289,8 +299,9 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                     f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch"
                     f"{name_of(sample)} had `tokens`, `patches` {saved} when saved, but has {now} "
                     "now. The order of the source is not seeded (seed it: no state helps against "
-                    "that), processing is not deterministic (`ParallelProcessor(seed=...)` seeds the global "
-                    'generators; for others there is `state="payload"`), or the data changed.'
+                    "that), processing is not deterministic (`ParallelProcessor(seed=...)` seeds "
+                    'the global generators; for others there is `state="payload"`), or the data '
+                    "changed."
                 )
             kept[ordinal] = sample
         if len(kept) != len(expected):

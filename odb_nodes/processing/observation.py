@@ -11,9 +11,16 @@ import torch
 from odb_nodes._core.checks import MAX_KEY, check_count
 from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
-from odb_nodes.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped, SourceItem
+from odb_nodes.sample import (
+    CLASS_KEYS,
+    IGNORE_INDEX,
+    Observation,
+    Observe,
+    Sample,
+    Skipped,
+    SourceItem,
+)
 
-_CLASSES = ("label", "label_ids")
 _SPANS = ("start_positions", "end_positions")
 
 
@@ -88,7 +95,7 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     held = data if isinstance(data, Mapping) else {}
     labels = held.get("labels")
     if labels is None:
-        labels = next((held[key] for key in _CLASSES if not _is_note(held.get(key))), None)
+        labels = next((held[key] for key in CLASS_KEYS if not _is_note(held.get(key))), None)
     if labels is None:
         is_span = any(held.get(key) is not None for key in _SPANS)
         return (1, "samples") if is_span else (tokens - 1, "tokens")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from odb_nodes._core.checks import check_choice, check_count, check_seconds
+from odb_nodes._core.checks import check_callable, check_choice, check_count, check_seconds
 
 Method = Literal["process", "thread"]
 
@@ -27,6 +26,7 @@ class WorkerOptions:
             in hand; `None` for 4 chunks per worker.
         timeout_s: seconds to wait for a chunk before it is an error.
         worker_init_fn: called with the worker's number in each worker process when it starts.
+            Like `start_method`, it must be None for threads.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -48,7 +48,14 @@ class WorkerOptions:
         check_choice("method", self.method, get_args(Method))
         if self.start_method is not None:
             check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())
-        check_seconds("timeout_s", self.timeout_s, threading.TIMEOUT_MAX)
+        check_seconds("timeout_s", self.timeout_s)
+        check_callable("worker_init_fn", self.worker_init_fn)
+        for name in ("start_method", "worker_init_fn"):
+            if self.method == "thread" and getattr(self, name) is not None:
+                raise ValueError(
+                    f'`{name}` must be None where `method` is "thread", but is '
+                    f"{getattr(self, name)!r:.80} instead: it is for worker processes."
+                )
 
     @property
     def chunks_ahead(self) -> int:

@@ -29,6 +29,7 @@ from odb_nodes.processing.transport import receive
 from odb_nodes.processing.worker_process import Answer, WorkerProcess, kill
 
 _DEATH_POLL_S = 1.0  # between two looks of the reader at whether silent workers live
+_BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin; the last one is left alone
 _STOP_S = 5.0  # for a thread to be gone
 
 _Outbox = queue.SimpleQueue[Callable[[], None] | None]
@@ -133,6 +134,13 @@ def _start_workers(
     setup = (processor, options.worker_init_fn)
     for index in range(options.num_workers):
         workers.append(WorkerProcess(context, index, setup))
+    # A forked worker may have inherited a lock that a thread held then: another fork may not.
+    for limit_s in _BEGIN_S:
+        for index, worker in enumerate(workers):
+            if not worker.has_begun(limit_s):
+                kill([worker])
+                worker.connection.close()
+                workers[index] = WorkerProcess(context, index, setup)
 
 
 def _settle(future: Future[None], job: Callable[[], None]) -> None:

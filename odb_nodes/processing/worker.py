@@ -20,8 +20,10 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
+from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes._core.signals import ignore_interrupt
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.transport import receive, send
@@ -107,6 +109,7 @@ def _begin(
     try:
         _die_with_parent()
         torch.set_num_threads(1)
+        _use_locks()
         if worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
             doing = "`worker_init_fn`"
@@ -118,6 +121,17 @@ def _begin(
         return False
     send(connection, [pickle.dumps(Stage.READY)])
     return True
+
+
+def _use_locks() -> None:
+    """Use the locks of the global generators, and of what multiplies.
+
+    A worker that was forked while another thread held one waits for it for ever. Here the trainer
+    notices: it starts another worker in its place.
+    """
+    with preserved_rngs():
+        np.random.random_sample()
+        torch.rand(8, 8) @ torch.rand(8, 8)
 
 
 def _process(connection: socket.socket, processor: ChunkProcessor) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -33,6 +34,10 @@ _PICKLABLE = (
 _GUARD = (
     ' Where the start method is not "fork", each worker imports the program\'s main module: guard '
     'what it does by `if __name__ == "__main__":`.'
+)
+_FORK_LOCK = (
+    " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
+    'as while that imports a module: `start_method="forkserver"` avoids that.'
 )
 _starting = threading.Lock()  # see `_start`
 
@@ -67,6 +72,7 @@ class WorkerProcess:
         self._last_words = ""
         self._reason = ""  # why the trainer has ended it
         self._stage = Stage.STARTING
+        self._has_answered = False
         self._forked = context.get_start_method() == "fork"
         self._pending: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         try:
@@ -100,6 +106,10 @@ class WorkerProcess:
             finally:
                 far_end.close()
 
+    def has_begun(self, timeout_s: float) -> bool:
+        """Wait for a forked worker to say something, or to end; tell whether it did in time."""
+        return not self._forked or bool(wait([self.connection], timeout_s))
+
     @property
     def ended(self) -> bool:
         """Tell whether the process is gone."""
@@ -131,17 +141,21 @@ class WorkerProcess:
         elif isinstance(content, LastWords):
             self._last_words = content.text
         else:
+            self._has_answered = True
             self._pending.get_nowait().set_result(ChunkResult(results, content))
 
     def what_hangs(self) -> str:
         """Return what this worker is busy with."""
         if self._stage is Stage.READY:
-            return "`process_fn` hangs, or needs a longer limit."
+            lock = _FORK_LOCK if self._forked and not self._has_answered else ""
+            return f"`process_fn` hangs, or needs a longer limit.{lock}"
         if self._stage is Stage.INITIALIZING:
             return (
                 f"`worker_init_fn` of worker {self._index} (process {self.pid}) has not returned: "
                 "it hangs, or needs a longer limit."
             )
+        if self._forked:
+            return f"worker {self._index} (process {self.pid}) has not come up.{_FORK_LOCK}"
         return (
             f"worker {self._index} (process {self.pid}) has not come up: importing the program's "
             "modules or unpickling the dataset hangs, or needs a longer limit."

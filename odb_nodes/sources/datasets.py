@@ -18,14 +18,18 @@ from torchdata.nodes import BaseNode
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes._compat.torchdata import RANDOM_SAMPLERS
-from odb_nodes._core.checks import check_bool, check_iterable
+from odb_nodes._core.checks import check_iterable
 from odb_nodes._core.ranks import has_data_elsewhere
 from odb_nodes.contract.graph import walk
-from odb_nodes.sources.iterable_source import IterableSource
+from odb_nodes.sources.iterable_source import REPEATABLE, IterableSource
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.sharded_sampler import ShardedSampler
 from odb_nodes.sources.streams import is_stream
 
+_REPEATABLE_ORDER = (
+    "Pass an object whose `__iter__` begins the order anew each time, such as a list of indices or "
+    "a `Sampler`; one that shuffles seeds itself there, by the epoch that `set_epoch` tells it."
+)
 _RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
 
@@ -48,8 +52,6 @@ def source_of(
     Raises:
         TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
     """
-    if shuffle is not None:
-        check_bool("shuffle", shuffle)
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise TypeError(
             f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For the records of a "
@@ -73,7 +75,7 @@ def source_of(
         return dataset, None
     streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
     if streams or not hasattr(dataset, "__getitem__"):
-        check_iterable("dataset", dataset)
+        check_iterable("dataset", dataset, REPEATABLE)
         if sampler is not None:
             raise ValueError("`sampler` must be None for an iterable dataset.")
         if shuffle:
@@ -98,7 +100,7 @@ def source_of(
         raise ValueError(
             "`sampler` must be None where `shuffle` is True: its order is its own. Leave one out."
         )
-    check_iterable("sampler", sampler)
+    check_iterable("sampler", sampler, _REPEATABLE_ORDER)
     _check_order(sampler)
     return IterableSource(sampler, *shard, yields_indices=True), dataset
 

@@ -12,6 +12,7 @@ from torchdata.nodes import Stateful
 from odb_nodes._core.checks import check_bool, check_iterable
 from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.progress import SlowProgress
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
 from odb_nodes.contract.source_states import check_own_state
@@ -20,6 +21,8 @@ from odb_nodes.sample import ItemKey
 from odb_nodes.sources.streams import as_stream
 
 T = TypeVar("T")
+
+REPEATABLE = "Wrap a generator in an `IterableDataset` whose `__iter__` begins a new one."
 
 
 @dataclass(kw_only=True)
@@ -81,7 +84,7 @@ class IterableSource(EpochNode[T, IterableState]):
         yields_indices: bool = False,
     ) -> None:
         super().__init__()
-        check_iterable("iterable", iterable)
+        check_iterable("iterable", iterable, REPEATABLE)
         self._yields_indices = check_bool("yields_indices", yields_indices)
         self._last: Any = None
         self._rank, self._world_size = resolve_rank(rank, world_size)
@@ -218,8 +221,11 @@ class IterableSource(EpochNode[T, IterableState]):
     def _fast_forward(self, it: Iterator[T], state: IterableState) -> None:
         end = self._position
         self._position = 0
+        what = f"items of `{type(self._iterable).__name__}` read again up to the state's position"
+        progress = SlowProgress(what, end)
         for item in islice(it, end):
             self._count(item)
+            progress.update(self._position)
         if self._position < end:
             raise StateError(
                 f"the state of {type(self).__name__} stands at item {end}, but the iterable ended "

@@ -144,6 +144,11 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             raise TypeError(f'the length of an epoch is not known where `stop` is "{self._stop}".')
         return sum(map(length_of, self.sources.values()))
 
+    def __repr__(self) -> str:
+        total = sum(self._weights.values())
+        shares = ", ".join(f"{name} {self._weights[name] / total:.3g}" for name in self.sources)
+        return f'{type(self).__name__}(shares of {self._by}: {shares}; stop="{self._stop}")'
+
     @property
     def samples(self) -> dict[str, int]:
         """Samples of this epoch so far, by source."""
@@ -263,7 +268,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         alone = resolve_rank(None, None)[1] == 1
         if not self._samples[name] and (alone or self._stop != "all_exhausted"):
             remedy = (
-                "Leave it out, or mend it."
+                "Leave it out, or mend it: perhaps it can be read only once."
                 if alone
                 else f'Where `stop` is "{self._stop}", each rank needs a sample of each source: '
                 'leave it out, give it a sample per rank, or let `stop` be "all_exhausted".'

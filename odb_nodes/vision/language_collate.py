@@ -43,6 +43,7 @@ class VisionLanguageCollate(StepImages):
         ValueError: there are `shapes` and a `dummy`.
     """
 
+    draws_random_numbers: ClassVar[bool] = False
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values", IMAGES_KEY)
     image_keys: ClassVar[tuple[str, ...]] = IMAGE_KEYS
     token_keys: tuple[str, ...] = (*TOKEN_KEYS, TYPE_KEY)

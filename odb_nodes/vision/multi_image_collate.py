@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class MultiImageCollate(StepImages):
         modality: the name of images among the `StepInfo.modalities`.
     """
 
+    draws_random_numbers: ClassVar[bool] = False
     dummy_shape: tuple[int, int, int] | None = None
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:

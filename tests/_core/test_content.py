@@ -1,6 +1,8 @@
 import copy
+import math
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -37,6 +39,13 @@ ITEMS = [
     np.float32(1.5),
     np.zeros((100, 100)),
     np.array(["a", "b"]),
+    [0.1, 0.2],
+    [0.1, 0.3],
+    [0.1, 2],
+    [0.1, 2.0],
+    [0.1, None],
+    [[0.1, 0.2], [0.3, 0.4]],
+    [[0.1, 0.2], [0.3, 0.5]],
 ]
 
 
@@ -60,6 +69,32 @@ def test_a_tensor_of_any_layout_is_digested():
         assert content_digest(tensor) == content_digest(tensor.clone())
     number = torch.tensor([1 + 2j])
     assert content_digest(number.conj()) == content_digest(torch.tensor([1 - 2j]))
+
+
+def matrix(number):
+    return [[number(row * 300 + column) for column in range(300)] for row in range(300)]
+
+
+@pytest.mark.parametrize("number", [int, math.sqrt])
+def test_every_number_of_a_matrix_is_digested(number):
+    digests = {content_digest(matrix(number))}
+    for row, column in ((0, 0), (150, 150), (299, 299)):
+        changed = matrix(number)
+        changed[row][column] += number(1)
+        digests.add(content_digest(changed))
+    assert len(digests) == 4
+
+
+def test_fractions_are_digested_about_as_fast_as_integers():
+    def seconds(item):
+        start_s = time.process_time()
+        content_digest(item)
+        return time.process_time() - start_s
+
+    def best(number):
+        return min(seconds(matrix(number)) for _ in range(3))
+
+    assert best(math.sqrt) < 10 * best(int)  # twice as long; by their text, 50 times
 
 
 @pytest.mark.workers

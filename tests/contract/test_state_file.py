@@ -56,6 +56,46 @@ def test_a_disk_that_is_full_at_the_end_is_an_os_error_that_names_the_file(path,
     assert_unchanged(path)
 
 
+def test_the_folder_is_flushed_after_the_rename(path, monkeypatch):
+    """A rename that is not on the disk is undone by a loss of power."""
+    calls = []
+
+    def watched(name, call, describe):
+        def run(*arguments):
+            calls.append((name, describe(*arguments)))
+            return call(*arguments)
+
+        return run
+
+    folder = path.parent.stat().st_ino
+    is_folder = lambda handle: os.fstat(handle).st_ino == folder  # noqa: E731
+    monkeypatch.setattr(os, "fsync", watched("fsync", os.fsync, is_folder))
+    monkeypatch.setattr(os, "replace", watched("replace", os.replace, lambda *_: None))
+    save_state({"step": 2}, path)
+    assert calls == [("fsync", False), ("replace", None), ("fsync", True)]
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_a_folder_that_cannot_be_flushed_loses_no_file(call, path, monkeypatch):
+    original = getattr(os, call)
+
+    def refuse_folders(target, *arguments):
+        if os.path.isdir(target) if call == "open" else os.path.isdir(f"/proc/self/fd/{target}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(target, *arguments)
+
+    monkeypatch.setattr(os, call, refuse_folders)
+    save_state({"step": 2}, path)
+    assert load_state(path) == {"step": 2} and os.listdir(path.parent) == [path.name]
+
+
+def test_what_pickle_refuses_is_a_state_error_and_leaves_no_file(path):
+    for value in (lambda: 0, threading.Lock(), type("Local", (), {})()):
+        with pytest.raises(StateError, match="plain data and tensors only, but holds what is "):
+            save_state({"w": STATE["weights"], "x": [value]}, path)
+    assert_unchanged(path)
+
+
 def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
     interrupts, others = 0, []
     done = threading.Event()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -718,6 +719,38 @@ def test_the_config_is_keyword_only_and_frozen():
     with pytest.raises(AttributeError):
         ODBConfig(token_budget=64).window = 3
     assert issubclass(ODBTrainer, ODBTrainerMixin)
+
+
+INVALID = [
+    ("token_budget", 0, ValueError),
+    ("window", 0, ValueError),
+    ("round_size", 0, ValueError),
+    ("uneven", "join", ValueError),
+    ("collate_fn", 3, TypeError),
+    ("process_fn", 3, TypeError),
+    ("observe", "len", TypeError),
+    ("prefetch", -1, ValueError),
+    ("state", "x", ValueError),
+    ("workers", 4, TypeError),
+    ("timeout_s", 0, ValueError),
+    ("shift_labels", "x", TypeError),
+    ("loss_is", "x", ValueError),
+    ("steps_per_epoch", 0, ValueError),
+    ("estimate_samples", 0, ValueError),
+    ("schedule", "x", ValueError),
+    ("lr_scaling", "sqrt", TypeError),
+    ("log_metrics", 1, TypeError),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "error"), INVALID)
+def test_a_field_of_the_config_that_is_not_valid_is_named(field, value, error):
+    with pytest.raises(error, match=rf"^`{field}` must be .*but is {value!r}"):
+        ODBConfig(**{"token_budget": 64, field: value})
+
+
+def test_each_field_of_the_config_is_checked():
+    assert {field for field, *_ in INVALID} == {one.name for one in fields(ODBConfig)}
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -62,3 +62,10 @@ def test_the_integration_of_accelerate_does_not_import_transformers():
         "import sys, odb_nodes.integrations.accelerate; print('transformers' in sys.modules)"
     )
     assert result.stdout.strip() == "False", result.stderr
+
+
+def test_the_command_says_what_to_install_where_llama_factory_is_missing():
+    result = run("import odb_nodes.integrations.llama_factory as m; m.main({'stage': 'sft'})")
+    assert result.returncode == 1
+    assert "LLaMA-Factory cannot be imported" in result.stderr
+    assert "pip install llamafactory" in result.stderr

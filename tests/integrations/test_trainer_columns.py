@@ -15,6 +15,7 @@ import trainer_jobs as t  # noqa: E402
 from transformers import BertConfig, BertForSequenceClassification, Trainer  # noqa: E402
 
 from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget  # noqa: E402
+from odb_nodes._compat import transformers as compat  # noqa: E402
 from odb_nodes.collate.protocol import collate_group  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
     ODBTrainer,
@@ -25,6 +26,7 @@ from odb_nodes.integrations.huggingface.batches import make_batches  # noqa: E40
 from odb_nodes.integrations.huggingface.columns import (  # noqa: E402
     KeepAfter,
     KeepBefore,
+    ModelKeys,
 )
 from odb_nodes.integrations.huggingface.labels import rename_labels  # noqa: E402
 
@@ -214,6 +216,17 @@ def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(
     trainer = configure_trainer(make(Other, tmp_path, collate, data), token_budget=64)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_the_arguments_of_the_model_are_looked_up_once_per_run(tmp_path, monkeypatch):
+    trainer = make(Own, tmp_path)
+    configure_trainer(trainer, token_budget=64)
+    found = []
+    monkeypatch.setattr(compat, "model_inputs", lambda model: found.append(model) or {"weight"})
+    keys = ModelKeys(trainer)
+    kept = [keys.of({"input_ids": 1, "weight": 2, "extra": 3}) for _ in range(3)]
+    assert kept == [{"input_ids": 1, "weight": 2}] * 3
+    assert found == [trainer.model]
 
 
 # --- a trainer of another library -----------------------------------------------------------------

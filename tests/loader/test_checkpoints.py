@@ -151,9 +151,73 @@ def test_a_state_that_cannot_be_loaded_is_not_saved(tmp_path):
     job = Job(tmp_path)
     job.save(1)
     job.done["function"] = test_a_file_is_plain_data
-    with pytest.raises(StateError, match="plain data"):
+    with pytest.raises(StateError, match="Save plain Python data"):
         job.save(2)
     assert Job(tmp_path).checkpoints.load() == 1
+
+
+@pytest.mark.parametrize("value", [lambda: 0, random.Random(), open, b"", np.int64(3)])
+def test_what_cannot_be_saved_is_named_by_part_and_key(value, tmp_path):
+    job = Job(tmp_path)
+    (folder,) = job.save(1)
+    job.done["hooks"] = [1, {"end": value}]
+    with pytest.raises(
+        StateError, match=r"step 2 cannot be saved: `parts\['done'\]\['hooks'\]\[1\]"
+    ):
+        job.save(2)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [*folder.iterdir()]
+    del job.done["hooks"]
+    job.save(3)
+    assert kept_steps(tmp_path) == [1, 3] and len([*tmp_path.iterdir()]) == 2
+
+
+class Refuses:
+    """A part that was changed since: it refuses the state that it saved."""
+
+    def state_dict(self):
+        return {"size": 3}
+
+    def load_state_dict(self, state_dict):
+        raise KeyError("depth")
+
+
+def test_where_a_part_refuses_its_state_those_that_have_changed_are_named(tmp_path):
+    done, last = {"epoch": 1}, {"loss": 2.0}
+    Checkpoints(tmp_path, {"done": done, "model": Refuses(), "last": last}).save(5)
+    done["epoch"], last["loss"] = 2, 1.0
+    with pytest.raises(
+        StateError, match=r"`parts\['model'\]` refuses .*KeyError: 'depth'.*already: \['done'\]"
+    ):
+        Checkpoints(tmp_path, {"done": done, "model": Refuses(), "last": last}).load()
+    assert (done, last) == ({"epoch": 1}, {"loss": 1.0})
+
+
+def test_a_dict_becomes_equal_to_what_was_saved_and_loses_nothing(tmp_path):
+    Checkpoints(tmp_path, {"model": {"w": 1}, "done": {"epoch": 1, "best": 0.5}}).save(1)
+    model, done = {"w": 9}, {"epoch": 7}
+    parts = {"model": model, "done": done}
+    done["samples"] = 0
+    with pytest.raises(
+        StateError, match=r"`parts\['done'\]` has the keys \['samples'\], but .*Add"
+    ):
+        Checkpoints(tmp_path, parts).load()
+    assert (model, done) == ({"w": 9}, {"epoch": 7, "samples": 0})
+    del done["samples"]
+    assert Checkpoints(tmp_path, parts).load() == 1
+    assert (model, done) == ({"w": 1}, {"epoch": 1, "best": 0.5})
+
+
+def test_a_dict_that_was_an_object_when_it_was_saved_is_refused(tmp_path):
+    class Position:
+        def state_dict(self):
+            return [1, 2]
+
+        def load_state_dict(self, state_dict):
+            pass
+
+    Checkpoints(tmp_path, {"done": Position()}).save(1)
+    with pytest.raises(StateError, match=r"`parts\['done'\]` is a dict, but .* it is \[1, 2\]"):
+        Checkpoints(tmp_path, {"done": {1: 1}}).load()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +227,7 @@ def test_a_state_that_cannot_be_loaded_is_not_saved(tmp_path):
         (("folder", [1]), "`parts` must be a `Mapping`, .* Name them"),
         (("folder", {"step": 3}), r"`parts\['step'\]` must be a dict, or have .* is 3 instead"),
         (("folder", {1: {}}), "a name in `parts`"),
+        (("folder", {"model": torch.nn.Linear}), "is the class `Linear` instead. Give an object"),
     ],
 )
 def test_arguments(arguments, rule):
@@ -176,9 +241,15 @@ def test_options(tmp_path):
         ({"timeout_s": 0}, "`timeout_s` must be"),
         ({"replicated": "model"}, "`replicated` must be names of `parts`"),
         ({"replicated": ["weights"]}, r"of \['done', .*but is \['weights'\] instead"),
+        ({"replicated": [["model"]]}, r"but is \[\['model'\]\] instead"),
+        ({"replicated": ["model", "loader"]}, "`replicated` must not have 'loader': each rank's"),
     ]:
         with pytest.raises(ValueError, match=rule):
             Job(tmp_path, **options)
+    with pytest.raises(TypeError, match="`replicated` must be a `Collection`, but is None"):
+        Job(tmp_path, replicated=None)
+    with pytest.raises(ValueError, match="`parts` must have what is to be saved, but is empty"):
+        Checkpoints(tmp_path, {})
     with pytest.raises(ValueError, match="`step` must be in 0.."):
         Job(tmp_path).save(-1)
 

@@ -2,11 +2,12 @@
 
 import json
 import random
+import time
 
 import pytest
 from rank_jobs import RankJob, run_ranks
 
-from odb_nodes import Checkpoints
+from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
 pytestmark = pytest.mark.ranks
 
@@ -75,7 +76,7 @@ def test_a_job_killed_at_any_moment_of_a_save_resumes_exactly(whole, tmp_path, e
             folder = tmp_path / str(kills)
         else:
             kills += 1
-            incomplete += len(names_in(folder)) - len(Checkpoints(folder, {}).folders())
+            incomplete += len(names_in(folder)) - len(complete(folder))
     print(f"{kills} kills left {incomplete} incomplete checkpoints")
     assert incomplete > (20 if exhaustive else 0)  # some were indeed killed within a save
     assert check_run(whole, tmp_path, folder, None)
@@ -83,16 +84,20 @@ def test_a_job_killed_at_any_moment_of_a_save_resumes_exactly(whole, tmp_path, e
 
 def check_run(whole, job_folder, folder, kill):
     """Check what a job does from the newest checkpoint on; return whether it has come to an end."""
-    saved = [int(path.name.split("-")[2]) for path in Checkpoints(folder, {}).folders()]
+    saved = [int(path.name.split("-")[2]) for path in complete(folder)]
     outcomes = run_trainer(job_folder, folder, kill)
     for ((step, _), events, _), expected in zip(outcomes, whole, strict=True):
         assert step == (saved[-1] if saved else 0)
         assert events == expected[step : step + len(events)]
     ended = all(ended for *_, ended in outcomes)
     if ended and outcomes[0][1]:  # A job that has nothing left to do removes nothing.
-        assert names_in(folder) == {path.name for path in Checkpoints(folder, {}).folders()}
+        assert names_in(folder) == {path.name for path in complete(folder)}
         assert len(names_in(folder)) == 2
     return ended
+
+
+def complete(folder):
+    return CheckpointFolders(folder).complete()
 
 
 def names_in(folder):
@@ -158,15 +163,21 @@ def test_fsdp_modules_are_saved_in_shards(tmp_path):
     assert errors_of(tmp_path, body, tmp_path / "checkpoints") == [True, True]
 
 
-def test_a_rank_that_cannot_load_is_an_error_on_all(tmp_path):
+def test_where_a_rank_cannot_load_all_raise_and_no_part_has_changed(tmp_path):
     body = """
-        folder = Checkpoints(sys.argv[1], {"done": {}}).save(1)
+        parts = {"done": {"rank": rank}, "more": {}}
+        folder = Checkpoints(sys.argv[1], parts).save(1)
         dist.barrier()
         if rank == 1:
             (folder / "rank00001-of-00002.pt").write_bytes(b"damaged")
-        Checkpoints(sys.argv[1], {"done": {}}).load()
+        parts["done"]["rank"] = 7
+        try:
+            Checkpoints(sys.argv[1], parts).load()
+        except StateError as error:
+            return [f"StateError: {error}", parts]
     """
-    other, own = errors_of(tmp_path, body, tmp_path / "checkpoints")
+    (other, changed), (own, _) = errors_of(tmp_path, body, tmp_path / "checkpoints")
+    assert changed == {"done": {"rank": 7}, "more": {}}
     assert "StateError" in own and "truncated or not a state file" in own and "Remove `" in own
     assert "StateError: rank 1 failed in loading the checkpoint" in other
 
@@ -196,6 +207,49 @@ def test_saving_on_one_rank_alone_is_an_error(tmp_path):
     """
     error, _ = errors_of(tmp_path, body, tmp_path / "checkpoints")
     assert "PeerError: rank 1 has not saved the checkpoint" in error and "000001-step-0" in error
+
+
+def test_saving_different_steps_is_an_error_at_the_second_save_at_the_latest(tmp_path):
+    body = """
+        checkpoints = Checkpoints(sys.argv[1], {"done": {}}, timeout_s=60)
+        checkpoints.save(1)
+        if rank == 0:
+            checkpoints.save(10)
+        dist.barrier()
+        try:
+            if rank == 1:
+                checkpoints.save(11)
+        finally:
+            dist.barrier()
+        if rank == 0:
+            checkpoints.save(20)
+    """
+    folder = tmp_path / "checkpoints"
+    # Rank 1 sees what rank 0 has saved; rank 0, which was first, sees it one save later.
+    first, second = errors_of(tmp_path, body, folder)
+    for error, rank, mine, its in ((first, 0, 10, 11), (second, 1, 11, 10)):
+        assert (
+            f"PeerError: the ranks save different steps: rank {rank} saves `000002-step-{mine}-"
+            in error
+        )
+        assert f"but another rank `000002-step-{its}-" in error
+    assert [path.name[:13] for path in complete(folder)] == ["000001-step-1"]
+
+
+def test_different_steps_are_seen_while_a_rank_waits_for_the_other(tmp_path):
+    body = """
+        checkpoints = Checkpoints(sys.argv[1], {"done": {}}, timeout_s=60)
+        checkpoints.load()
+        if rank == 1:
+            time.sleep(3)  # rank 0 is two saves ahead, and waits
+            checkpoints.save(7)
+        for step in range(3):
+            checkpoints.save(step)
+    """
+    start = time.monotonic()
+    for error in errors_of(tmp_path, body, tmp_path / "checkpoints"):
+        assert "PeerError: the ranks save different steps" in error
+    assert time.monotonic() - start < 50
 
 
 def test_a_folder_of_each_rank_is_an_error(tmp_path):

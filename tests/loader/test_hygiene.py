@@ -445,7 +445,8 @@ def test_a_process_forked_by_others_keeps_no_worker_alive(run):
 
 def test_workers_start_while_other_threads_are_busy(run):
     # A forked child has none of these threads, but their locks as they were. (Not among them: the
-    # lock of a file that threads write to; a forked worker must open its own.)
+    # lock of a file that threads write to; a forked worker must open its own. Nor that of a module
+    # that a thread imports meanwhile, which Python leaves locked in the child.)
     program = run("""
         import importlib, logging
         done = threading.Event()

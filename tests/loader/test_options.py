@@ -69,45 +69,103 @@ def test_options_are_keyword_only_and_frozen(options):
         options(token_budget=64).window = 3
 
 
-@pytest.mark.parametrize(
-    ("option", "error", "rule"),
-    [
-        ({"token_budget": 0}, ValueError, "`token_budget` must be"),
-        ({"window": 0}, ValueError, "`window` must be in 1.."),
-        ({"round_size": "x"}, TypeError, "`round_size` must be an integer"),
-        ({"uneven": "x"}, ValueError, r'`uneven` must be one of \("fill", "join", "stop"\), but'),
-        ({"accumulate": True}, TypeError, "`accumulate` must be an integer"),
-        ({"seed": 1.5}, TypeError, "`seed` must be an integer"),
-        ({"collate_fn": 3}, TypeError, "`collate_fn` must be a function or None"),
-        ({"observe": 3}, TypeError, "`observe` must be a function or None"),
-        ({"prefetch": -1}, ValueError, "`prefetch` must be in 0.."),
-        (
-            {"state": "x"},
-            ValueError,
-            r'`state` must be one of \("replay", "payload"\), but is \'x\'',
-        ),
-        (
-            {"workers": 4},
-            TypeError,
-            "`workers` must be a `WorkerOptions` or None, but is 4 instead",
-        ),
-        ({"timeout_s": 0}, ValueError, "`timeout_s` must be seconds, above 0, but is 0 instead"),
-        (
-            {"timeout_s": "x"},
-            ValueError,
-            "`timeout_s` must be seconds, above 0, but is 'x' instead",
-        ),
-        ({"num_workers": -1}, ValueError, "`num_workers` must be in 0.."),
-        ({"sharded": 1}, TypeError, "`sharded` must be True or False"),
-        ({"loss_scaling": None}, ValueError, '`loss_scaling` must be one of .*"approx"'),
-        ({"num_workers": 2, "workers": WorkerOptions()}, ValueError, "must not both be given"),
-    ],
-)
-def test_an_option_that_is_not_valid_is_named(option, error, rule):
-    with pytest.raises(error, match=rule):
-        LoaderOptions(**{"token_budget": 64, **option})
-    with pytest.raises(error, match=rule):
-        ODBDataLoader([[1]], **{"token_budget": 64, **option})
+INVALID = [
+    ("token_budget", 0, ValueError, "must be in 1.."),
+    ("token_budget", 64.0, TypeError, "must be an integer"),
+    ("window", 0, ValueError, "must be in 1.."),
+    ("round_size", "x", TypeError, "must be an integer"),
+    ("uneven", "x", ValueError, r'must be one of \("fill", "join", "stop"\), but is \'x\''),
+    ("accumulate", True, TypeError, "must be an integer"),
+    ("seed", 1.5, TypeError, "must be an integer"),
+    ("collate_fn", 3, TypeError, "must be a function or None"),
+    ("process_fn", "x", TypeError, "must be a function or None, but is 'x'"),
+    ("process_fn", {"a": 3}, TypeError, "must be a function or None, but is 3"),
+    ("observe", 3, TypeError, "must be a function or None"),
+    ("prefetch", -1, ValueError, "must be in 0.."),
+    ("state", "x", ValueError, r'must be one of \("replay", "payload"\), but is \'x\''),
+    ("workers", 4, TypeError, "must be a `WorkerOptions` or None, but is 4 instead"),
+    ("timeout_s", 0, ValueError, r"must be seconds, above 0 and at most \d+, but is 0 instead"),
+    ("timeout_s", "x", ValueError, "must be seconds, .* but is 'x' instead"),
+    ("timeout_s", True, ValueError, "must be seconds, .* but is True instead"),
+    ("timeout_s", float("inf"), ValueError, "must be seconds, .* but is inf instead"),
+    ("shuffle", "x", TypeError, "must be True or False"),
+    ("num_workers", -1, ValueError, "must be in 0.."),
+    ("num_workers", "2", TypeError, "must be an integer"),
+    ("sampler", 3, TypeError, "must be an iterable"),
+    (
+        "sampler",
+        iter([0]),
+        TypeError,
+        "must be an iterable.*whose `__iter__` begins the order anew",
+    ),
+    ("pin_memory", "x", TypeError, "must be True or False"),
+    ("process_group", "x", TypeError, "must be a process group"),
+    ("sharded", 1, TypeError, "must be True or False"),
+    ("loss_scaling", None, ValueError, 'must be one of .*"approx"'),
+    ("weights", 3, ValueError, "must be None, unless `dataset` is a dict"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "error", "rule"), INVALID)
+def test_an_option_that_is_not_valid_is_named_before_anything_runs(option, value, error, rule):
+    with pytest.raises(error, match=rf"^`{option}(\['a'\])?` {rule}"):
+        ODBDataLoader([[1]], **{"token_budget": 64, option: value})
+
+
+def test_each_option_is_checked():
+    assert {option for option, *_ in INVALID} == {one.name for one in fields(LoaderOptions)}
+
+
+def test_no_option_of_a_made_loader_can_be_set():
+    loader = ODBDataLoader([{"input_ids": [1]}], token_budget=64)
+    for name in ("dataset", *(one.name for one in fields(LoaderOptions))):
+        with pytest.raises(AttributeError, match=f"`{name}` cannot be set .* Make another with"):
+            setattr(loader, name, 5)
+    loader.note = 5
+    assert loader.note == 5
+
+
+def test_a_loader_with_arguments_of_its_own_may_keep_them_under_any_name():
+    class Mine(ODBDataLoader):
+        def __init__(self, seed):
+            super().__init__([{"input_ids": [1]}], token_budget=64, seed=seed)
+            self.seed = seed
+
+    assert Mine(3).seed == 3
+
+
+def test_workers_and_their_number_exclude_each_other():
+    with pytest.raises(ValueError, match="must not both be given"):
+        LoaderOptions(token_budget=64, num_workers=2, workers=WorkerOptions())
+
+
+INVALID_OF_WORKERS = [
+    ("num_workers", -1, ValueError, "must be in 0.."),
+    ("method", "fork", ValueError, r'must be one of \("process", "thread"\)'),
+    ("start_method", "x", ValueError, 'must be one of .*"spawn"'),
+    ("chunk_size", 0, ValueError, "must be in 1.."),
+    ("in_flight_samples", 0, ValueError, "must be in 1.."),
+    ("timeout_s", 1e30, ValueError, "must be seconds, above 0 and at most"),
+    ("worker_init_fn", 3, TypeError, "must be a function or None, but is 3"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "error", "rule"), INVALID_OF_WORKERS)
+def test_an_option_of_the_workers_that_is_not_valid_is_named(option, value, error, rule):
+    with pytest.raises(error, match=f"^`{option}` {rule}"):
+        WorkerOptions(**{option: value})
+
+
+def test_each_option_of_the_workers_is_checked():
+    checked = {option for option, *_ in INVALID_OF_WORKERS}
+    assert checked == {one.name for one in fields(WorkerOptions)}
+
+
+@pytest.mark.parametrize("option", [{"start_method": "spawn"}, {"worker_init_fn": print}])
+def test_options_of_processes_are_refused_for_threads(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f'`{name}` must be None where `method` is "thread"'):
+        WorkerOptions(num_workers=1, method="thread", **option)
 
 
 @pytest.mark.parametrize("function", [simulate, lambda _, **options: estimate_steps([], **options)])

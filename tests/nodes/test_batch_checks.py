@@ -99,6 +99,72 @@ def test_labels_that_the_collate_function_makes_are_told_of_where_the_weight_is_
     assert warned(TEXT, collate_fn=masked, accumulate=3, observe=observe) == []
 
 
+@pytest.mark.parametrize("key", ["label", "label_ids"])
+def test_a_number_beside_the_tokens_that_may_not_be_what_the_loss_is_of_is_told_of(key):
+    noted = [{**one, key: n % 3} for n, one in enumerate(TEXT)]
+    (message,) = warned(noted, accumulate=3)
+    assert f"has a number as `{key}`" in message and "name it `labels`" in message
+    assert warned(noted) == []  # One batch of one rank weighs 1 anyway.
+    assert warned([{**one, "labels": 1} for one in TEXT], accumulate=3) == []
+    assert warned([{**one, key: 1} for one in LABELS], accumulate=3) == []
+
+
+def test_labels_per_token_of_samples_with_a_class_are_told_of():
+    noted = [{**one, "label": n % 3} for n, one in enumerate(TEXT)]
+    (message,) = warned(noted, collate_fn=causal, accumulate=3)
+    assert "the samples have one label each" in message and "process_fn" in message
+
+    def renamed(samples):
+        batch = PaddingCollate()(samples)
+        return {"labels": batch.pop("label"), **batch}
+
+    assert warned(noted, collate_fn=renamed, accumulate=3) == []
+
+
+ANSWERS = [{**one, "labels": [1] * (n % 9 + 2)} for n, one in enumerate(TEXT)]
+
+
+def seq2seq(samples):
+    """As `DataCollatorForSeq2Seq`: labels are padded to a length of their own."""
+    labels = [torch.tensor(sample["labels"]) for sample in samples]
+    padded = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    batch = PaddingCollate()([{"input_ids": sample["input_ids"]} for sample in samples])
+    return {**batch, "labels": padded}
+
+
+def with_decoder(samples):
+    """Labels that are as long as the texts, so that only a key shows what they are for."""
+    batch = seq2seq(samples)
+    missing = batch["input_ids"].shape[1] - batch["labels"].shape[1]
+    batch["labels"] = torch.nn.functional.pad(batch["labels"], (0, missing), value=-100)
+    return {**batch, "decoder_input_ids": batch["labels"].clamp(min=0)}
+
+
+def all_labels(s):
+    """Counts them as the warning says."""
+    return Observation(len(s["input_ids"]), sum(label != -100 for label in s["labels"]))
+
+
+@pytest.mark.parametrize("collate", [seq2seq, with_decoder])
+def test_labels_of_a_decoder_are_told_of_where_the_first_was_not_counted(collate):
+    data = [one for one in ANSWERS if len(one["labels"]) <= len(one["input_ids"])]
+    (message,) = warned(data, collate_fn=collate, accumulate=3)
+    assert "as those of an encoder-decoder" in message and "Observation" in message
+    assert warned(data, collate_fn=collate) == []  # One batch of one rank weighs 1 anyway.
+    assert warned(data, collate_fn=collate, accumulate=3, observe=all_labels) == []
+    unsupervised = [{**one, "labels": [-100, *one["labels"][1:]]} for one in data]
+    assert warned(unsupervised, collate_fn=collate, accumulate=3) == []
+
+
+def test_with_that_count_batches_are_weighed_by_all_labels():
+    options = {"token_budget": 512, "window": 64, "accumulate": 4, "collate_fn": seq2seq}
+    for batch in ODBDataLoader(ANSWERS, **options, observe=all_labels):
+        info = pop_step_info(batch)
+        if not info.is_filler:
+            found = int(batch["labels"].ne(-100).sum())
+            assert info.loss_scale == pytest.approx(found / info.optimizer_targets)
+
+
 def test_a_trainer_that_counts_the_labels_itself_is_not_warned():
     loader = ODBDataLoader(TEXT, token_budget=512, window=64, collate_fn=masked, accumulate=3)
     loader.trust_labels()

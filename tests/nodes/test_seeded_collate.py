@@ -9,11 +9,22 @@ import pytest
 import torch
 from torchdata.nodes import IterableWrapper
 
-from odb_nodes import GroupCollator, Loader, ODBDataLoader, PaddingCollate, Sample, StateError
+from odb_nodes import (
+    GroupCollator,
+    Loader,
+    ODBDataLoader,
+    PackedCollate,
+    PaddingCollate,
+    Sample,
+    StateError,
+    TokenBudget,
+)
 from odb_nodes._core.seeds import is_global, seed_rngs
 from odb_nodes.nodes import ReadAhead
-from odb_nodes.nodes.seeded_collate import SeededCollate
+from odb_nodes.nodes.seeded_collate import SeededCollate, declares_draws
 from odb_nodes.testing import assert_resumes_exactly
+from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
+from odb_nodes.vision.step_images import StepImages
 
 DATA = [{"input_ids": [n] * (n % 23 + 1)} for n in range(90)]
 GLOBAL = {
@@ -255,3 +266,48 @@ def test_a_state_knows_the_seed_only_of_a_function_that_may_draw():
     groups(None, seed=2).reset(groups(None, seed=1).state_dict())
     assert SeededCollate(PaddingCollate()).draws_nothing
     assert not SeededCollate(type("Own", (PaddingCollate,), {})()).draws_nothing
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("own", OWN)
+def test_a_generator_that_others_use_as_well_goes_on_for_them(own, lazily):
+    shared, alone = OWN[own](), OWN[own]()
+    numbers = []
+    for _ in groups(Keeper(lambda: shared, lazily=lazily)):
+        numbers.append(draw_from(shared))
+    with pytest.raises(OSError, match="unreadable"):
+        list(groups(partial(fail, generator=shared)))
+    assert [*numbers, draw_from(shared)] == [draw_from(alone) for _ in range(7)]
+
+
+def fail(samples, generator):
+    draw_from(generator)
+    raise OSError(f"{len(samples)} unreadable")
+
+
+def test_what_draws_nothing_says_so_and_not_for_its_subclasses():
+    budget = TokenBudget(8, layout="packed")
+    for ours in (
+        PaddingCollate(),
+        PackedCollate.of(budget),
+        MultiImageCollate(),
+        VisionLanguageCollate(dummy=None),
+    ):
+        assert declares_draws(ours) is False
+
+    class Masking(PaddingCollate):
+        pass
+
+    class Quiet(PaddingCollate):
+        draws_random_numbers = False
+
+    class Drawing(PaddingCollate):
+        draws_random_numbers = True
+
+    class Further(Drawing):
+        pass
+
+    found = [declares_draws(kind()) for kind in (Masking, Quiet, Drawing, Further)]
+    assert found == [None, False, True, True]
+    assert declares_draws(draw_all) is None
+    assert declares_draws(StepImages()) is None  # of this library, where nobody has said

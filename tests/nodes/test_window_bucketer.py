@@ -1,6 +1,7 @@
 import io
 import pickle
 import re
+import time
 import warnings
 
 import numpy as np
@@ -20,6 +21,7 @@ from odb_nodes import (
     TokenBudget,
     WindowBucketer,
 )
+from odb_nodes._core import progress
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -383,3 +385,36 @@ def test_one_sample_that_is_too_large_needs_no_summary():
 def test_a_summary_that_is_that_of_the_epoch_before_is_not_repeated():
     messages = warnings_of(WindowBucketer(samples([90, 95, 10, 10]), 64, 4), epochs=3)
     assert sum("of the 4 samples" in one for one in messages) == 1
+
+
+def slow_bucketer():
+    def slow(sample):
+        time.sleep(0.01)
+        return sample
+
+    node = WindowBucketer(Mapper(samples(LENGTHS), slow), 100, 40)
+    node.reset(None)
+    return node
+
+
+def test_a_long_fill_of_the_pool_says_how_far_it_is_and_no_later_one_does(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "FIRST_S", 0.1)
+    node = slow_bucketer()
+    next(node)
+    filling = r"samples in the pool before the first batch: \d+ of 40 after 0 s"
+    assert re.fullmatch(filling, caplog.messages[0])
+    said = len(caplog.messages)
+    assert said <= 3
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    list(node)
+    assert len(caplog.messages) == said
+
+
+def test_a_long_replay_says_how_far_it_is(monkeypatch, caplog):
+    node = slow_bucketer()
+    next(node)
+    monkeypatch.setattr(progress, "FIRST_S", 0.1)
+    node.reset(node.state_dict())
+    replaying = r"samples replayed to restore the pool: \d+ of 40 after 0 s"
+    assert re.fullmatch(replaying, caplog.messages[0])
+    assert len(caplog.messages) <= 3

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worker_functions import Logged, Texts, processor, same
+from worker_functions import Logged, Texts, forked, processor, same
 
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
@@ -689,7 +689,7 @@ def dataloader(dataset, workers, collate_fn=collate, **options):
             "window": 12,
             "shuffle": False,
             "collate_fn": collate_fn,
-            "workers": WorkerOptions(**{"start_method": "fork", **workers}),
+            "workers": WorkerOptions(**forked(workers)),
             **options,
         },
     )

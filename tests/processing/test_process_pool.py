@@ -78,7 +78,7 @@ def test_a_worker_thread_that_cannot_be_started_leaves_nothing(monkeypatch):
     before = held()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(WorkerError, match=r"`odb_nodes-worker-1` could not be .*ulimit -u"):
-        start(pool=ThreadPool, method="thread")
+        start(pool=ThreadPool, method="thread", start_method=None)
     assert_holds(before)
 
 
@@ -303,3 +303,28 @@ def test_a_function_below_the_guard_is_named(start_method, tmp_path):
     assert "It could not unpickle its work: AttributeError: Can't get attribute" in run.stdout
     assert "'prepare'" in run.stdout
     assert 'not below `if __name__ == "__main__":`' in run.stdout
+
+
+def test_a_forked_worker_that_inherits_a_held_lock_is_replaced():
+    # As where a thread of the trainer draws random numbers while the workers start.
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with np.random.get_bit_generator().lock:
+            held.set()
+            release.wait(1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    options = WorkerOptions(num_workers=2, start_method="fork")
+    start_s = time.monotonic()
+    pool = ProcessPool(ChunkProcessor(same, 0, 20.0), options)
+    try:
+        futures = [pool.submit(ChunkTask([n], 0, n)) for n in range(4)]
+        assert all(future.result(20).failure is None for future in futures)
+        assert time.monotonic() - start_s < 15
+    finally:
+        release.set()
+        thread.join()
+        pool.close()

@@ -8,6 +8,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
 
 from odb_nodes import IterableSource, Loader, ODBDataLoader, SampleError, StateError
+from odb_nodes._core import progress
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -80,7 +81,7 @@ def test_any_iterable_is_read_anew_in_every_epoch(iterable):
     "iterator", [(n for n in range(3)), iter([1, 2]), map(str, [1]), zip([1], strict=True)]
 )
 def test_what_can_be_read_only_once_is_refused(iterator):
-    with pytest.raises(TypeError, match=r"`iterable` must be .* but is `\w+` instead\. Wrap"):
+    with pytest.raises(TypeError, match=r"`iterable` must be .* but is an? `\w+` instead\. Wrap"):
         source(iterator)
 
 
@@ -405,3 +406,12 @@ def test_only_items_of_this_rank_are_compared():
     assert [next(node), next(node), next(node)] == [0, 2, 4]
     again.reset(node.get_state())
     assert list(again) == []
+
+
+def test_reading_again_for_long_says_how_far_it_is(monkeypatch, caplog):
+    node = source(Shuffled(30))
+    state = [node.state_dict() for _ in node][-1]
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    source(Shuffled(30)).reset(state)
+    first = "items of `Shuffled` read again up to the state's position: 1 of 30 after 0 s"
+    assert caplog.messages[0] == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from functools import cached_property
 from typing import Any
 
 from odb_nodes._compat import transformers as compat
@@ -102,7 +103,7 @@ class ModelKeys:
     """What a model gets of a batch of our own collate functions, which pass on all columns.
 
     Args:
-        trainer: the trainer, whose model may come later.
+        trainer: the trainer of one run, whose model may come before its first batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -116,10 +117,13 @@ class ModelKeys:
         """Return the batch for the trainer's `compute_loss`."""
         if not self._is_ours:
             return dict(batch)
-        taken = compat.model_inputs(self._trainer.model)
         kept = dict(batch)
         if self._is_default:
-            kept = rename_labels(kept, taken)
+            kept = rename_labels(kept, self._taken)
         if self._columns is None:
             return kept
-        return {key: kept[key] for key in kept if key in self._columns or key in taken}
+        return {key: kept[key] for key in kept if key in self._columns or key in self._taken}
+
+    @cached_property
+    def _taken(self) -> set[str]:
+        return compat.model_inputs(self._trainer.model)

@@ -63,6 +63,8 @@ class ODBConfig(BatchOptions):
         )
         if self.loss_is is not None:
             check_choice("loss_is", self.loss_is, get_args(LossKind))
+        if self.shift_labels is not None:
+            check_bool("shift_labels", self.shift_labels)
         check_count("estimate_samples", self.estimate_samples)
         check_bool("log_metrics", self.log_metrics)
         if self.steps_per_epoch is not None:

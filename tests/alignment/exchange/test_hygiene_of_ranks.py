@@ -132,3 +132,36 @@ def test_loaders_that_begin_at_once_on_threads_meet_their_own_ranks(tmp_path):
     r.finish()
     """
     run_ranks(tmp_path, body, 2)
+
+
+@pytest.mark.parametrize("what", ["loader", "node"])
+@pytest.mark.parametrize("action", ["next", "iter"])
+def test_a_forked_child_of_a_rank_is_told_so_and_its_parent_goes_on(what, action, tmp_path):
+    body = """
+    what, action = sys.argv[1:]
+    node = loader = r.make_loader(40)
+    iterator = iter(loader)
+    if what == "node":
+        node = iterator = RankAligner(r.bucketer_over(r.samples_of(rank, 40)), timeout_s=20)
+        node.reset(None)
+    next(iterator)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            next(iterator if action == "next" else iter(node))
+            said = "it went on"
+        except WorkerError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    said = open(reader).read()
+    assert os.waitpid(pid, 0)[1] == 0
+    r.finish([said, os.getpid(), len(list(iterator))])
+    """
+    ranks = run_ranks(tmp_path, body, 2, what, action, timeout_s=60)
+    for said, pid, left in ranks:
+        assert f"was started in process {pid}; " in said
+        assert "Make a loader of its own" in said
+        assert left == ranks[0][2] > 3

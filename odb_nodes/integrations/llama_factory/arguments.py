@@ -124,6 +124,8 @@ class _PackedText:
         collate: the collate function for rows without these columns.
     """
 
+    draws_random_numbers = False
+
     def __init__(self, collate: PackedCollate) -> None:
         self._collate = collate
 

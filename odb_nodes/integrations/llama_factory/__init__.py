@@ -1,0 +1,11 @@
+"""Dynamic batches for LLaMA-Factory.
+
+`python -m odb_nodes.integrations.llama_factory run.yaml` takes the same YAML as
+`llamafactory-cli train`, and runs LLaMA-Factory's own training with dynamic batches. In a program
+of one's own, `DynamicBatches` gives them to its trainer.
+"""
+
+from odb_nodes.integrations.llama_factory.arguments import DynamicBatches
+from odb_nodes.integrations.llama_factory.run import main
+
+__all__ = ["DynamicBatches", "main"]

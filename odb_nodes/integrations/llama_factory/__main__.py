@@ -1,0 +1,6 @@
+"""Command: `python -m odb_nodes.integrations.llama_factory run.yaml [name=value ...]`."""
+
+from odb_nodes.integrations.llama_factory.run import main
+
+if __name__ == "__main__":  # Workers that are spawned import this module, too.
+    main()

@@ -182,7 +182,7 @@ def test_what_is_said_of_a_sample_that_is_too_large_names_its_source_and_the_lim
     data = {"a": ["x"] * 3, "b": ["y" * 30]}
     budget = TokenBudget(20, pad_to_multiple_of=8, oversize=oversize)
     loader = ODBDataLoader(data, token_budget=budget, process_fn=encode)
-    said = r"\(source 'b'\), with 30 tokens .*: `tokens` is 20, in multiples of 8 16\."
+    said = r"\(source 'b', key 0\), with 30 tokens .*: `tokens` is 20, in multiples of 8 16\."
     alone = oversize == "alone"
     with pytest.warns(match=said) if alone else pytest.raises(SampleError, match=said):
         list(loader)
@@ -203,7 +203,10 @@ def no_labels(text):
             cut_labels,
             r"sample 0 of source 'b'.* `labels` must have the length of `input_ids` \(3\)",
         ),
-        (no_labels, r"a sample of source 'b', `id` 'yyy': .* the same keys, but sample \d+ has"),
+        (
+            no_labels,
+            r"a sample \(source 'b', key 0\), `id` 'yyy': .* the same keys, but sample \d+ has",
+        ),
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 2])

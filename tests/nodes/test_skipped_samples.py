@@ -98,10 +98,10 @@ def test_the_first_of_each_reason_is_shown():
         ids(make(shuffle=False))
     shown = [str(one.message) for one in caught if "is skipped" in str(one.message)]
     assert shown == [
-        "sample 0 of the epoch is skipped (missing): no file for 0. Further ones are only counted, "
-        "see `skipped_samples`.",
-        "sample 3 of the epoch is skipped (corrupt): cannot read 3. Further ones are only counted, "
-        "see `skipped_samples`.",
+        "sample 0 of the epoch (key 0) is skipped (missing): no file for 0. Further ones are only "
+        "counted, see `skipped_samples`.",
+        "sample 3 of the epoch (key 3) is skipped (corrupt): cannot read 3. Further ones are only "
+        "counted, see `skipped_samples`.",
     ]
 
 
@@ -146,7 +146,7 @@ def test_data_that_was_mended_or_lost_between_save_and_resume():
 def test_nodes_pass_a_skipped_sample_on():
     items = [Skipped("a"), SourceItem("x", Skipped("b")), SourceItem("x", {"input_ids": [1]})]
     observed = list(Loader(LengthObserver(IterableWrapper(items))))
-    skipped = Skipped("b", "source 'x'.")
+    skipped = Skipped("b", source="x")
     assert observed == [Skipped("a"), skipped, Sample({"input_ids": [1]}, 1, 0, 0, "x", "tokens")]
 
 

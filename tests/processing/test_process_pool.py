@@ -319,9 +319,9 @@ def test_a_forked_worker_that_inherits_a_held_lock_is_replaced():
     held.wait()
     options = WorkerOptions(num_workers=2, start_method="fork")
     start_s = time.monotonic()
-    pool = ProcessPool(ChunkProcessor(same, 0, 20.0), options)
+    pool = ProcessPool(ChunkProcessor(same, 0, limit_s=20.0), options)
     try:
-        futures = [pool.submit(ChunkTask([n], 0, n)) for n in range(4)]
+        futures = [pool.submit(ChunkTask([n], [None], 0, n)) for n in range(4)]
         assert all(future.result(20).failure is None for future in futures)
         assert time.monotonic() - start_s < 15
     finally:

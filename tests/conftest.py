@@ -1,6 +1,7 @@
 """Which tests are slow and why, and how much of what can be sampled is tested."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,10 @@ def fresh_ranks(exhaustive):
         from rank_jobs import RankJob
 
         RankJob.fresh = True
+
+
+@pytest.fixture
+def new_threads():
+    """Tell which threads run now that did not run before the test."""
+    before = set(threading.enumerate())
+    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]

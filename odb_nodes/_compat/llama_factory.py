@@ -17,6 +17,11 @@ TRAINERS = {
 }
 """Module that trains -> the class of the trainer that it makes."""
 
+OTHER_VERSION = (
+    "This is another version of LLaMA-Factory than the one that this is made for. Install "
+    "llamafactory==0.9.5, or call `DynamicBatches.configure` in a workflow of your own."
+)
+
 
 def import_tuner() -> Any:
     """Return `llamafactory.train.tuner`, whose `run_exp` is `llamafactory-cli train`.
@@ -53,7 +58,8 @@ def changed(parse: Callable[[Any], Any], make: Callable[[Any], Any]) -> Iterator
 
 @contextmanager
 def _wrapped(module: Any, name: str, result: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(module, name)
+    if (original := getattr(module, name, None)) is None:
+        raise RuntimeError(f"`{module.__name__}` has no `{name}`. {OTHER_VERSION}")
     setattr(module, name, lambda *args, **kwargs: result(original(*args, **kwargs)))
     try:
         yield

@@ -66,7 +66,10 @@ def check_choice(name: str, value: object, choices: Sequence[str], remedy: str =
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless `value` is a number of seconds that a lock can wait for."""
+    """Raise a `ValueError` unless `value` is a number of seconds that a lock can wait for.
+
+    Not infinity: no wait is without a limit.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < float(value) <= threading.TIMEOUT_MAX:
         rule = f"seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}"

@@ -46,12 +46,19 @@ def _unreadable(value: Any, place: str) -> str:
     elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     for key, one in pairs:
-        if not _is_readable(one):
+        if not is_readable(key):
+            return f"`{place}` has a key {key!r:.80} of type `{_type_of(key)}`"
+        if not is_readable(one):
             return _unreadable(one, f"{place}[{key!r}]")
-    return f"`{place}` is a `{type(value).__module__}.{type(value).__qualname__}`"
+    return f"`{place}` is a `{_type_of(value)}`"
 
 
-def _is_readable(value: Any) -> bool:
+def _type_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def is_readable(value: Any) -> bool:
+    """Tell whether `from_bytes` gives a value back."""
     try:
         from_bytes(to_bytes(value))
     except Exception:  # of any kind

@@ -1,4 +1,4 @@
-"""The groups below an aligner: what they cost, and those of a round."""
+"""The groups below an aligner: those of a round, and what they cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from torchdata.nodes import BaseNode
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import find_budget
 from odb_nodes.contract.node import call_member
-from odb_nodes.planning.group_costs import BudgetCost, CostFn, padded_tokens
+from odb_nodes.planning.alignment import CostReport, SplitLadder, make_report
+from odb_nodes.planning.group_costs import (
+    BudgetCost,
+    CostFn,
+    GroupCostEstimator,
+    padded_tokens,
+    tokens_of,
+)
 from odb_nodes.sample import LeftOut, Sample
 
 
@@ -21,10 +28,14 @@ class GroupReader:
 
     Args:
         source: node that yields groups, `list[Sample]`.
+        measure: tells what groups cost.
+        may_split: groups may be split where there are fewer than steps.
     """
 
-    def __init__(self, source: BaseNode[list[Sample]]) -> None:
-        self._source = source
+    def __init__(
+        self, source: BaseNode[list[Sample]], measure: GroupCostEstimator, may_split: bool
+    ) -> None:
+        self._source, self._measure, self._may_split = source, measure, may_split
         self.ahead: list[Sample] | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
         self.next_state: Any = None
@@ -48,6 +59,26 @@ class GroupReader:
 
     def _take_left_out(self) -> list[LeftOut]:
         return call_member(self._source, "take_left_out") or []
+
+    def report(
+        self, groups: list[list[Sample]], most: int, filler: Sample | None
+    ) -> tuple[CostReport, SplitLadder[Sample]]:
+        """Return what this rank tells of the groups of a round, and how they may be split.
+
+        Args:
+            groups: the last that were read, or none.
+            most: how many were asked for.
+            filler: a sample for the steps that none of them is for.
+        """
+        return make_report(
+            groups,
+            most=most,
+            ended=self.ahead is None,
+            has_filler=filler is not None,
+            may_split=self._may_split,
+            measure=self._measure,
+            tokens=tokens_of,
+        )
 
     def _read_one(self) -> list[Sample] | None:
         try:

@@ -23,9 +23,9 @@ from odb_nodes.contract.graph import blame_sources, remaining_samples
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.payload import decode_sample
-from odb_nodes.planning.alignment import CostReport, SplitLadder, Uneven, make_report, plan_round
+from odb_nodes.planning.alignment import Uneven, plan_round
 from odb_nodes.planning.budget import round_up
-from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler, tokens_of
+from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import round_steps
 from odb_nodes.sample import LeftOut, Sample
@@ -146,7 +146,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _clear(self) -> None:
         self._at = AlignerState()
-        self._reader = GroupReader(self.source)
+        self._reader = GroupReader(self.source, self._estimator, self._uneven == "fill")
         self._steps = AlignedRound()
         self._filler: Sample | None = None
         self._left_out: list[LeftOut] = []  # in no step yet
@@ -257,7 +257,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 "on."
             )
         self._filler = best_filler(groups) if groups else None
-        split = self._report(groups, most)[1].groups(at.splits)
+        split = self._reader.report(groups, most, self._filler)[1].groups(at.splits)
         if len(split) < self._steps.groups_needed:
             raise StateError(
                 f"the state of {type(self).__name__} is damaged: `splits` is {at.splits}, after "
@@ -277,14 +277,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             if at.peers_go_on:
                 self._agree()
                 at.peers_go_on = False
-                self._peers.answer_until_all_end(self._report([], 0)[0])
+                self._peers.answer_until_all_end(self._reader.report([], 0, self._filler)[0])
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
         with self._peers.reporting_failure(where):
             most = self._round_steps()
             groups = [] if at.drained else self._reader.read(most)
             self._left_out += [] if at.drained else self._reader.left_out
-            report, ladder = self._report(groups, most)
+            report, ladder = self._reader.report(groups, most, self._filler)
         self._agree()
         reports = self._peers.reports(report, where)
         if not (at.step or any(one.groups for one in reports)):
@@ -308,19 +308,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._count_unemitted([*groups[len(self._steps) :], self._reader.ahead or []])
         if not len(self._steps):
             self._end_round()
-
-    def _report(
-        self, groups: list[list[Sample]], most: int
-    ) -> tuple[CostReport, SplitLadder[Sample]]:
-        return make_report(
-            groups,
-            most=most,
-            ended=self._reader.ahead is None,
-            has_filler=self._filler is not None,
-            may_split=self._uneven == "fill",
-            measure=self._estimator,
-            tokens=tokens_of,
-        )
 
     def _end_round(self) -> None:
         """Stand at the beginning of the next round, or at the end of the epoch."""

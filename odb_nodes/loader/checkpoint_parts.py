@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from odb_nodes._core.checks import check_type, describe
-from odb_nodes._core.codec import explain_unreadable
+from odb_nodes._core.codec import explain_unreadable, is_readable
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
@@ -90,6 +90,8 @@ class CheckpointParts:
         try:
             save_state(state, folder / file_name(rank, world_size))
         except StateError as error:
+            if is_readable(states):  # and the file is what is wrong
+                raise
             # Dicts first: to look into a large model for what it cannot have takes time and memory.
             order = sorted(states, key=lambda name: not isinstance(self._parts[name], dict))
             place = explain_unreadable({name: states[name] for name in order}, "parts")

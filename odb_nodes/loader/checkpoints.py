@@ -84,6 +84,7 @@ class Checkpoints:
         self._run = ""  # the identifier, once the ranks have agreed
         self._number = 0  # of the last save
         self._own: list[Path] = []  # the last two of this run
+        self._begun: Path | None = None  # where a save has failed
 
     def folders(self) -> list[Path]:
         """Return the folders of the complete checkpoints, the newest one last. Asks no rank."""
@@ -153,12 +154,15 @@ class Checkpoints:
         if len(self._own) == 2:
             self._await(self._own[0])
             del self._own[0]
-        self._number += 1
-        folder = self._folders.folder(self._number, step, self._run)
+        if self._begun is None or step_of(self._begun.name) != step:  # else it is tried again
+            self._number += 1
+            self._begun = self._folders.folder(self._number, step, self._run)
+        folder = self._begun
         folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
         self._check_steps(*self._own, folder)
         self._parts.save(folder, step, self._channel.rank, self._channel.world_size)
         sync_folder(self._folders.root)
+        self._begun = None
         self._own.append(folder)
         self._folders.clean(folder, self._keep)
         return folder
@@ -176,7 +180,7 @@ class Checkpoints:
             "view": self._folders.view(),
         }
         told = self._gather(own)
-        self._run, self._own = told[0]["run"], []
+        self._run, self._own, self._begun = told[0]["run"], [], None
         self._number = max(one["number"] for one in told)
         return self._views(one["view"] for one in told)
 

@@ -96,6 +96,8 @@ class ODBDataLoader:
             `sharded` and the job has several ranks.
     """
 
+    yields_batches = True
+
     def __new__(cls, *_: Any, **given: Any) -> ODBDataLoader:
         """Name what there is in place of an argument of `DataLoader`."""
         if cls.__init__ is ODBDataLoader.__init__:  # and not a subclass with arguments of its own
@@ -216,7 +218,9 @@ class ODBDataLoader:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_loader" in vars(self) and type(self).__init__ is ODBDataLoader.__init__:
+        is_made = "_loader" in vars(self) and type(self).__init__ is ODBDataLoader.__init__
+        has_own = getattr(type(self), name, None) is not getattr(ODBDataLoader, name, None)
+        if is_made and not has_own:  # A subclass may have a property of that name.
             check_no_option(name)
         super().__setattr__(name, value)
 

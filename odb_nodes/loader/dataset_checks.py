@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 import torchdata.nodes
-from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import describe
+from odb_nodes.alignment import RankAligner
 from odb_nodes.collate.token_rows import TOKEN_KEYS
-from odb_nodes.contract.graph import find_budget
 from odb_nodes.loader.loader import Loader
+from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
+from odb_nodes.sample import CLASS_KEYS
 from odb_nodes.sources.source_mixer import Stop
 
-_COLUMNS = {*TOKEN_KEYS, "label", "label_ids"}
+_COLUMNS = sorted({*TOKEN_KEYS, *CLASS_KEYS})
+_OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
 _FAR_APART = 10
 """Sizes of datasets that differ by this factor are warned of where nobody has given weights."""
 
@@ -36,11 +38,11 @@ def check_no_columns(dataset: Any) -> None:
     """
     if not isinstance(dataset, Mapping):
         return
-    columns = [name for name in _COLUMNS & {*dataset} if _is_column(dataset[name])]
+    columns = [name for name in _COLUMNS if name in dataset and _is_column(dataset[name])]
     if columns:
         raise TypeError(
             "`dataset` must be a dataset, or a dict of datasets to mix, but is a "
-            f"`{type(dataset).__name__}` with the columns {sorted(columns)}. Pass "
+            f"`{type(dataset).__name__}` with the columns {columns}. Pass "
             "`datasets.Dataset.from_dict(columns)`, or a list with a dict for each sample."
         )
 
@@ -50,10 +52,9 @@ def check_is_dataset(dataset: Any) -> None:
     remedy = ""
     if isinstance(dataset, (Loader, torchdata.nodes.Loader)):
         remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
-    # Of an `ODBDataLoader`: its module imports this one.
-    elif isinstance(getattr(dataset, "_loader", None), Loader):
+    elif getattr(type(dataset), "yields_batches", False):
         remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
-    elif isinstance(dataset, BaseNode) and find_budget(dataset) is not None:
+    elif isinstance(dataset, _OF_GROUPS):
         remedy = "yields groups or batches. Iterate it by `Loader(node)`, or pass one of samples"
     if remedy:
         raise TypeError(

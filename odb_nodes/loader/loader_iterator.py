@@ -28,7 +28,7 @@ class LoaderState(NodeState):
         num_yielded: items yielded in the epoch.
         ended: the end of the epoch was seen.
         next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
-        left: the epoch was left by `set_epoch`, so the next one follows.
+        left: the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows.
     """
 
     root: SourceState
@@ -122,6 +122,7 @@ class LoaderIterator(Iterator[T]):
         except StopIteration:
             self._check(self)
             if self._had_items and not self._num_yielded:
+                self._suspend()
                 raise SampleError(
                     f"the epoch has no item, but one before had some. {blame_sources(self._root)}"
                 ) from None

@@ -129,7 +129,7 @@ class _Pipeline:
                 raise type(error)(f"of source {name!r}: {error}") from error
         mixing = Mixing.of(options.weights)
         weights = self._weights(mixing, datasets)
-        if weights is None and mixing.by == "samples":
+        if weights is None and mixing.by == "samples" and not options.sharded:
             sizes = {name: _known_size(name, dataset) for name, dataset in datasets.items()}
             if all(sizes.values()):
                 warn_of_sizes(sizes, mixing.stop)
@@ -177,7 +177,7 @@ def _known_size(name: str, dataset: Any) -> int:
     """Return the number of samples of a dataset, 0 where it is not known."""
     try:
         return _size_of(name, dataset)
-    except TypeError:
+    except Exception:  # of the user's `__len__`: only a warning depends on it
         return 0
 
 

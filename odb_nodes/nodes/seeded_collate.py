@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ def _generators_in(collate: Any) -> Iterator[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, GENERATORS):
-            if not is_global(value):
+            if not (is_global(value) or isinstance(value, random.SystemRandom)):  # has no state
                 yield value
         elif depth < _DEPTH:
             waiting += [(inner, depth + 1) for inner in reversed(_held_by(value))]

@@ -12,6 +12,7 @@ import multiprocessing
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -135,12 +136,25 @@ def _start_workers(
     for index in range(options.num_workers):
         workers.append(WorkerProcess(context, index, setup))
     # A forked worker may have inherited a lock that a thread held then: another fork may not.
+    deadline = time.monotonic() + options.timeout_s
     for limit_s in _BEGIN_S:
-        for index, worker in enumerate(workers):
-            if not worker.has_begun(limit_s):
-                kill([worker])
-                worker.connection.close()
-                workers[index] = WorkerProcess(context, index, setup)
+        silent = _silent(workers, min(time.monotonic() + limit_s, deadline))
+        if time.monotonic() >= deadline:
+            return
+        for index in silent:
+            kill([workers[index]])
+            workers[index].connection.close()
+            workers[index] = WorkerProcess(context, index, setup)
+
+
+def _silent(workers: list[WorkerProcess], deadline: float) -> list[int]:
+    """Return which forked workers have said nothing by a deadline; at once where all have."""
+    while True:
+        silent = [index for index, worker in enumerate(workers) if not worker.has_begun()]
+        left = deadline - time.monotonic()
+        if not silent or left <= 0:
+            return silent
+        wait([workers[index].connection for index in silent], left)
 
 
 def _settle(future: Future[None], job: Callable[[], None]) -> None:

@@ -124,14 +124,14 @@ def _begin(
 
 
 def _use_locks() -> None:
-    """Use the locks of the global generators, and of what multiplies.
+    """Use the locks of the global generators.
 
     A worker that was forked while another thread held one waits for it for ever. Here the trainer
     notices: it starts another worker in its place.
     """
     with preserved_rngs():
         np.random.random_sample()
-        torch.rand(8, 8) @ torch.rand(8, 8)
+        torch.rand(1, device="cpu")  # The default device may be one that a fork cannot use.
 
 
 def _process(connection: socket.socket, processor: ChunkProcessor) -> None:

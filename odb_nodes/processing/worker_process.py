@@ -106,9 +106,9 @@ class WorkerProcess:
             finally:
                 far_end.close()
 
-    def has_begun(self, timeout_s: float) -> bool:
-        """Wait for a forked worker to say something, or to end; tell whether it did in time."""
-        return not self._forked or bool(wait([self.connection], timeout_s))
+    def has_begun(self) -> bool:
+        """Tell whether a forked worker has said something, or has ended."""
+        return not self._forked or bool(wait([self.connection], 0))
 
     @property
     def ended(self) -> bool:

@@ -76,13 +76,6 @@ def gated():
     node.gate.set()
 
 
-@pytest.fixture
-def new_threads():
-    """Tell which threads run now that did not run before the test."""
-    before = set(threading.enumerate())
-    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
-
-
 # walk
 
 

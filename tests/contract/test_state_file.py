@@ -123,7 +123,8 @@ def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
         signal.signal(signal.SIGINT, before)
     assert others == []
     assert interrupts > 20
-    assert load_state(path)["weights"].shape == (400_000,)
+    found = load_state(path)  # on a slow disk, no call may have come to its end
+    assert found == {"step": 1} or found["weights"].shape == (400_000,)
     assert os.listdir(path.parent) == [path.name]
 
 

@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(results, folder, name, 
 
 
 def test_a_version_that_makes_its_trainer_elsewhere_is_an_error(results):
-    assert "trained, but with fixed batches" in results["another version"]
+    assert "Training would have fixed batches. This is another" in results["another version"]
 
 
 def test_it_is_a_command_also_on_two_ranks(python, environ, folder):

@@ -171,6 +171,13 @@ def test_what_cannot_be_saved_is_named_by_part_and_key(value, tmp_path):
     assert kept_steps(tmp_path) == [1, 3] and len([*tmp_path.iterdir()]) == 2
 
 
+def test_a_key_that_cannot_be_saved_is_named(tmp_path):
+    job = Job(tmp_path)
+    job.done["hooks"] = {"a": 1, np.int64(3): 2}
+    with pytest.raises(StateError, match=r"`parts\['done'\]\['hooks'\]` has a key .*numpy.int64`"):
+        job.save(1)
+
+
 class Refuses:
     """A part that was changed since: it refuses the state that it saved."""
 

@@ -236,6 +236,25 @@ def test_saving_different_steps_is_an_error_at_the_second_save_at_the_latest(tmp
     assert [path.name[:13] for path in complete(folder)] == ["000001-step-1"]
 
 
+def test_a_save_that_failed_on_one_rank_may_be_tried_again_there(tmp_path):
+    body = """
+        checkpoints = Checkpoints(sys.argv[1], {"done": {"step": 0}}, timeout_s=60)
+        checkpoints.save(1)
+        if rank == 1:
+            replace, os.replace = os.replace, lambda *_: 1 / 0
+            try:
+                checkpoints.save(2)
+            except ZeroDivisionError:
+                os.replace = replace
+        for step in (2, 3, 4):
+            checkpoints.save(step)
+        dist.barrier()
+    """
+    folder = tmp_path / "checkpoints"
+    assert errors_of(tmp_path, body, folder) == [None, None]
+    assert [path.name[:13] for path in complete(folder)] == ["000003-step-3", "000004-step-4"]
+
+
 def test_different_steps_are_seen_while_a_rank_waits_for_the_other(tmp_path):
     body = """
         checkpoints = Checkpoints(sys.argv[1], {"done": {}}, timeout_s=60)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torchdata.nodes
-from torchdata.nodes import IterableWrapper
+from torchdata.nodes import IterableWrapper, Mapper, Unbatcher
 
 from odb_nodes import GroupCollator, LengthObserver, Loader, Mixing, ODBDataLoader, WindowBucketer
 
@@ -68,6 +68,24 @@ def test_what_forms_batches_already_is_no_dataset(make, what):
         make_loader({"a": make()})
 
 
+class KeepsLoader(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self._loader = Loader(IterableWrapper(SAMPLES))
+
+    def __iter__(self):
+        return iter(self._loader)
+
+
+def ungrouped_node():
+    groups = WindowBucketer(LengthObserver(IterableWrapper(SAMPLES)), 16, 4)
+    return Mapper(Unbatcher(groups), lambda sample: sample.data)
+
+
+@pytest.mark.parametrize("make", [KeepsLoader, ungrouped_node])
+def test_what_forms_no_batches_itself_is_a_dataset(make):
+    assert sum(len(one["input_ids"]) for one in make_loader(make())) == 20
+
+
 def test_a_node_of_samples_is_a_dataset():
     assert sum(len(one["input_ids"]) for one in make_loader(IterableWrapper(SAMPLES))) == 20
 
@@ -87,6 +105,14 @@ def test_equal_shares_of_very_unequal_datasets_are_warned_of_where_nobody_chose_
     assert caught[0].filename == __file__
 
 
+class LengthNotKnown(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(SAMPLES)
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -94,6 +120,8 @@ def test_equal_shares_of_very_unequal_datasets_are_warned_of_where_nobody_chose_
         {"weights": "proportional"},
         {"dataset": {"large": SAMPLES * 9, "small": SAMPLES}},
         {"dataset": {"large": SAMPLES * 10, "unknown": IterableWrapper(SAMPLES)}},
+        {"dataset": {"large": SAMPLES * 10, "unknown": LengthNotKnown()}},
+        {"sharded": True},  # These are the sizes of one rank.
     ],
 )
 def test_shares_that_were_chosen_and_sizes_that_are_not_far_apart_are_not_warned_of(options):

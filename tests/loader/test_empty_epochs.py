@@ -43,6 +43,14 @@ def test_a_node_that_can_be_read_only_once_is_named_at_the_next_epoch_and_every_
                 list(loader)
 
 
+def test_no_thread_outlives_it(new_threads):
+    loader = Loader(Prefetcher(ReadOnce(), 2))
+    list(loader)
+    with pytest.raises(SampleError, match="can be read only"):
+        list(loader)
+    assert new_threads() == []
+
+
 def test_it_is_seen_also_after_close():
     loader = Loader(ReadOnce())
     assert len(list(loader)) == 20

@@ -476,11 +476,13 @@ def test_workers_start_while_other_threads_are_busy(run):
         for thread in threads:
             thread.start()
         expected = None
-        for turn in range(10):
-            with w.dataloader(w.Texts(60), process_fn=w.log_and_multiply) as loader:
-                groups = [batch["id"].tolist() for batch in loader]
-                assert groups == (expected := expected or groups)
-        done.set()
+        try:
+            for turn in range(10):
+                with w.dataloader(w.Texts(60), process_fn=w.log_and_multiply) as loader:
+                    groups = [batch["id"].tolist() for batch in loader]
+                    assert groups == (expected := expected or groups)
+        finally:
+            done.set()
         for thread in threads:
             thread.join()
         print("done")

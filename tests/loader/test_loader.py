@@ -136,13 +136,6 @@ def collect(items, loader):
         items.append(item)
 
 
-@pytest.fixture
-def new_threads():
-    """Tell which threads run now that did not run before the test."""
-    before = set(threading.enumerate())
-    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
-
-
 # The faults of torchdata's Loader beside what ours does. Where the first of a pair fails, upstream
 # has repaired it: say so in docs/upstream_faults.md.
 

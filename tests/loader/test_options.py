@@ -125,6 +125,21 @@ def test_no_option_of_a_made_loader_can_be_set():
     assert loader.note == 5
 
 
+def test_a_subclass_may_have_a_property_of_any_name():
+    class Mine(ODBDataLoader):
+        @property
+        def window(self):
+            return self.note
+
+        @window.setter
+        def window(self, value):
+            self.note = value
+
+    loader = Mine([{"input_ids": [1]}], token_budget=64)
+    loader.window = 7
+    assert loader.window == 7
+
+
 def test_a_loader_with_arguments_of_its_own_may_keep_them_under_any_name():
     class Mine(ODBDataLoader):
         def __init__(self, seed):

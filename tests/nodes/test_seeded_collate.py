@@ -280,6 +280,10 @@ def test_a_generator_that_others_use_as_well_goes_on_for_them(own, lazily):
     assert [*numbers, draw_from(shared)] == [draw_from(alone) for _ in range(7)]
 
 
+def test_a_generator_of_the_system_has_no_state_and_is_left_alone():
+    assert len([*groups(Keeper(random.SystemRandom))]) == 6
+
+
 def fail(samples, generator):
     draw_from(generator)
     raise OSError(f"{len(samples)} unreadable")

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from worker_functions import Program, same
 
 from odb_nodes import WorkerError, WorkerOptions
@@ -305,26 +307,54 @@ def test_a_function_below_the_guard_is_named(start_method, tmp_path):
     assert 'not below `if __name__ == "__main__":`' in run.stdout
 
 
-def test_a_forked_worker_that_inherits_a_held_lock_is_replaced():
-    # As where a thread of the trainer draws random numbers while the workers start.
+@pytest.fixture
+def held_lock(request):
+    """The lock of a global generator, which another thread holds for some seconds."""
     held, release = threading.Event(), threading.Event()
 
     def hold():
         with np.random.get_bit_generator().lock:
             held.set()
-            release.wait(1)
+            release.wait(getattr(request, "param", 60))
 
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
+    yield
+    release.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("held_lock", [1], indirect=True)
+def test_a_forked_worker_that_inherits_a_held_lock_is_replaced(held_lock):
+    # As where a thread of the trainer draws random numbers while the workers start.
     options = WorkerOptions(num_workers=2, start_method="fork")
     start_s = time.monotonic()
     pool = ProcessPool(ChunkProcessor(same, 0, limit_s=20.0), options)
+    futures = [pool.submit(ChunkTask([n], [None], 0, n)) for n in range(4)]
+    assert all(future.result(20).failure is None for future in futures)
+    assert time.monotonic() - start_s < 15
+    pool.close()
+
+
+def test_to_replace_silent_workers_takes_no_longer_than_the_limit(held_lock):
+    options = WorkerOptions(num_workers=3, start_method="fork", timeout_s=1.0)
+    start_s = time.monotonic()
+    pool = ProcessPool(ChunkProcessor(same, 0), options)
+    future = pool.submit(ChunkTask([1], [None], 0, 0))
+    assert not wait([future], 0.1).done
+    assert "has not come up. It may wait for ever for a lock" in pool.what_hangs(future)
+    pool.close()
+    assert time.monotonic() - start_s < 15
+
+
+def test_workers_start_under_a_default_device_that_a_fork_cannot_use():
+    torch.set_default_device("cuda")
     try:
-        futures = [pool.submit(ChunkTask([n], [None], 0, n)) for n in range(4)]
-        assert all(future.result(20).failure is None for future in futures)
-        assert time.monotonic() - start_s < 15
-    finally:
-        release.set()
-        thread.join()
+        pool = ProcessPool(
+            ChunkProcessor(same, 0), WorkerOptions(num_workers=1, start_method="fork")
+        )
+        assert pool.submit(ChunkTask([1], [None], 0, 0)).result(LIMIT_S).failure is None
         pool.close()
+    finally:
+        torch.set_default_device(None)

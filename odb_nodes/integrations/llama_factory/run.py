@@ -26,6 +26,7 @@ def main(args: Mapping[str, Any] | None = None) -> None:
 
     Raises:
         ImportError: LLaMA-Factory or transformers is not installed.
+        RuntimeError: the version of LLaMA-Factory would train with fixed batches.
         TypeError, ValueError: an argument is not valid, or cannot be used with dynamic batches.
     """
     tuner = compat.import_tuner()
@@ -43,12 +44,7 @@ def main(args: Mapping[str, Any] | None = None) -> None:
         )
     run = _DynamicRun(given.get(ODB_KEY))
     with compat.changed(run.parsed, run.configured):
-        tuner.run_exp(rest)
-    if run.trains and not run.trainers:
-        raise RuntimeError(
-            "LLaMA-Factory has trained, but with fixed batches: it made no trainer where 0.9.5 "
-            "does. Install llamafactory==0.9.5, or call `DynamicBatches.configure` yourself."
-        )
+        tuner.run_exp(rest, callbacks=[run.check()])
 
 
 class _DynamicRun:
@@ -65,19 +61,14 @@ class _DynamicRun:
         check_type(ODB_KEY, odb, Mapping | None, "Give it fields of `ODBConfig`: `window: 1024`.")
         self._config = import_module("odb_nodes.integrations.huggingface").ODBConfig
         self._options = {**(odb or {})}
-        names = sorted(field.name for field in fields(self._config))
-        if unknown := sorted(map(str, {*self._options}.difference(names))):
-            raise ValueError(
-                f"`{ODB_KEY}` must have fields of `ODBConfig` alone, but has {unknown}. There are: "
-                f"{', '.join(names)}."
-            )
+        _check_names(ODB_KEY, self._options, self._config)
         for name, kind in _OF_MAPPING.items():
             if isinstance(value := self._options.get(name), Mapping):
+                _check_names(f"{ODB_KEY}.{name}", value, kind)
                 self._options[name] = kind(**value)
         self._token_budget = self._options.pop("token_budget", None)
         self._batches: DynamicBatches | None = None
-        self.trains = False
-        self.trainers = 0
+        self._made = False  # a trainer, where 0.9.5 makes one
 
     def parsed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments to train with, before anything is loaded."""
@@ -89,11 +80,30 @@ class _DynamicRun:
             data_args, training_args, finetuning_args, token_budget=self._token_budget
         )
         self._config(token_budget=batches.budget, **self._options)  # says what is wrong with them
-        self.trains = training_args.do_train
         return model_args, batches.data_args, training_args, finetuning_args, generating_args
 
     def configured(self, trainer: Any) -> Any:
         """Return the trainer with dynamic batches."""
         assert self._batches is not None
-        self.trainers += 1
+        self._made = True
         return self._batches.configure(trainer, **self._options)
+
+    def check(self) -> Any:
+        """Return a callback that raises where training begins with another trainer."""
+        run = self
+
+        class Check(import_module("transformers").TrainerCallback):  # type: ignore[misc]
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                if not run._made:
+                    raise RuntimeError(f"Training would have fixed batches. {compat.OTHER_VERSION}")
+
+        return Check()
+
+
+def _check_names(where: str, given: Mapping[str, Any], kind: Any) -> None:
+    names = sorted(field.name for field in fields(kind))
+    if unknown := sorted(map(str, {*given}.difference(names))):
+        raise ValueError(
+            f"`{where}` must have fields of `{kind.__name__}` alone, but has {unknown}. There are: "
+            f"{', '.join(names)}."
+        )

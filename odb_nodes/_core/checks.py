@@ -117,6 +117,11 @@ def check_callable(name: str, value: Any) -> None:
     """Raise a `TypeError` unless `value` is a function or None."""
     if value is not None and not callable(value):
         raise TypeError(f"`{name}` must be a function or None, but is {value!r} instead.")
+    if isinstance(value, type) and any("__call__" in vars(base) for base in value.__mro__):
+        raise TypeError(
+            f"`{name}` must be a function or None, but is the class `{value.__name__}` instead. "
+            f"Its instances can be called: pass `{value.__name__}(...)`."
+        )
 
 
 def _message(name: str, rule: str, seen: str, remedy: str) -> str:

@@ -91,6 +91,20 @@ class CheckpointFolders:
         pairs = ((by_save.get(_save_of(name), name), name) for name in names)
         return [(mine, name) for mine, name in pairs if mine != name]
 
+    def foreign(self, own: Path) -> list[str]:
+        """Return the names of folders that another run has saved since this one began.
+
+        Args:
+            own: the folder that this rank saves into.
+        """
+        run = own.name.rpartition("-")[2]
+        names = sorted(os.listdir(self.root))
+        return [
+            name
+            for name in names
+            if number_of(name) >= number_of(own.name) and not name.endswith(run)
+        ]
+
     def last_number(self) -> int:
         """Return the number of the last save, complete or not; 0 where there is none."""
         names = os.listdir(self.root) if self.root.is_dir() else []

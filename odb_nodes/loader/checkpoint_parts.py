@@ -115,7 +115,7 @@ class CheckpointParts:
             )
         for name, part in self._parts.items():
             if isinstance(part, dict):
-                _check_keys(name, part, states[name], folder)
+                _check_keys(f"parts[{name!r}]", part, states[name], folder)
         return PartStates(folder, states, state["generators"])
 
     def apply(self, saved: PartStates) -> None:
@@ -168,18 +168,21 @@ def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     return dict(state)
 
 
-def _check_keys(name: str, part: dict[Any, Any], state: object, folder: Path) -> None:
-    """Check that loading a dict would remove nothing from it."""
+def _check_keys(place: str, part: dict[Any, Any], state: object, folder: Path) -> None:
+    """Check that loading a dict would remove nothing from it, nor from the dicts in it."""
     if not isinstance(state, dict):
         raise StateError(
-            f"`parts[{name!r}]` is a dict, but in `{folder}` it is {describe(state)}. Give the "
+            f"`{place}` is a dict, but in `{folder}` it is {describe(state)}. Give the "
             "`parts` that it was saved with."
         )
     if newer := [key for key in part if key not in state]:
         raise StateError(
-            f"`parts[{name!r}]` has the keys {newer}, but `{folder}` was saved without them. Add "
-            "them after `load`, with the values that they should have by then."
+            f"`{place}` has the keys {newer}, but `{folder}` was saved without them. Add them "
+            "after `load`, with the values that they should have by then."
         )
+    for key, value in part.items():
+        if isinstance(value, dict):
+            _check_keys(f"{place}[{key!r}]", value, state[key], folder)
 
 
 def _check_parts(parts: Any) -> dict[str, Any]:

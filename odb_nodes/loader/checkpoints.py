@@ -221,7 +221,12 @@ class Checkpoints:
         return self._parts.read(folder, self._channel.rank, ranks)
 
     def _check_steps(self, *own: Path) -> None:
-        """Raise where another rank saves another step: neither would ever be complete."""
+        """Raise where another rank saves another step, or another run saves into the folder."""
+        if foreign := self._folders.foreign(own[-1]):
+            raise PeerError(
+                f"another run saves into `{self._folders.root}`: `{foreign[0]}` is not of this "
+                f"one, which saves `{own[-1].name}`. End it, or give each a folder of its own."
+            )
         if rivals := self._folders.rivals(own):
             mine, other = rivals[0]
             raise PeerError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -97,6 +98,10 @@ class ODBDataLoader:
     """
 
     yields_batches = True
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        _sign(cls)
 
     def __new__(cls, *_: Any, **given: Any) -> ODBDataLoader:
         """Name what there is in place of an argument of `DataLoader`."""
@@ -349,3 +354,12 @@ class _PinningCollate:
     def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
         with torch.cuda.device(self._device):
             return pin_memory(collate_group(self._collate, samples, info))
+
+
+def _sign(cls: type[ODBDataLoader]) -> None:
+    """Show editors the arguments of `__init__`, and not those of `__new__`."""
+    shown = inspect.signature(cls.__init__)
+    cls.__signature__ = shown.replace(parameters=[*shown.parameters.values()][1:])  # type: ignore[attr-defined]
+
+
+_sign(ODBDataLoader)

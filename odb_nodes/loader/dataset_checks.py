@@ -54,6 +54,10 @@ def check_is_dataset(dataset: Any) -> None:
         remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
     elif getattr(type(dataset), "yields_batches", False):
         remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
+    elif type(dataset).__module__.partition(".")[0] == "pandas":
+        remedy = "yields its columns. Pass `datasets.Dataset.from_pandas(frame)`"
+    elif isinstance(dataset, dict) and dataset and all(isinstance(name, str) for name in dataset):
+        remedy = "has no samples at 0, 1, 2 and so on. Mixtures do not nest: name all its datasets"
     elif isinstance(dataset, _OF_GROUPS):
         remedy = "yields groups or batches. Iterate it by `Loader(node)`, or pass one of samples"
     if remedy:

@@ -17,7 +17,7 @@ _LEAST_REAL_SHARE = 0.75  # of the tokens of samples; below, the samples hold pa
 _SAME_TARGETS = 0.05  # relative difference that a weight may have
 _TAKEN = {
     "tokens": "the samples have no labels, so their tokens were",
-    "samples": "the samples have one label each, so they were",
+    "samples": "the samples have one label each, or labels that are fractions, so they were",
 }
 
 
@@ -139,7 +139,7 @@ class BatchChecks:
         if abs(found - planned) > _SAME_TARGETS * planned:
             self._warn(
                 "labels",
-                f"`collate_fn` made {found} labels in step {info.step}, where {planned} targets "
+                f"a batch has {found} labels in step {info.step}, where {planned} targets "
                 f"were counted: {_TAKEN[info.counted]}. `loss_scale`, which weighs this batch "
                 "against other ranks and micro-steps, goes by the latter. Make the labels in "
                 "`process_fn`, or let `observe` return an `Observation` with the expected number "

@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 _SNAPSHOTS_PER_WINDOW = 4
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # no thread that outlives it
+
+
 class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
 
@@ -276,7 +280,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         }
         kept: dict[int, Sample] = {}
         logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
-        bar = tqdm(range(base, base + count), "replaying samples", leave=False, disable=None)
+        bar = _Bar(range(base, base + count), "replaying samples", leave=False, disable=None)
         progress = SlowProgress("samples replayed to restore the pool", count)
         for ordinal in bar:
             if bar.disable:  # where nobody sees it, such as in a file

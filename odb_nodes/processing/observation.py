@@ -32,8 +32,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
             are a list, an array or a tensor, (L,) or (1, L); `labels` likewise, where present.
         observe: maps the data to its tokens, or to an `Observation`. By default tokens is L;
             targets is the number of `labels[1:]` that are not -100; 1 where there is one label for
-            the whole sample (`labels`, `label` or `label_ids` is a number, or holds fractions; or
-            there are `start_positions`); or else tokens - 1;
+            the whole sample (`labels`, `label` or `label_ids` is a number, or holds fractions; the
+            latter two have another length; or there are `start_positions`); or else tokens - 1;
             patches is the sum of the products of `image_grid_thw`'s rows, or else the first
             dimension of `pixel_values`.
 
@@ -105,6 +105,8 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     if isinstance(row, torch.Tensor):
         row = row.numpy(force=True)
     if isinstance(row[0] if len(row) else 0, (float, np.floating)):
+        return 1, "samples"
+    if "labels" not in held and len(row) != tokens:  # several classes of a sample
         return 1, "samples"
     if len(row) == 1 < tokens:  # a class, or the one token that a decoder is to answer
         return 1, "labels"

@@ -194,9 +194,11 @@ class WorkerProcess:
             )
         else:
             how = f"died with exit code {code}."
+        if self._last_words:  # It has ended itself, and would again.
+            return f"worker process {self.pid} has ended.{self._last_words}"
         unheard = code is not None and code >= 0 and self._stage is Stage.STARTING
         hint = _GUARD if unheard and not self._forked else ""
-        return f"worker process {self.pid} {how} {on}{self._last_words or hint}"
+        return f"worker process {self.pid} {how} {on}{hint}"
 
     def kill(self) -> None:
         """End the process, and do not wait for it."""

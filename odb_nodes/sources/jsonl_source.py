@@ -66,7 +66,8 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             number, and so `num_samples` of a loader, is known when an epoch has ended.
 
     Raises:
-        FileNotFoundError: a file does not exist, or a folder or pattern has none.
+        FileNotFoundError: a file does not exist, also where a link in a folder leads to it; or a
+            folder or pattern has none.
         ValueError: there is no path; or all files are empty, unless this is one of several ranks
             that each have files of their own (`rank=0, world_size=1`).
     """
@@ -83,9 +84,13 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         count_records: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(paths, (str, os.PathLike, Sequence)):
-            raise TypeError(f"`paths` must be a path or a list of paths, but is {paths!r} instead.")
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
+        is_list = isinstance(given, Sequence)
+        if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
+            raise TypeError(
+                "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
+                f"{paths!r:.200} instead."
+            )
         found = [_files_of(path) for path in given]
         self._paths = [file for files in found for file in files]
         if not self._paths:
@@ -258,7 +263,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
 
     def _parse(self, line: bytes) -> Any:
         try:
-            return json.loads(line)
+            return json.loads(line.decode("utf-8-sig"))  # of bytes, it would guess the encoding
         except (ValueError, RecursionError) as error:
             self.close()  # It may be mended before the next call.
             self._mended.add(self._at.file)
@@ -291,6 +296,11 @@ def _files_of(path: str | os.PathLike[str]) -> list[Path]:
         found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
     else:
         return [Path(path)]
+    if lost := sorted(str(file) for file in found if file.is_symlink() and not file.exists()):
+        raise FileNotFoundError(
+            f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
+            "Mount its disk, or remove the link."
+        )
     found = [file for file in found if file.is_file()]
     if not found:
         raise FileNotFoundError(

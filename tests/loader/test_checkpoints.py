@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes import Checkpoints, ODBDataLoader, StateError, load_state
+from odb_nodes import Checkpoints, ODBDataLoader, PeerError, StateError, load_state
 from odb_nodes.loader.checkpoint_folders import Contents, choose
 
 DATASET = [{"input_ids": [1] * (n % 60 + 2)} for n in range(300)]
@@ -169,6 +169,27 @@ def test_what_cannot_be_saved_is_named_by_part_and_key(value, tmp_path):
     del job.done["hooks"]
     job.save(3)
     assert kept_steps(tmp_path) == [1, 3] and len([*tmp_path.iterdir()]) == 2
+
+
+def test_another_run_in_the_same_folder_is_an_error(tmp_path):
+    before, now = Job(tmp_path), Job(tmp_path)
+    before.save(1)
+    now.save(2)
+    with pytest.raises(PeerError, match="another run saves into .*`000002-step-2-"):
+        before.save(3)
+    assert now.save(4)
+    assert Job(tmp_path).checkpoints.load() == 4
+
+
+def test_a_key_within_a_dict_that_is_newer_is_not_lost(tmp_path):
+    job = Job(tmp_path)
+    job.done.update(sums={"loss": 1})
+    job.save(1)
+    job = Job(tmp_path)
+    job.done.update(sums={"loss": 0, "accuracy": 0})
+    with pytest.raises(StateError, match=r"`parts\['done'\]\['sums'\]` has the keys \['accuracy"):
+        job.checkpoints.load()
+    assert [*job.done["sums"]] == ["loss", "accuracy"]
 
 
 def test_a_key_that_cannot_be_saved_is_named(tmp_path):

@@ -9,7 +9,15 @@ import torch
 import torchdata.nodes
 from torchdata.nodes import IterableWrapper, Mapper, Unbatcher
 
-from odb_nodes import GroupCollator, LengthObserver, Loader, Mixing, ODBDataLoader, WindowBucketer
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    Mixing,
+    ODBDataLoader,
+    PaddingCollate,
+    WindowBucketer,
+)
 
 SAMPLES = [{"input_ids": [1] * (n % 5 + 1)} for n in range(20)]
 
@@ -47,6 +55,21 @@ def test_a_mixture_is_none_of_columns(mixture):
     make_loader(mixture)
 
 
+def frame():
+    return pytest.importorskip("pandas").DataFrame({"input_ids": [[1], [2]]})
+
+
+def test_mixtures_do_not_nest():
+    with pytest.raises(TypeError, match="source 'a': .* Mixtures do not nest"):
+        make_loader({"a": {"x": SAMPLES}, "b": SAMPLES})
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "process_fn"])
+def test_a_class_whose_instances_are_called_is_no_function(name):
+    with pytest.raises(TypeError, match=rf"`{name}` must be .* pass `PaddingCollate\(...\)`"):
+        make_loader(SAMPLES, **{name: PaddingCollate})
+
+
 def grouping_node():
     return GroupCollator(WindowBucketer(LengthObserver(IterableWrapper(SAMPLES)), 16, 4))
 
@@ -57,6 +80,10 @@ def grouping_node():
         (lambda: make_loader(SAMPLES), "an `ODBDataLoader` instead, which yields batches already"),
         (lambda: Loader(IterableWrapper(SAMPLES)), "`Loader` instead, .*its node, `loader.root`"),
         (lambda: torchdata.nodes.Loader(IterableWrapper(SAMPLES)), "`loader.root`, if that yields"),
+        (
+            frame,
+            "`DataFrame` instead, which yields its columns. Pass `datasets.Dataset.from_pandas",
+        ),
         (grouping_node, "`GroupCollator` instead, which yields groups or batches"),
         (lambda: grouping_node().source, "`WindowBucketer` instead, .*or pass one of samples"),
     ],

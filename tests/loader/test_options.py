@@ -227,3 +227,12 @@ def test_an_integer_stands_for_a_budget_of_padded_tokens():
 )
 def test_the_samples_in_flight_refill_the_pool_unless_their_number_is_given(options, in_flight):
     assert LoaderOptions(token_budget=64, **options).worker_options.in_flight_samples == in_flight
+
+
+def test_editors_are_shown_the_arguments():
+    class Mine(ODBDataLoader):
+        def __init__(self, size):
+            super().__init__([{"input_ids": [1]}] * size, token_budget=64)
+
+    assert {"dataset", "token_budget", "window"} <= {*inspect.signature(ODBDataLoader).parameters}
+    assert [*inspect.signature(Mine).parameters] == ["size"]

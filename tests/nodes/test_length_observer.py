@@ -49,6 +49,9 @@ def test_a_class_label_is_not_a_row_of_labels():
         for key in ("labels", "label", "label_ids"):
             sample = observe({"input_ids": IDS, key: label})
             assert (sample.targets, sample.counted) == (1, "samples")
+    for key in ("label", "label_ids"):  # several classes, or one for each token
+        assert observe({"input_ids": IDS, key: [0, 1, 1, 0, 1]}).counted == "samples"
+        assert observe({"input_ids": IDS, key: [0] * len(IDS)}).targets == len(IDS) - 1
 
 
 def test_a_row_of_one_label_is_one_target_of_a_class_or_of_a_decoder():

@@ -645,7 +645,7 @@ class CallableBomb(Bomb):
 
 def test_a_process_fn_that_cannot_be_unpickled():
     node = unshuffled(CallableBomb(), **two(start_method="spawn"))
-    with within(60), pytest.raises(WorkerError, match="exit code 1"):
+    with within(60), pytest.raises(WorkerError, match="has ended. It could not unpickle"):
         next(node)
     node.close()
 

@@ -64,7 +64,7 @@ def test_files_that_are_no_files_or_come_twice_are_refused(files, compressed):
     with pytest.raises(ValueError, match="each file once, but a folder or pattern has .*a.jsonl"):
         JsonlSource([files[0], folder / "*.jsonl"])
     assert len(ids(JsonlSource([files[0], files[0]], 0, 1))) == 80  # as it was asked for
-    with pytest.raises(TypeError, match="must be a path or a list of paths, but is None"):
+    with pytest.raises(TypeError, match="must be a path, .*, or a list of them, but is None"):
         JsonlSource(None)
     compressed[0].write_bytes(compressed[0].read_bytes()[:-40])
     with pytest.raises(ValueError, match="a.jsonl.gz cannot be decompressed"):
@@ -241,3 +241,30 @@ def test_a_last_line_that_is_cut_within_a_number_is_found_out(tmp_path):
     path.write_text("1\n234")
     with pytest.raises(SampleError, match="ends at byte 5, in line 2, but had 8 bytes"):
         list(node)
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl"])
+def test_a_link_that_leads_nowhere_is_an_error(pattern, tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "b.jsonl").symlink_to("/nowhere/b.jsonl")
+    with pytest.raises(FileNotFoundError, match="a link to a file that does not exist, .*b.jsonl"):
+        JsonlSource(f"{tmp_path}{pattern}")
+
+
+@pytest.mark.parametrize("paths", [b"/data", 5, [b"/data"], [5]])
+def test_paths_are_strings_or_paths(paths):
+    with pytest.raises(TypeError, match="`paths` must be a path, a string or"):
+        JsonlSource(paths)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_text_is_utf_8_with_or_without_a_mark(encoding, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ä"}\n', encoding=encoding)
+    assert list(Loader(JsonlSource(tmp_path))) == [{"text": "ä"}]
+
+
+@pytest.mark.parametrize("line", [b'{"a": 1}\0\0\0', '{"a": 1}'.encode("utf-16")])
+def test_another_encoding_is_not_guessed(line, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(SampleError, match="is not valid JSON in UTF-8: (Extra|'utf-8' codec)"):
+        list(Loader(JsonlSource(tmp_path)))

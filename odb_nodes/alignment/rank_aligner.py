@@ -210,8 +210,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
         if left_out := self.take_left_out():
             item = item._replace(info=replace(item.info, left_out=tuple(left_out)))
-        at.emitted += 1
-        at.step += 1
+        at.emitted, at.step = at.emitted + 1, at.step + 1
         if at.emitted == len(self._steps):
             self._end_round()
         return item

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -21,12 +20,8 @@ from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.options import (
-    LoaderOptions,
-    ProcessFn,
-    check_names_of_options,
-    check_no_option,
-)
+from odb_nodes.loader.option_guard import OptionGuard
+from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
@@ -41,7 +36,7 @@ from odb_nodes.sources.source_mixer import SourceMixer, Weights
 from odb_nodes.step_info import StepInfo
 
 
-class ODBDataLoader:
+class ODBDataLoader(OptionGuard):
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     It builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
@@ -98,16 +93,6 @@ class ODBDataLoader:
     """
 
     yields_batches = True
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        _sign(cls)
-
-    def __new__(cls, *_: Any, **given: Any) -> ODBDataLoader:
-        """Name what there is in place of an argument of `DataLoader`."""
-        if cls.__init__ is ODBDataLoader.__init__:  # and not a subclass with arguments of its own
-            check_names_of_options(given)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -221,13 +206,6 @@ class ODBDataLoader:
             f"{type(self).__name__}({data}, {self._budget}, "
             f"epoch {self.epoch}, step {self.step}: {done} done)"
         )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_made = "_loader" in vars(self) and type(self).__init__ is ODBDataLoader.__init__
-        has_own = getattr(type(self), name, None) is not getattr(ODBDataLoader, name, None)
-        if is_made and not has_own:  # A subclass may have a property of that name.
-            check_no_option(name)
-        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return True  # and not `len`
@@ -354,12 +332,3 @@ class _PinningCollate:
     def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
         with torch.cuda.device(self._device):
             return pin_memory(collate_group(self._collate, samples, info))
-
-
-def _sign(cls: type[ODBDataLoader]) -> None:
-    """Show editors the arguments of `__init__`, and not those of `__new__`."""
-    shown = inspect.signature(cls.__init__)
-    cls.__signature__ = shown.replace(parameters=[*shown.parameters.values()][1:])  # type: ignore[attr-defined]
-
-
-_sign(ODBDataLoader)

@@ -27,6 +27,19 @@ class Failure:
     details: str
     worker: str
 
+    def explained(self, where: str, *, elsewhere: bool) -> SampleError:
+        """Return the error to raise.
+
+        Args:
+            where: which sample it is.
+            elsewhere: it was processed by a worker.
+        """
+        by = f" It was processed in {self.worker}." if elsewhere else ""
+        return SampleError(
+            f"item {self.item}, {where}, cannot be processed: {self.error}\nNo batch with it was "
+            f"delivered. Mend it, then iterate again or resume.{by}\n{self.details}".rstrip()
+        )
+
 
 @dataclass(frozen=True)
 class ChunkTask:

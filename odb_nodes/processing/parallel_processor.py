@@ -19,7 +19,7 @@ from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_s
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
 from odb_nodes.contract.node import call_member, check_node
-from odb_nodes.errors import SampleError, StateError, WorkerError
+from odb_nodes.errors import StateError, WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
@@ -35,7 +35,6 @@ class _Chunk:
     """A chunk in flight: the source's state before it, and what will come of it."""
 
     source_state: Any
-    size: int
     task: ChunkTask
     locations: list[ItemLocation | None]  # of its items
     future: Future[ChunkResult] | None  # None: processed when its turn comes
@@ -257,13 +256,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._ready = zip(results, chunk.task.keys, strict=False)
         if failure is not None:
             position = self._position + len(results)
-            where = "" if chunk.future is None else f" It was processed in {failure.worker}."
-            self._failure = SampleError(
-                f"item {failure.item}, sample {position} of epoch {self._epochs.epoch}"
-                f"{format_location(chunk.locations[len(results)])}, cannot be processed: "
-                f"{failure.error}\nNo batch with it was delivered. Mend it, then iterate again or "
-                f"resume.{where}\n{failure.details}".rstrip()
-            )
+            location = format_location(chunk.locations[len(results)])
+            where = f"sample {position} of epoch {self._epochs.epoch}{location}"
+            self._failure = failure.explained(where, elsewhere=chunk.future is not None)
         elif chunk.source_error is not None:
             self._failure = chunk.source_error
 
@@ -287,7 +282,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             task = ChunkTask(items, keys, self._epochs.shuffle_key, self._submitted)
             self._submitted += len(items)
             future = self._submit(task)
-            self._in_flight.append(_Chunk(source_state, len(items), task, locations, future, error))
+            self._in_flight.append(_Chunk(source_state, task, locations, future, error))
 
     def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
         if self._pool is not None:
@@ -307,8 +302,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         if chunk.future is None:
             result = self._processor.run(chunk.task)
             return result.results, result.failure
-        first = chunk.task.position
-        where = f"samples {first}..{first + chunk.size - 1} of epoch {self._epochs.epoch}"
+        first, size = chunk.task.position, len(chunk.task.items)
+        where = f"samples {first}..{first + size - 1} of epoch {self._epochs.epoch}"
         waiting = (chunk.future, self._interruption)
         wait(waiting, self._workers.timeout_s, return_when=FIRST_COMPLETED)
         self._check_interrupted()

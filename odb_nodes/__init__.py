@@ -12,7 +12,7 @@ from odb_nodes.loader.loader import Loader
 from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
-from odb_nodes.sample import Observation, Sample, Skipped, SourceItem
+from odb_nodes.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
 from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
@@ -31,8 +31,10 @@ __all__ = [
     "DistributedState",
     "EpochNode",
     "GroupCollator",
+    "ItemKey",
     "IterableSource",
     "JsonlSource",
+    "LeftOut",
     "LengthObserver",
     "Loader",
     "Mixing",

@@ -3,15 +3,18 @@
 import json
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
+from rank_jobs import run_ranks
 from torchdata.nodes import IterableWrapper, Unbatcher
 
 from odb_nodes import (
     GroupCollator,
+    ItemKey,
     IterableSource,
     JsonlSource,
     LengthObserver,
@@ -30,6 +33,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.contract import EpochNode, EpochState
 from odb_nodes.testing import assert_resumes_exactly
 
 LENGTHS = [5 + n * 7 % 23 for n in range(120)]
@@ -149,6 +153,36 @@ def test_an_observation_may_give_a_key_of_its_own():
     data = [{"input_ids": [1] * (n % 9 + 1), "id": n} for n in range(50)]
     for info, ids in steps_of(ODBDataLoader(data, token_budget=32, window=8, observe=observe)):
         assert list(info.keys) == [7 * one for one in ids]
+
+
+class Pages(EpochNode):
+    """A source of a user's own, whose keys are page numbers."""
+
+    def begin_epoch(self):
+        self.page = 0
+
+    def restore(self, state):
+        self.page = 0
+
+    def save(self):
+        return EpochState()
+
+    def next(self):
+        if self.page == 9:
+            raise StopIteration
+        self.page += 1
+        return {"input_ids": [1] * self.page, "id": 100 + self.page}
+
+    def item_key(self):
+        return ItemKey("", 100 + self.page, world_size=1)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_node_of_ones_own_may_tell_them(mixed):
+    node = SourceMixer({"book": Pages()}) if mixed else Pages()
+    steps = steps_of(Loader(GroupCollator(WindowBucketer(LengthObserver(node), 64, 4))))
+    check(steps, range(101, 110))
+    assert {*steps[0][0].row_sources} == ({"book"} if mixed else {""})
 
 
 def test_where_nobody_knows_there_is_none():
@@ -290,3 +324,29 @@ def test_who_processes_makes_no_difference(method):
     node = ParallelProcessor(ShardedSampler(30, shuffle=False), augmented, workers=workers)
     assert {n["id"]: n["drawn"].tolist() for n in Loader(node)} == alone
     node.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_over_real_ranks_with_workers_each_comes_once(tmp_path, world_size):
+    body = """
+        sys.path.append(sys.argv[1])
+        from test_keys import BUDGET, text
+        import warnings
+        warnings.simplefilter("ignore")
+        data = {"a": range(120), "b": range(40)}
+        options = {"process_fn": text, "window": 8, "num_workers": 2, "accumulate": 2}
+        with ODBDataLoader(data, token_budget=BUDGET, round_size=4, **options) as loader:
+            for epoch in range(2):
+                seen = []
+                for batch in loader:
+                    info = pop_step_info(batch)
+                    if not info.is_filler:
+                        assert list(info.keys) == batch["id"].tolist()
+                    seen += zip(info.row_sources, info.keys)
+                    seen += [(one.source, one.key) for one in info.left_out]
+                everywhere = sorted(pair for rank in r.gathered(seen) for pair in rank)
+                assert everywhere == [(name, key) for name in data for key in data[name]]
+        r.finish(len(seen))
+    """
+    assert sum(run_ranks(tmp_path, body, world_size, Path(__file__).parent)) == 160

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
@@ -223,12 +222,8 @@ def _name_of(group: list[Sample], index: int | None) -> str:
         return ""
     sample = group[index]
     known = name_of(sample)
-    data = sample.data if isinstance(sample.data, Mapping) else {}
-    if "id" in data:
-        known += f", `id` {data['id']!r:.100}"
-    elif not known and isinstance(ids := data.get("input_ids"), (list, np.ndarray)):
-        first = np.asarray(ids, dtype=object).ravel()[:8].tolist()
-        known = f" of {sample.tokens} tokens, the first of them {first!r:.100}"
+    if isinstance(sample.data, Mapping) and "id" in sample.data:
+        known += f", `id` {sample.data['id']!r:.100}"
     return f"a sample{known}" if known else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,13 +149,15 @@ def _resume(
     """Resume a fresh graph at `start`, compare up to `stop`, and return its state there."""
     graph = _as_loader(make_graph())
     where = f"resumed {_place(reference, start)}"
-    lost = _watch_resets(graph) if thorough else []
     try:
-        graph.load_state_dict(_loaded(state))
         if thorough:
-            _load_again(graph, state)
+            with _watched_resets(graph) as lost:
+                graph.load_state_dict(_loaded(state))
+                _load_again(graph, state)
             if lost:
                 raise AssertionError(lost[0])
+        else:
+            graph.load_state_dict(_loaded(state))
         events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
         for index in range(start, stop):
             difference = _difference(reference[index], next(events, "nothing"))
@@ -194,8 +197,9 @@ def _load_again(graph: Any, state: bytes) -> None:
     graph.load_state_dict(_loaded(state))
 
 
-def _watch_resets(graph: Any) -> list[str]:
-    """Return a list that gets a text for each node that is reset and then saves another state.
+@contextmanager
+def _watched_resets(graph: Any) -> Iterator[list[str]]:
+    """Give a list that gets a text for each node that is reset and then saves another state.
 
     The state of a graph does not show it: a node that replays gives back the state of its source
     that it was given, until it takes a newer one.
@@ -224,10 +228,15 @@ def _watch_resets(graph: Any) -> list[str]:
         vars(node)["reset"] = reset_and_compare
 
     root = getattr(getattr(graph, "_loader", graph), "root", None)
-    for node in walk(root) if isinstance(root, BaseNode) else ():
-        if isinstance(node, StatefulNode):
-            watch(node)
-    return found
+    nodes = walk(root) if isinstance(root, BaseNode) else ()
+    watched = [node for node in nodes if isinstance(node, StatefulNode)]
+    for node in watched:
+        watch(node)
+    try:
+        yield found
+    finally:
+        for node in watched:  # Else a graph that is gone would be left to the garbage collector.
+            del vars(node)["reset"]
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:

@@ -136,7 +136,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         base = state.pulled - since
         self._snapshots.put(base, state.source)
         if state.payload is not None:
-            kept = {ordinal: decode_sample(encoded) for ordinal, encoded in state.payload}
+            self._payload = dict(state.payload)
+            kept = {ordinal: decode_sample(one) for ordinal, one in self._payload.items()}
             self._skip(since, base)
         else:
             kept = self._replay(since, base, state.pooled())

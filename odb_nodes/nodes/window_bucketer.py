@@ -136,7 +136,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         base = state.pulled - since
         self._snapshots.put(base, state.source)
         if state.payload is not None:
-            self._payload = dict(state.payload)
+            self._payload.update(state.payload)
             kept = {ordinal: decode_sample(one) for ordinal, one in self._payload.items()}
             self._skip(since, base)
         else:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of
 from odb_nodes._core.forks import Owner
+from odb_nodes.contract.graph import stop_threads
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.seeded_collate import DeferredBatch
 
 T = TypeVar("T")
+
+_EXIT_S = 2.0
+_live: weakref.WeakSet[ReadAhead[Any]] = weakref.WeakSet()
 
 
 class ReadAhead(BaseNode[T]):
@@ -41,6 +48,7 @@ class ReadAhead(BaseNode[T]):
         self._reads = False
         self._deferred: DeferredBatch | None = None  # taken, and not collated yet
         self._owner = Owner()
+        _live.add(self)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
@@ -124,3 +132,12 @@ class _Relay(BaseNode[T]):
 
     def get_state(self) -> dict[str, Any]:
         return self.source.state_dict()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Get all threads out of torch: one that is inside at the very end aborts the process."""
+    for node in list(_live):
+        if node._reads and node._owner.is_here:
+            with suppress(Exception):
+                stop_threads(node, _EXIT_S)

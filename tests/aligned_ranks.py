@@ -2,10 +2,10 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from in_process_hub import InProcessHub
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import LengthObserver, RankAligner, WindowBucketer
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 TIMEOUT_S = 20.0
 

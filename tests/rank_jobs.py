@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
-from in_process_hub import InProcessHub
 from torchdata.nodes import IterableWrapper
 from worker_functions import Program, Texts
 
@@ -22,6 +21,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract.graph import walk  # noqa: F401
 from odb_nodes.nodes.read_ahead import ReadAhead
 

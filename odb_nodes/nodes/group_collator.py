@@ -130,12 +130,23 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 group.
         """
         if self._held is None:
-            self._held = self._aligned(next(self.source))
+            self._held = self.take_group()
         batch: Any = self._batch(*self._held)
         self._samples += self._held.info.local_samples
         self._step += 1
         self._held, self._fresh = None, False
         return batch  # type: ignore[no-any-return]
+
+    def take_group(self) -> AlignedGroup:
+        """Take the next group from the source, which no batch is made of then."""
+        return self._aligned(next(self.source))
+
+    def collate(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:
+        """Return the batch of a group again, as it was made at that step of that epoch."""
+        run = partial(self._collate_group, group, info)
+        if self._seeded.draws_nothing:
+            return run()
+        return self._seeded.call(run, hash_ints(self._seed, self._rank, info.epoch, info.step))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: the seed, unless `collate_fn` is known not to draw."""

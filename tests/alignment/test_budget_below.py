@@ -1,10 +1,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from in_process_hub import InProcessHub
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import Loader, RankAligner, Sample, TokenBudget, WindowBucketer
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.alignment.group_reader import cost_below
 from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
 

@@ -8,7 +8,6 @@ import pytest
 from aligned_ranks import TIMEOUT_S, cut, graph, ids, on_ranks, shard
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_hub import InProcessHub
 from sampling import fewer
 from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
 
@@ -25,6 +24,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.testing import assert_resumes_exactly
 
 

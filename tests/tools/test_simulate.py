@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_hub import InProcessHub
 
 from odb_nodes import (
     LengthObserver,
@@ -19,6 +18,7 @@ from odb_nodes import (
     TokenBudget,
     WindowBucketer,
 )
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.planning.group_costs import padded_tokens
 from odb_nodes.tools.simulate import (
     lognormal_lengths,

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from in_process_hub import InProcessHub
 from rank_jobs import epochs_of, free_port, loader_over, make_dataloader, on_threads, samples_of
 from torchdata.nodes import Mapper
 from worker_functions import Program, Texts
 
 from odb_nodes import LengthObserver, Loader, RankAligner, ShardedSampler, WindowBucketer
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 WORLD_SIZE = 2
 SIZE = 101  # so that one rank has more than the other

@@ -1,4 +1,4 @@
-"""Many ranks inside of one process, each on a thread: for tests and simulations."""
+"""An exchange of ranks inside of one process, each on a thread: to make steps of a job again."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class InProcessHub:
 
 
 class _InProcessExchange:
+    """The exchange of one rank, see `Exchange`."""
+
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self.rank, self.world_size, self.timeout_s = rank, hub.world_size, hub.timeout_s
         self.ranks: Sequence[int] = range(hub.world_size)
@@ -42,6 +44,7 @@ class _InProcessExchange:
         self._connected = self._interrupted = False
 
     def connect(self, size: int) -> None:
+        """Meet the other ranks."""
         hub = self._hub
         if self._connected:
             return
@@ -54,6 +57,7 @@ class _InProcessExchange:
         self._connected = True
 
     def all_gather(self, row: IntArray) -> IntArray:
+        """Return the rows of all ranks."""
         if self._interrupted:
             raise Interrupted("the exchange was interrupted.")
         hub, call = self._hub, self._calls
@@ -71,11 +75,13 @@ class _InProcessExchange:
                     del hub.collected[call], hub.calls[call]
 
     def interrupt(self) -> None:
+        """Make every call raise until `resume`."""
         with self._hub.changed:
             self._interrupted = True
             self._hub.changed.notify_all()
 
     def resume(self) -> None:
+        """Take `interrupt` back."""
         self._interrupted = False
 
     def _wait_for(self, present: dict[int, object] | dict[int, IntArray] | dict[int, int]) -> None:

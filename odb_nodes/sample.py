@@ -42,6 +42,10 @@ class Sample(NamedTuple):
         counted: what `targets` counts, one of `COUNTED`; "" where nobody has said.
         key: which sample of its source it is, 63 bits, the same in every epoch; `None` where the
             source does not know: see `ItemKey`.
+        item: the item of the data that it was made of, which a restore reads again; filled in by
+            the nodes, as is the next.
+        digest: a CRC-32 of data, tokens, targets and patches, which a restore compares; `None`
+            where it was not needed yet.
     """
 
     data: Any
@@ -51,10 +55,18 @@ class Sample(NamedTuple):
     source: str = ""
     counted: str = ""
     key: int | None = None
+    item: ItemKey | None = None
+    digest: int | None = None
 
     def of_source(self, name: str) -> Sample:
         """Return this sample with the name of its source, put before a name that it has already."""
-        return self._replace(source=nested_name(name, self.source))
+        item = None if self.item is None else self.item.of_source(name)
+        return self._replace(source=nested_name(name, self.source), item=item)
+
+    @property
+    def repeat(self) -> int:
+        """What tells it from itself where it comes more than once in an epoch: see `ItemKey`."""
+        return 0 if self.item is None else self.item.repeat
 
 
 class ItemKey(NamedTuple):
@@ -91,15 +103,6 @@ class LeftOut(NamedTuple):
     key: int | None
     source: str
     reason: str
-
-
-def keyed(result: Any, key: ItemKey | None) -> Any:
-    """Return a result of processing with the key of its item, where it can hold one."""
-    if key is None or not isinstance(result, (Sample, Skipped)) or result.key is not None:
-        return result
-    if isinstance(result, Sample):
-        return result._replace(key=key.key)
-    return replace(result, key=key.key, source=result.source or key.source)
 
 
 def name_of(sample: Sample | Skipped) -> str:

@@ -37,6 +37,16 @@ def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     return {source: SourceCount(len(of_one), sum(of_one)) for source, of_one in tokens.items()}
 
 
+def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the fields of a `StepInfo` that say which samples are in its batch."""
+    return {
+        "local_sources": count_sources(samples),
+        "keys": tuple(sample.key for sample in samples),
+        "row_sources": tuple(sample.source for sample in samples),
+        "row_repeats": tuple(sample.repeat for sample in samples),
+    }
+
+
 def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCount]:
     """Return the sums by source."""
     sums: dict[str, SourceCount] = {}
@@ -80,7 +90,11 @@ class StepInfo:
         keys: keys of the samples, in the order of the batch's rows; `None` where a source has none.
             Empty in a filler step, as are the next two.
         row_sources: names of their sources, likewise.
-        left_out: samples of this rank that were skipped or dropped since the step before.
+        row_repeats: what tells samples from themselves that come more than once in an epoch.
+        left_out: samples of this rank that were left out since the step before.
+        epoch: number of the epoch.
+        ends_epoch: whether this rank takes no further step in the epoch; known only behind a
+            `RankAligner`.
         local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
             else those that were planned under the budget. 0 where neither is known.
     """
@@ -103,7 +117,10 @@ class StepInfo:
     local_padded_tokens: int = 0
     keys: tuple[int | None, ...] = ()
     row_sources: tuple[str, ...] = ()
+    row_repeats: tuple[int, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    epoch: int = 0
+    ends_epoch: bool = False
 
     def __getattr__(self, name: str) -> Any:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""
@@ -115,7 +132,7 @@ class StepInfo:
         return self.micro_step == self.micro_steps - 1
 
     @classmethod
-    def of_one_rank(cls, samples: Sequence[Sample], step: int) -> StepInfo:
+    def of_one_rank(cls, samples: Sequence[Sample], step: int, epoch: int = 0) -> StepInfo:
         """Return the counts of a step that is not shared with other ranks."""
         targets = sum(sample.targets for sample in samples)
         return cls(
@@ -126,10 +143,9 @@ class StepInfo:
             all_targets=targets,
             optimizer_samples=len(samples),
             optimizer_targets=targets,
-            local_sources=count_sources(samples),
             counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
-            keys=tuple(sample.key for sample in samples),
-            row_sources=tuple(sample.source for sample in samples),
+            epoch=epoch,
+            **facts_of_rows(samples),
         )
 
 

@@ -38,8 +38,9 @@ COPIES = {
 
 
 def test_its_source_is_a_field_of_it():
-    assert Sample._fields == ("data", "tokens", "targets", "patches", "source", "counted", "key")
-    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None)
+    known = ("data", "tokens", "targets", "patches", "source", "counted", "key", "item", "digest")
+    assert Sample._fields == known
+    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None, None, None)
     assert NAMED != PLAIN
 
 

@@ -11,23 +11,28 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST_ELEMENTS = 256
-_MOST_BYTES = 2048
-"""Of what is longer, beginning and end are digested, so that a digest costs microseconds."""
 _NUMBERS = {int, float, bool, type(None)}
 
 
-def content_digest(item: Any) -> int:
+def content_digest(item: Any, start: int = 0) -> int:
     """Return a CRC-32 of an item: equal for equal items, in every process.
 
     Numbers, strings, bytes, tensors and arrays are digested by value, also in lists, tuples and
-    dicts; of what is long, the length, the beginning and the end. Of other objects it is the type.
+    dicts, at 4 GB/s and some microseconds for each. Of other objects it is the type.
+
+    Args:
+        item: the item.
+        start: a number that comes before it.
     """
-    return _add(item, 0)
+    return _add(item, start)
 
 
 def _add(value: Any, crc: int) -> int:
     kind = type(value)
+    if kind is torch.Tensor:
+        return _add_tensor(value, crc)
+    if kind is np.ndarray:
+        return _add_array(value, crc)
     if kind is str:
         return _add_bytes(value.encode("utf-8", "surrogatepass"), crc)
     if kind in (int, float, bool, complex) or value is None:
@@ -50,16 +55,11 @@ def _add(value: Any, crc: int) -> int:
 
 
 def _add_bytes(value: bytes | bytearray, crc: int) -> int:
-    crc = zlib.crc32(b"%d" % len(value), crc)
-    if len(value) <= 2 * _MOST_BYTES:
-        return zlib.crc32(value, crc)
-    return zlib.crc32(value[-_MOST_BYTES:], zlib.crc32(value[:_MOST_BYTES], crc))
+    return zlib.crc32(value, zlib.crc32(b"%d" % len(value), crc))
 
 
 def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
     crc = zlib.crc32(b"%d" % len(values), crc)
-    if len(values) > 2 * _MOST_ELEMENTS:
-        values = [*values[:_MOST_ELEMENTS], *values[-_MOST_ELEMENTS:]]
     try:
         return zlib.crc32(array("q", values), crc)  # most are tokens
     except (TypeError, OverflowError):
@@ -72,24 +72,24 @@ def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
 
 
 def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
-    crc = zlib.crc32(f"{value.dtype} {value.shape}".encode(), crc)
-    if value.dtype.hasobject:
+    kind = value.dtype
+    name = b"%d" % kind.num if kind.isbuiltin == 1 else kind.str.encode()  # whose text is slow
+    crc = zlib.crc32(name + repr(value.shape).encode(), crc)
+    if kind.hasobject:
         return crc
-    row = value.reshape(-1)
-    if row.nbytes > 2 * _MOST_BYTES:
-        most = _MOST_BYTES // row.itemsize
-        crc = zlib.crc32(row[:most].tobytes(), crc)
-        row = row[len(row) - most :]
-    return zlib.crc32(row.tobytes(), crc)
+    as_it_is = kind.isbuiltin == 1 and value.flags.c_contiguous
+    return zlib.crc32(value.data if as_it_is else value.tobytes(), crc)
 
 
 def _add_tensor(value: torch.Tensor, crc: int) -> int:
+    try:
+        return _add_array(value.numpy(force=True), crc)
+    except (RuntimeError, TypeError):  # of a kind that numpy does not have
+        pass
+    crc = zlib.crc32(str(value.dtype).encode(), crc)
     is_dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized)
     if not is_dense or value.device.type == "meta":
-        return zlib.crc32(str(value.dtype).encode(), crc)
-    crc = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), crc)
-    row = value.detach().resolve_conj().resolve_neg().reshape(-1)
-    most = _MOST_BYTES // max(1, row.element_size())
-    if len(row) > 2 * most:
-        row = torch.cat((row[:most], row[-most:]))
-    return zlib.crc32(row.cpu().contiguous().view(torch.uint8).numpy().tobytes(), crc)
+        return crc
+    crc = zlib.crc32(repr(tuple(value.shape)).encode(), crc)
+    row = value.detach().cpu().reshape(-1)
+    return _add_array(row.view(torch.uint8).numpy(), crc)

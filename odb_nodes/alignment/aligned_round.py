@@ -13,7 +13,7 @@ from odb_nodes.planning.alignment import FILLER, RoundPlan
 from odb_nodes.planning.group_costs import counted_in
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
-from odb_nodes.step_info import AlignedGroup, StepInfo, count_sources
+from odb_nodes.step_info import AlignedGroup, StepInfo, facts_of_rows
 
 LossScaling = Literal["exact", "approx", "none"]
 
@@ -130,9 +130,7 @@ class AlignedRound:
             optimizer_samples=int(together[:, 1].sum()),
             optimizer_targets=int(together[:, 2].sum()),
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
-            local_sources={} if is_filler else count_sources(group),
             counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
-            keys=() if is_filler else tuple(sample.key for sample in group),
-            row_sources=() if is_filler else tuple(sample.source for sample in group),
+            **facts_of_rows([] if is_filler else group),
         )
         return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

@@ -208,12 +208,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._begin_round()
         self._agree()
         item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
-        if left_out := self.take_left_out():
-            item = item._replace(info=replace(item.info, left_out=tuple(left_out)))
         at.emitted, at.step = at.emitted + 1, at.step + 1
+        info = replace(
+            item.info,
+            left_out=tuple(self.take_left_out()),
+            epoch=self._epochs.epoch,
+            ends_epoch=at.is_at_end(self._steps),
+        )
         if at.emitted == len(self._steps):
             self._end_round()
-        return item
+        return item._replace(info=info)
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""

@@ -165,7 +165,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
         if info is None:
-            info = StepInfo.of_one_rank(group, self._step)
+            info = StepInfo.of_one_rank(group, self._step, self._epochs.epoch)
             left_out = call_member(self.source, "take_left_out") or ()
             info = replace(info, left_out=tuple(left_out))
         return AlignedGroup(group, info)
@@ -217,7 +217,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
 
 
 def _name_of(group: list[Sample], index: int | None) -> str:
-    """Return what is known of where a sample of a group comes from, and how it begins."""
+    """Return what is known of where a sample of a group comes from."""
     if index is None or not 0 <= index < len(group):
         return ""
     sample = group[index]

@@ -13,8 +13,8 @@ from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError
-from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import ItemKey, Observe, Sample, Skipped, keyed
+from odb_nodes.processing.observation import made_of, observe_sample
+from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
             raise SampleError(f"sample {self._position} of the epoch: {what}") from error
         self._position += 1
         key: ItemKey | None = call_member(self.source, "item_key")
-        return keyed(sample, key)  # type: ignore[no-any-return]
+        return made_of(sample, key)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

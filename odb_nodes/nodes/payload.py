@@ -9,7 +9,7 @@ import torch
 
 from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.sample import Sample
+from odb_nodes.sample import ItemKey, Sample
 
 _SCALARS = (int, str, float, bool, type(None))
 
@@ -21,7 +21,8 @@ def encode_sample(sample: Sample) -> bytes:
         SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
             numbers and strings.
     """
-    return to_bytes((_encode(sample.data), *sample[1:]))
+    item = None if sample.item is None else tuple(sample.item)
+    return to_bytes((_encode(sample.data), *sample._replace(item=item)[1:]))  # type: ignore[arg-type]
 
 
 def decode_sample(encoded: bytes) -> Sample:
@@ -32,7 +33,8 @@ def decode_sample(encoded: bytes) -> Sample:
     """
     try:
         data, *costs = from_bytes(encoded)
-        return Sample(_decode(data), *costs)
+        sample = Sample(_decode(data), *costs)
+        return sample if sample.item is None else sample._replace(item=ItemKey(*sample.item))
     except Exception as error:  # of any kind: torch reads whatever the bytes say
         raise StateError(
             f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "

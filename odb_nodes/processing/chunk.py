@@ -13,9 +13,10 @@ from typing import Any
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
+from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.transport import pack
-from odb_nodes.sample import ItemKey, keyed
+from odb_nodes.sample import ItemKey
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ChunkProcessor:
             try:
                 if self.seed is not None:
                     seed_rngs(self._seed_of(task, position, key))
-                results.append(keyed(self.process_fn(item), key))
+                results.append(made_of(self.process_fn(item), key))
             except caught as error:
                 return results, _describe(item, error)
         return results, None

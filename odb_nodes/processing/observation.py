@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from odb_nodes._core.checks import MAX_KEY, check_count
+from odb_nodes._core.content import content_digest
 from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import (
     CLASS_KEYS,
     IGNORE_INDEX,
+    ItemKey,
     Observation,
     Observe,
     Sample,
@@ -78,6 +82,25 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
             f"The sample is {_describe(data)}. Leave it out of the data, return `Skipped` from its "
             "processing, or pass an `observe` that returns its length in tokens."
         ) from error
+
+
+def made_of(result: Any, item: ItemKey | None) -> Any:
+    """Return a result of processing that knows its item, where it has one."""
+    if item is None:
+        return result
+    if isinstance(result, Sample):
+        key = item.key if result.key is None else result.key
+        return result._replace(key=key, item=item, digest=digest_of(result))
+    if isinstance(result, Skipped) and result.key is None:
+        return replace(result, key=item.key, source=result.source or item.source)
+    return result
+
+
+def digest_of(sample: Sample) -> int:
+    """Return a CRC-32 of what a sample holds and costs, whatever it was made of."""
+    if sample.digest is not None:
+        return sample.digest
+    return content_digest(sample.data, zlib.crc32(b"%d %d %d" % sample[1:4]))
 
 
 def _length_of(data: Any) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from odb_nodes._core.codec import from_bytes, to_bytes
-from odb_nodes.sample import Sample, SourceItem
+from odb_nodes.sample import ItemKey, Sample, SourceItem
 
 _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
@@ -112,8 +112,11 @@ def _to_columns(items: Sequence[Any]) -> Any:
         sources, inner = zip(*items, strict=True)
         return "source items", _to_columns(inner), sources
     if kinds == {Sample}:
-        data, *costs = zip(*items, strict=True)
-        return "samples", _dicts_to_columns(data), costs
+        data, *facts, made_of, digests = zip(*items, strict=True)
+        if all(made_of):  # a tuple of our own takes longer to pickle than the rest
+            made_of = (*zip(*made_of, strict=True),)
+            return "known samples", _dicts_to_columns(data), (*facts, digests), made_of
+        return "samples", _dicts_to_columns(data), (*facts, made_of, digests)
     return "items", _dicts_to_columns(items)
 
 
@@ -122,7 +125,12 @@ def _from_columns(packed: Any) -> list[Any]:
     if kind == "source items":
         return list(map(SourceItem, beside[0], _from_columns(content)))
     data = _dicts_from_columns(content)
-    return data if kind == "items" else list(map(Sample, data, *beside[0]))
+    if kind == "items":
+        return data
+    facts = beside[0]
+    if kind == "known samples":
+        facts = (*facts[:-1], map(ItemKey, *beside[1]), facts[-1])
+    return list(map(Sample, data, *facts))
 
 
 def _dicts_to_columns(items: Sequence[Any]) -> Any:

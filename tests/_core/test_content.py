@@ -76,7 +76,7 @@ def matrix(number):
 
 
 @pytest.mark.parametrize("number", [int, math.sqrt])
-def test_every_number_of_a_matrix_is_digested(number):
+def test_a_changed_number_of_a_matrix_is_noticed(number):
     digests = {content_digest(matrix(number))}
     for row, column in ((0, 0), (150, 150), (299, 299)):
         changed = matrix(number)

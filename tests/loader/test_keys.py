@@ -60,6 +60,7 @@ def check(steps, expected, left_out=()):
     """The keys of the steps are those of their rows; each comes once, in a step or left out."""
     for info, ids in steps:
         assert len(info.keys) == len(info.row_sources) == info.local_samples
+        assert len(info.row_repeats) == info.local_samples
         if not info.is_filler:
             assert list(info.keys) == ids
     out = [one for info, _ in steps for one in info.left_out]
@@ -226,6 +227,35 @@ def test_over_ranks_each_comes_once(world_size, size, accumulate):
     left_out = [one for one in SKIPPED + DROPPED if one[0] < size]
     for epoch in range(2):
         check([step for rank in ranks for step in rank[epoch]], range(size), left_out)
+        for rank in ranks:
+            infos = [info for info, _ in rank[epoch]]
+            assert {info.epoch for info in infos} == {epoch}
+            assert [info.ends_epoch for info in infos] == [False] * (len(infos) - 1) + [True]
+
+
+@pytest.mark.parametrize("uneven", ["join", "stop"])
+def test_the_last_step_of_an_epoch_is_known_where_ranks_end_apart(uneven):
+    def run(exchange):
+        sampler = ShardedSampler((25, 60)[exchange.rank], rank=0, world_size=1)
+        node = ParallelProcessor(sampler, text, rank=exchange.rank, world_size=2)
+        options = {"uneven": uneven, "round_size": 4}
+        node = RankAligner(WindowBucketer(LengthObserver(node), BUDGET, 8), exchange, **options)
+        return [info for info, _ in steps_of(Loader(GroupCollator(node)))]
+
+    for infos in on_ranks(2, run):
+        assert [info.ends_epoch for info in infos] == [False] * (len(infos) - 1) + [True]
+
+
+def test_what_comes_again_in_an_epoch_is_told_from_itself():
+    mixing = Mixing(stop="cycle")
+    data = {"a": range(100), "b": range(7)}
+    loader = ODBDataLoader(data, token_budget=BUDGET, window=8, process_fn=text, weights=mixing)
+    with pytest.warns(UserWarning):
+        infos = [info for info, _ in steps_of(loader)]
+    facts = [(info.row_sources, info.keys, info.row_repeats) for info in infos]
+    rows = [row for fact in facts for row in zip(*fact, strict=True)]
+    assert len(rows) == len({*rows}) > len({row[:2] for row in rows})
+    assert {repeat for source, _, repeat in rows if source == "a"} == {0}
 
 
 def test_on_ranks_too_they_are_the_same_after_a_resume():

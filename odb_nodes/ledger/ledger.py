@@ -10,9 +10,10 @@ import warnings
 import weakref
 from pathlib import Path
 
-from odb_nodes._core.checks import check_bool, check_type
+from odb_nodes._core.checks import check_type
+from odb_nodes._core.forks import Owner
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.ledger.records import SHARDED, VERSION, Encoder, Header, pack_header
+from odb_nodes.ledger.records import VERSION, Encoder, Header, pack_header
 from odb_nodes.step_info import StepInfo
 
 if sys.platform == "win32":
@@ -43,10 +44,9 @@ class Ledger:
 
     Args:
         folder: where the files are; made if need be.
-        sharded: whether each rank has data of its own, so that a key names another sample on each
-            rank: as `sharded` of the `ODBDataLoader`.
-        rank, world_size: this rank and the number of ranks; default: those of torch.distributed, or
-            of the environment.
+        rank, world_size: this rank and the number of ranks, of those that share the data; default:
+            those of torch.distributed, or of the environment. Of ranks that train on the same
+            samples (parts of one model), one records.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -58,12 +58,10 @@ class Ledger:
         self,
         folder: str | os.PathLike[str],
         *,
-        sharded: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         check_type("folder", folder, str | os.PathLike)
-        self._flags = SHARDED if check_bool("sharded", sharded) else 0
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self.path = Path(folder) / f"rank-{self._rank:05d}.ledger"
         """The file of this rank."""
@@ -71,6 +69,7 @@ class Ledger:
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
         self._lost = 0
         self._is_closed = self._is_warned = False
+        self._owner = Owner()
         _open_ledgers.add(self)
         try:
             self._open()
@@ -93,7 +92,7 @@ class Ledger:
         """
         if self._is_closed:
             raise ValueError("the ledger is closed: it records nothing. Make a new one.")
-        if self._file is None and not self._reopened():
+        if not self._owner.is_here or (self._file is None and not self._reopened()):
             return
         # Until the bytes are written, an interrupt leaves the chain in doubt: begin a new one then.
         encoder, self._encoder = self._encoder, None
@@ -101,7 +100,7 @@ class Ledger:
         try:
             if encoder is None:
                 start, crc = self._header(info)
-                encoder = Encoder(crc)
+                encoder = Encoder(crc, self._world_size)
             self._write(start + encoder.step(info))
         except OSError as error:
             self._lost += 1
@@ -173,7 +172,6 @@ class Ledger:
         assert self._file is not None
         header = Header(
             version=VERSION,
-            flags=self._flags,
             rank=self._rank,
             world_size=self._world_size,
             lost=self._lost,
@@ -206,14 +204,9 @@ class Ledger:
 
 
 def _close_in_child() -> None:
-    """Leave the files to the process that forked: a child would also keep their locks."""
+    """Close the copies that a forked child has: they would hold the locks as long as it lives."""
     for ledger in list(_open_ledgers):
         ledger._forget()
-        ledger.record = _ignore  # type: ignore[method-assign]
-
-
-def _ignore(info: StepInfo) -> None:
-    """Record nothing: this process is a forked child of the one that records."""
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,25 +14,26 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from odb_nodes._core.checks import MAX_KEY
 from odb_nodes.sample import LeftOut
 from odb_nodes.step_info import StepInfo
 
 MAGIC = b"\x89ODBLED\n"
 VERSION = 1
-SHARDED = 1
-"""Flag of a header: a key names another sample on each rank."""
 
 HEAD = struct.Struct("<IBBIIII")
 """CRC, kind, widths, samples in the step, samples left out, epoch, step. Of a name: CRC, kind, 0,
-its number, its bytes, 0, 0. Of an end: CRC, kind, 0, 0, 0, 0, 0."""
+its number, its bytes, `OWN` or 0, 0. Of an end: CRC, kind, 0, 0, 0, 0, 0."""
 
 NAME, END, STEP = 1, 2, 4
 FILLER, ENDS_EPOCH = 1, 2
 """Flags that are added to `STEP`."""
-KINDS = (NAME, END, *range(STEP, STEP + 4))
+OWN = 1
+"""Flag of the name of a source: its keys are of this rank alone."""
+KINDS = frozenset((NAME, END, *range(STEP, STEP + 4)))
 
 NO_KEY = -1
 NARROW_NO_KEY = 2**32 - 1
@@ -65,7 +66,9 @@ class Widths(NamedTuple):
         return sum(places)
 
 
-LAST_CODE = 31
+_ROW_BYTES = [sum(Widths.of_code(code)) for code in range(32)]
+NO_RECORD = 1 << 62
+"""Size of what is no record."""
 
 
 class Header(NamedTuple):
@@ -73,7 +76,6 @@ class Header(NamedTuple):
 
     Attributes:
         version: of the format.
-        flags: `SHARDED` or 0.
         rank: of the process that wrote it.
         world_size: number of ranks.
         lost: steps before it that could not be written.
@@ -84,7 +86,6 @@ class Header(NamedTuple):
     """
 
     version: int
-    flags: int
     rank: int
     world_size: int
     lost: int
@@ -94,7 +95,7 @@ class Header(NamedTuple):
     step: int
 
 
-_HEADER = struct.Struct("<HHIIIQdII")
+_HEADER = struct.Struct("<HIIIQdII")
 HEADER_BYTES = len(MAGIC) + 4 + _HEADER.size
 
 
@@ -115,11 +116,12 @@ def unpack_header(data: memoryview, at: int) -> tuple[Header, int] | None:
 
 
 def record_bytes(kind: int, code: int, samples: int, left_out: int) -> int:
-    """Return the size of a record, by the fields of its `HEAD`."""
+    """Return the size of a record, by the fields of its `HEAD`; more than any where it is none."""
     if kind == NAME:
         return HEAD.size + left_out
-    widths = sum(Widths.of_code(code))
-    return HEAD.size + widths * (samples + left_out) + REASON_BYTES * left_out
+    if kind not in KINDS or code >= len(_ROW_BYTES):
+        return NO_RECORD
+    return HEAD.size + _ROW_BYTES[code] * (samples + left_out) + REASON_BYTES * left_out
 
 
 class Encoder:
@@ -127,11 +129,15 @@ class Encoder:
 
     Args:
         crc: of the header.
+        world_size: number of ranks.
     """
 
-    def __init__(self, crc: int) -> None:
+    def __init__(self, crc: int, world_size: int) -> None:
         self._crc = crc
-        self._numbers = {"": 0}
+        self._world_size = world_size
+        self._numbers = {("", 0): 0}
+        self._own: set[str] = set()
+        self._shared: set[str] = set()
 
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after those of the names that it is the first to need."""
@@ -139,25 +145,29 @@ class Encoder:
         keys: Sequence[int | None] = info.keys
         sources: Sequence[str] = info.row_sources
         repeats: Sequence[int] = info.row_repeats
-        names = b""
+        names: list[bytes] = []
         if left:
             keys = (*keys, *(one.key for one in left))
             sources = (*sources, *(one.source for one in left))
-            repeats = (*(repeats or [0] * len(info.keys)), *(one.repeat for one in left))
-            names = self._define(one.reason for one in left)
         key_bytes, column = _keys(keys)
         source_bytes = repeat_bytes = 0
-        if any(sources):
-            names += self._define(sources)
-            numbers = [self._numbers[one] for one in sources]
-            source_bytes = _narrowest(max(numbers), SOURCE_BYTES)
-            column += _column(numbers, source_bytes)
+        if self._world_size > 1 and info.own_sources:
+            self._own |= info.own_sources
+        if self._own:
+            self._shared.update({*info.row_sources} - self._own)
+        if self._own or any(sources):
+            numbers = [self._number(one, self._is_own(one), names) for one in sources]
+            source_bytes = _narrowest(max(numbers, default=0), SOURCE_BYTES)
+            if source_bytes:
+                column += _column(numbers, source_bytes)
         if any(repeats):
+            repeats = (*repeats, *[0] * len(left))  # what is left out has none
             repeat_bytes = _narrowest(max(repeats), REPEAT_BYTES)
             column += _column(repeats, repeat_bytes)
         if left:
-            column += _column([self._numbers[one.reason] for one in left], REASON_BYTES)
-        return names + self._record(
+            reasons = [self._number(one.reason or "skipped", 0, names) for one in left]
+            column += _column(reasons, REASON_BYTES)
+        record = self._record(
             STEP + FILLER * info.is_filler + ENDS_EPOCH * info.ends_epoch,
             Widths(key_bytes, source_bytes, repeat_bytes).code(),
             len(info.keys),
@@ -166,20 +176,24 @@ class Encoder:
             info.step,
             column,
         )
+        return b"".join((*names, record))
 
     def end(self) -> bytes:
         """Return the record of the end of the attempt."""
         return self._record(END, 0, 0, 0, 0, 0, b"")
 
-    def _define(self, names: Iterable[str]) -> bytes:
-        """Number the names that have none yet, and return the records that say so."""
-        records = b""
-        for name in names:
-            if name not in self._numbers:
-                number = self._numbers[name] = len(self._numbers)
-                text = name.encode("utf-8", "surrogatepass")
-                records += self._record(NAME, 0, number, len(text), 0, 0, text)
-        return records
+    def _is_own(self, source: str) -> int:
+        """Return `OWN` where the keys of a source are this rank's; unknown ones are as others."""
+        return OWN if self._own and (source in self._own or source not in self._shared) else 0
+
+    def _number(self, name: str, own: int, names: list[bytes]) -> int:
+        """Return the number of a name; add a record that says so where it is new."""
+        number = self._numbers.get((name, own))
+        if number is None:
+            number = self._numbers[name, own] = len(self._numbers)
+            text = name.encode("utf-8", "surrogatepass")
+            names.append(self._record(NAME, 0, number, len(text), own, 0, text))
+        return number
 
     def _record(
         self, kind: int, code: int, samples: int, left: int, epoch: int, step: int, columns: bytes
@@ -190,19 +204,16 @@ class Encoder:
 
 
 def _keys(keys: Sequence[int | None]) -> tuple[int, bytes]:
-    """Return the width of the keys, and their column."""
-    if None in keys:
-        known = [key for key in keys if key is not None]
-        width = _key_bytes(known)
+    """Return the width of the keys, and their column; what is no key of 63 bits counts as none."""
+    known = [key for key in keys if key is not None]
+    width = 8 if known and max(known) >= NARROW_NO_KEY else 4
+    if len(known) < len(keys):
         missing = NARROW_NO_KEY if width == 4 else NO_KEY
-        return width, _column([missing if key is None else key for key in keys], width)
-    whole: Sequence[int] = keys  # type: ignore[assignment]
-    width = _key_bytes(whole)
-    return width, _column(whole, width)
-
-
-def _key_bytes(keys: Sequence[int]) -> int:
-    return 8 if keys and max(keys) >= NARROW_NO_KEY else 4
+        known = [missing if key is None else key for key in keys]
+    try:
+        return width, _column(known, width)
+    except struct.error:
+        return _keys([key if key is not None and 0 <= key <= MAX_KEY else None for key in keys])
 
 
 def _narrowest(largest: int, choices: tuple[int, ...]) -> int:

@@ -1,0 +1,150 @@
+"""Check that every sample has one fate per epoch, over all ranks and attempts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from odb_nodes._core.checks import MAX_KEY, check_count, check_type
+from odb_nodes.ledger.checks import Findings, check_keys, fate_of
+from odb_nodes.ledger.entries import Entries, Names, entries_of, merkle_root
+from odb_nodes.ledger.history import Stretch, extent_of, ranges, stretches
+from odb_nodes.ledger.reading import RankFile
+from odb_nodes.ledger.records import ENDS_EPOCH, STEP
+from odb_nodes.ledger.report import Audit, EpochAudit
+
+MOST_PROBLEMS_OF_RANKS = 100
+
+
+def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
+    """Return what became of every sample that a `Ledger` has recorded, and what is wrong.
+
+    Args:
+        folder: the folder that all ranks have written to; or one that their files were put into.
+        size: number of samples of the data over all ranks; a dict source -> size where several
+            are mixed. In a complete epoch each of them must have a fate: keys that are indices are
+            named, others counted. Of a source that is drawn from at random, or that is not read to
+            its end, leave it out.
+
+    Returns:
+        Facts and problems; `audit(...).ok` is whether there are none.
+
+    Raises:
+        TypeError, ValueError: `size` is not that of the sources, or a file is of a later version.
+        FileNotFoundError: there is no ledger in the folder.
+    """
+    _check_size(size)
+    paths = sorted(Path(folder).glob("rank-*.ledger"))
+    if not paths:
+        raise FileNotFoundError(f"`{folder}` has no ledger: no file `rank-00000.ledger`.")
+    files = [RankFile(path) for path in paths]
+    found = Findings(
+        [text for file in files for text in file.problems],
+        [text for file in files for text in file.notes],
+    )
+    parts = stretches(files)
+    has_ends = any(
+        bool(((attempt.heads["kind"] - STEP) & ENDS_EPOCH).any())
+        for file in files
+        for attempt in file.attempts
+    )
+    epochs: list[EpochAudit] = []
+    names = Names(sources={}, reasons={"": 0})
+    for epoch, group in groupby(parts, key=lambda one: one.epoch):
+        own = list(group)
+        is_last = epoch == parts[-1].epoch
+        is_complete = _check_steps(own, epochs, is_last, has_ends, found)
+        entries = entries_of(own, names)
+        in_keys = check_keys(entries, size, is_complete)
+        found.problems += [f"epoch {epoch}: {text}" for text in in_keys.problems]
+        found.notes += [f"epoch {epoch}: {text}" for text in in_keys.notes]
+        epochs.append(_facts(epoch, own, entries, is_complete))
+    return Audit(
+        folder=str(folder),
+        attempts={
+            file.rank: tuple((one.header.epoch, one.header.step) for one in file.attempts)
+            for file in files
+        },
+        epochs=tuple(epochs),
+        problems=tuple(found.problems),
+        notes=tuple(found.notes),
+    )
+
+
+def _check_size(size: object) -> None:
+    check_type("size", size, int | Mapping | None)
+    if isinstance(size, Mapping):
+        for name, one in size.items():
+            check_count(f"size[{name!r}]", one, 0, MAX_KEY)
+    elif size is not None:
+        check_count("size", size, 0, MAX_KEY)
+
+
+def _check_steps(
+    parts: Sequence[Stretch],
+    before: Sequence[EpochAudit],
+    is_last: bool,
+    has_ends: bool,
+    found: Findings,
+) -> bool:
+    """Check the steps of an epoch on each rank, and return whether it is complete."""
+    epoch = parts[0].epoch
+    if before and epoch > before[-1].epoch + 1:
+        found.problems.append(f"epoch {before[-1].epoch + 1} has no record, but epoch {epoch} has.")
+    problems, ended, is_whole = [], True, parts[0].first == 0
+    if not is_whole:
+        text = f"epoch {epoch}: what was before step {parts[0].first} is not recorded."
+        (found.problems if before else found.notes).append(text)
+    for part in parts:
+        extents = {rank: extent_of(part, rank) for rank in range(part.world_size)}
+        problems += [text for one in extents.values() for text in one.problems]
+        absent = [rank for rank in extents if rank not in part.blocks]
+        if absent:
+            problems.append(
+                f"epoch {epoch}: rank {ranges(np.array(absent))} of {part.world_size} has no "
+                "record: put the files of all ranks into the folder."
+            )
+        if part.stop is not None:
+            continue
+        open_ranks = [rank for rank, one in extents.items() if not one.ends]
+        ended = not open_ranks
+        present = [one.last for rank, one in extents.items() if rank in part.blocks]
+        if open_ranks and min(present) < max(present) and is_last:
+            lasts = ", ".join(f"rank {rank} to {one.last}" for rank, one in extents.items())
+            found.notes.append(f"epoch {epoch}: the ranks are recorded to other steps: {lasts}.")
+        if open_ranks and not is_last:
+            text = (
+                f"epoch {epoch}: rank {ranges(np.array(open_ranks))}: the epoch has no end: it was "
+                "left, or its last steps are not recorded"
+            )
+            if has_ends:
+                problems.append(f"{text}.")
+            else:
+                found.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
+    found.problems += problems[:MOST_PROBLEMS_OF_RANKS]
+    if (more := len(problems) - MOST_PROBLEMS_OF_RANKS) > 0:
+        found.problems.append(f"epoch {epoch}: {more:,} more problems of its steps.")
+    return ended and is_whole and not problems and parts[-1].stop is None
+
+
+def _facts(epoch: int, parts: Sequence[Stretch], entries: Entries, is_complete: bool) -> EpochAudit:
+    counts = np.bincount(entries.fates, minlength=len(entries.names.reasons)).tolist()
+    fates: dict[str, int] = {}
+    for reason, number in entries.names.reasons.items():
+        if counts[number]:
+            fates[fate_of(reason)] = counts[number]
+    return EpochAudit(
+        epoch=epoch,
+        steps=len(entries.leaves),
+        last_step=int(entries.steps.max()),
+        world_sizes=tuple(dict.fromkeys(part.world_size for part in parts)),
+        is_complete=is_complete,
+        fates=fates,
+        filler=entries.filler,
+        digest=merkle_root(entries.leaves).hex(),
+        leaves=entries.leaves,
+    )

@@ -1,0 +1,160 @@
+"""Which records count: an attempt replaces what earlier ones did from its start on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.ledger.reading import Attempt, RankFile, position
+from odb_nodes.ledger.records import ENDS_EPOCH, STEP
+
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Records of one attempt that count, all of one epoch.
+
+    Attributes:
+        file: the file that they are in.
+        attempt: the attempt.
+        indices: which of its records, (n,) int64.
+    """
+
+    file: RankFile
+    attempt: Attempt
+    indices: npt.NDArray[np.int64]
+
+    @property
+    def steps(self) -> npt.NDArray[np.int64]:
+        """Steps of the records, (n,) int64."""
+        return self.attempt.heads["step"][self.indices].astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """What the ranks of a job of one size did of an epoch.
+
+    Attributes:
+        epoch: number of the epoch.
+        world_size: number of ranks.
+        first: its first step.
+        stop: the step at which a job of another size goes on; `None` where none does.
+        blocks: what counts, by rank.
+    """
+
+    epoch: int
+    world_size: int
+    first: int
+    stop: int | None
+    blocks: dict[int, list[Block]]
+
+
+def stretches(files: Sequence[RankFile]) -> list[Stretch]:
+    """Return what counts, in the order of the run."""
+    jobs = _jobs(files)
+    starts = [min(_start(attempt) for _, attempt in job) for job in jobs]
+    found: list[Stretch] = []
+    for number, job in enumerate(jobs):
+        limit = min(starts[number + 1 :], default=_NEVER)
+        by_epoch: dict[int, dict[int, list[Block]]] = {}
+        for block in _blocks(job, limit):
+            epoch = int(block.attempt.heads["epoch"][block.indices[0]])
+            by_epoch.setdefault(epoch, {}).setdefault(block.file.rank, []).append(block)
+        for epoch, blocks in by_epoch.items():
+            stretch = Stretch(
+                epoch=epoch,
+                world_size=job[0][1].header.world_size,
+                first=starts[number] & 0xFFFFFFFF if starts[number] >> 32 == epoch else 0,
+                stop=limit & 0xFFFFFFFF if limit >> 32 == epoch else None,
+                blocks=blocks,
+            )
+            found.append(stretch)
+    return sorted(found, key=lambda one: (one.epoch, one.first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """Which steps of a stretch one rank has recorded.
+
+    Attributes:
+        last: its last step; one before the first where it has none.
+        ends: whether that step ends the epoch.
+        problems: steps that are missing, or recorded twice.
+    """
+
+    last: int
+    ends: bool
+    problems: list[str]
+
+
+def extent_of(stretch: Stretch, rank: int) -> Extent:
+    """Return which steps of a stretch a rank has recorded, and what is wrong with them."""
+    blocks = stretch.blocks.get(rank, [])
+    if not blocks:
+        return Extent(last=stretch.first - 1, ends=False, problems=[])
+    steps = np.concatenate([block.steps for block in blocks])
+    kinds = np.concatenate([block.attempt.heads["kind"][block.indices] for block in blocks])
+    last = int(steps.max())
+    unique, counts = np.unique(steps, return_counts=True)
+    stop = last + 1 if stretch.stop is None else stretch.stop
+    missing = np.setdiff1d(np.arange(stretch.first, stop), unique)
+    wrong = {"recorded more than once": unique[counts > 1], "not recorded": missing}
+    return Extent(
+        last=last,
+        ends=bool(((kinds[steps == last] - STEP) & ENDS_EPOCH).any()),
+        problems=[
+            f"rank {rank}, epoch {stretch.epoch}: {text}: step {ranges(steps)}."
+            for text, steps in wrong.items()
+            if len(steps)
+        ],
+    )
+
+
+def ranges(numbers: npt.NDArray[np.int64], most: int = 20) -> str:
+    """Return sorted numbers as text: `3, 7 to 9`.
+
+    Args:
+        numbers: without repeats, (n,) int64.
+        most: how many ranges are named.
+    """
+    cuts = np.flatnonzero(np.diff(numbers) > 1) + 1
+    found = []
+    for part in np.split(numbers, cuts[:most])[:most]:
+        found.append(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}")
+    named = len(numbers) if len(cuts) < most else int(cuts[most - 1])
+    rest = [f"{len(numbers) - named:,} more"] * (named < len(numbers))
+    return ", ".join([*found, *rest])
+
+
+def _jobs(files: Sequence[RankFile]) -> list[list[tuple[RankFile, Attempt]]]:
+    """Return the attempts by time, cut where the number of ranks changes."""
+    attempts = [(file, attempt) for file in files for attempt in file.attempts]
+    attempts.sort(key=lambda one: one[1].header.time_s)
+    jobs: list[list[tuple[RankFile, Attempt]]] = []
+    for one in attempts:
+        if not jobs or jobs[-1][0][1].header.world_size != one[1].header.world_size:
+            jobs.append([])
+        jobs[-1].append(one)
+    return jobs
+
+
+def _blocks(job: list[tuple[RankFile, Attempt]], limit: int) -> Iterator[Block]:
+    """Yield the records of a job that count, attempt by attempt, each epoch by itself."""
+    limits: dict[int, int] = {}
+    kept = []
+    for file, attempt in sorted(job, key=lambda one: -one[1].number):  # the last one first
+        before = limits.get(file.rank, limit)
+        kept.append((file, attempt, np.flatnonzero(attempt.positions < before)))
+        limits[file.rank] = min(before, _start(attempt))
+    for file, attempt, indices in reversed(kept):
+        epochs = attempt.heads["epoch"][indices]
+        for epoch in np.unique(epochs):
+            yield Block(file=file, attempt=attempt, indices=indices[epochs == epoch])
+
+
+def _start(attempt: Attempt) -> int:
+    return int(position(attempt.header.epoch, attempt.header.step))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes.ledger.entries import TRAINED, Entries, Ints
 from odb_nodes.ledger.history import ranges
-from odb_nodes.ledger.records import NO_KEY
 
 MOST_NAMED = 20
 """Keys that are named where more are wrong in the same way."""
@@ -77,60 +77,76 @@ class _Keys:
 
 def _check_source(entries: Entries, name: str, number: int, found: Findings) -> _Keys:
     """Find the keys of a source that have several fates."""
-    whole = entries.sources.min() == entries.sources.max()
-    chosen = slice(None) if whole else np.flatnonzero(entries.sources == number)
-    keys = entries.keys[chosen]
-    repeats = None if entries.repeats is None else entries.repeats[chosen]
-    repeats = repeats if repeats is not None and repeats.any() else None
-    without = int((keys == NO_KEY).sum())
+    is_own = entries.sources == number
+    keys = entries.keys if is_own.all() else entries.keys[is_own]
+    ordered = np.sort(keys)
+    without = int(np.searchsorted(ordered, 0))  # `NO_KEY` is below all keys
     if without:
         found.notes.append(f"{without:,} samples{_of(name)} have no key: they are only counted.")
-    if repeats is None:
-        ordered = np.sort(keys)
-        is_new = np.diff(ordered, prepend=NO_KEY - 1) > 0
-        several = np.unique(ordered[~is_new & (ordered != NO_KEY)])
-        distinct = ordered[is_new & (ordered != NO_KEY)]
-        if len(several):
-            _name_several(entries, name, chosen, np.isin(keys, several), found)
-        return _Keys(distinct, without)
-    trained = entries.fates[chosen] == TRAINED
-    order = np.lexsort((repeats, keys))
-    order = order[(trained & (keys != NO_KEY))[order]]
-    same_key = np.diff(keys[order]) == 0
-    same = np.flatnonzero(same_key & (np.diff(repeats[order]) == 0))
-    if same_key.any():
-        found.notes.append(
-            f"{_count(keys[order[1:][same_key]])} keys{_of(name)} come more than once by intent: a "
-            "source that begins again, or a sampler that draws. Each repeat has one fate"
-            f"{'' if trained.all() else '; of what was left out, repeats are not told apart'}."
-        )
-    if len(same):
-        is_wrong = np.zeros(len(keys), bool)
-        is_wrong[order[same]] = is_wrong[order[same + 1]] = True
-        _name_several(entries, name, chosen, is_wrong, found)
-    distinct = np.unique(keys)
-    return _Keys(distinct[distinct != NO_KEY], without)
+    ordered = ordered[without:]
+    is_new = np.ones(len(ordered), bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    distinct, several = ordered[is_new], np.unique(ordered[~is_new])
+    del ordered, is_new
+    if len(several):
+        places = np.flatnonzero(is_own)
+        near = np.minimum(np.searchsorted(several, keys), len(several) - 1)
+        _check_several(entries, name, places[several[near] == keys], is_own, found)
+    return _Keys(distinct, without)
 
 
-def _name_several(
-    entries: Entries, name: str, chosen: slice | Ints, is_wrong: np.ndarray, found: Findings
+def _check_several(
+    entries: Entries, name: str, at: Ints, is_own: npt.NDArray[np.bool_], found: Findings
 ) -> None:
-    """Say of each key that has several fates where it has which."""
-    at = np.arange(len(entries.keys))[chosen][is_wrong]
-    at = at[np.argsort(entries.keys[at], kind="stable")]
+    """Find out which samples with the same key are not told apart by their repeat.
+
+    Args:
+        entries: the samples of the epoch.
+        name: of the source.
+        at: which of them have a key that comes more than once, (n,) int64.
+        is_own: which of them are of the source.
+        found: what problems and notes are added to.
+    """
+    if entries.repeats is not None and entries.repeats[is_own].any():
+        is_trained = entries.fates[at] == TRAINED
+        found.notes.append(
+            f"{len(np.unique(entries.keys[at])):,} keys{_of(name)} come more than once by intent: "
+            "their source begins again, or a sampler draws them. Each repeat has one fate"
+            f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
+        )
+        at = at[is_trained]
+        keys, repeats = entries.keys[at], entries.repeats[at]
+        order = np.lexsort((repeats, keys))
+        is_same = (np.diff(keys[order]) == 0) & (np.diff(repeats[order]) == 0)
+        same = np.flatnonzero(is_same)
+        at = at[order[np.union1d(same, same + 1)]]
+    else:
+        at = at[np.argsort(entries.keys[at], kind="stable")]
+    if len(at):
+        _name_several(entries, name, at, found)
+
+
+def _name_several(entries: Entries, name: str, at: Ints, found: Findings) -> None:
+    """Say where the samples of each key that has several fates are, and which fates.
+
+    Args:
+        entries: the samples of the epoch.
+        name: of the source.
+        at: which of them, by key, (n,) int64.
+        found: what problems are added to.
+    """
     reasons = {number: text for text, number in entries.names.reasons.items()}
-    records = np.searchsorted(entries.ends, at, side="right")
-    cuts = np.flatnonzero(np.diff(entries.keys[at])) + 1
-    groups = np.split(np.arange(len(at)), cuts)
+    groups = np.split(at, np.flatnonzero(np.diff(entries.keys[at])) + 1)
     for group in groups[:MOST_NAMED]:
-        fates = [
-            f"{fate_of(reasons[int(entries.fates[at[one]])])} at rank "
-            f"{entries.ranks[records[one]]} step {entries.steps[records[one]]}"
-            for one in group[:MOST_NAMED]
-        ]
-        more = [f"{len(group) - MOST_NAMED:,} more"] * (len(group) > MOST_NAMED)
-        key = entries.keys[at[group[0]]]
-        found.problems.append(f"key {key}{_of(name)} has {len(group)} fates: {_join(fates, more)}.")
+        fates = []
+        for one in group[:MOST_NAMED].tolist():
+            record = int(np.searchsorted(entries.ends, one, side="right"))
+            where = f"rank {entries.ranks[record]} step {entries.steps[record]}"
+            fates.append(f"{fate_of(reasons[int(entries.fates[one])])} at {where}")
+        fates += [f"{len(group) - MOST_NAMED:,} more"] * (len(group) > MOST_NAMED)
+        found.problems.append(
+            f"key {entries.keys[group[0]]}{_of(name)} has {len(group)} fates: {'; '.join(fates)}."
+        )
     if len(groups) > MOST_NAMED:
         found.problems.append(
             f"{len(groups) - MOST_NAMED:,} more keys{_of(name)} have several fates."
@@ -178,11 +194,3 @@ def _sizes(
 
 def _of(name: str) -> str:
     return f" of source {name!r}" if name else ""
-
-
-def _count(keys: Ints) -> str:
-    return f"{len(np.unique(keys)):,}"
-
-
-def _join(fates: list[str], more: list[str]) -> str:
-    return "; ".join([*fates, *more])

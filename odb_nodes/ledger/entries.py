@@ -50,7 +50,7 @@ class Entries:
         keys: `NO_KEY` where there is none, (n,) int64.
         sources: numbers, (n,) int32.
         fates: `TRAINED`, or the number of a reason, (n,) int32.
-        repeats: (n,) int64; `None` where all are 0.
+        repeats: (n,) int32, or int64 where need be; `None` where all are 0.
         ends: number of samples up to the end of each record, (records,) int64.
         ranks: rank of each record, (records,) int32.
         steps: its step, (records,) int64.
@@ -62,7 +62,7 @@ class Entries:
     keys: Ints
     sources: npt.NDArray[np.int32]
     fates: npt.NDArray[np.int32]
-    repeats: Ints | None
+    repeats: npt.NDArray[np.int32] | Ints | None
     ends: Ints
     ranks: npt.NDArray[np.int32]
     steps: Ints
@@ -102,6 +102,8 @@ def entries_of(stretches: Sequence[Stretch], names: Names) -> Entries:
         digests += _digests(entries, slice(at, stop), head, count)
         at = stop
     entries.leaves = _leaves(entries, digests)
+    for file in {id(block.file): block.file for block in chunks}.values():
+        file.forget_pages()
     return entries
 
 
@@ -135,7 +137,9 @@ def _decode(
         column, at = _column(block, at, rows, widths.repeat)
         if widths.repeat:
             if entries.repeats is None:
-                entries.repeats = np.zeros(len(entries.keys), np.int64)
+                entries.repeats = np.zeros(len(entries.keys), np.int32)
+            if column.max(initial=0) > np.iinfo(entries.repeats.dtype).max:
+                entries.repeats = entries.repeats.astype(np.int64)
             entries.repeats[place][mine] = column
         left = heads["left_out"][chosen].astype(np.int64)
         if left.any():

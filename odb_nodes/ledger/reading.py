@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import zlib
 from array import array
@@ -94,9 +95,18 @@ class RankFile:
         self.attempts: list[Attempt] = []
         self.problems: list[str] = []
         self.notes: list[str] = []
-        is_empty = path.stat().st_size == 0  # which cannot be mapped
-        self.data = memoryview(b"" if is_empty else np.memmap(path, np.uint8, "r").data)
+        self._map: mmap.mmap | None = None
+        if path.stat().st_size:  # what is empty cannot be mapped
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.data = memoryview(b"" if self._map is None else self._map)
         self._read()
+        self.forget_pages()
+
+    def forget_pages(self) -> None:
+        """Let the system take back the memory of what was read; it is read again if need be."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read(self) -> None:
         starts = [match.start() for match in re.finditer(re.escape(MAGIC), self.data)]

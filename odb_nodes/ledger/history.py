@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from odb_nodes.ledger.reading import Attempt, RankFile, position
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 
 _NEVER = 1 << 62
+MOST_SPANS = 20
+"""Ranges of numbers that are named in one text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,34 +103,35 @@ def extent_of(stretch: Stretch, rank: int) -> Extent:
     kinds = np.concatenate([block.attempt.heads["kind"][block.indices] for block in blocks])
     last = int(steps.max())
     unique, counts = np.unique(steps, return_counts=True)
-    stop = last + 1 if stretch.stop is None else stretch.stop
-    missing = np.setdiff1d(np.arange(stretch.first, stop), unique)
-    wrong = {"recorded more than once": unique[counts > 1], "not recorded": missing}
+    wrong = {"recorded more than once": ranges(unique[counts > 1])}
+    ends = [stretch.first - 1, *unique.tolist(), last + 1 if stretch.stop is None else stretch.stop]
+    gaps = [(a + 1, b - 1) for a, b in pairwise(ends) if b > a + 1]
+    wrong["not recorded"] = _text_of(gaps)
     return Extent(
         last=last,
         ends=bool(((kinds[steps == last] - STEP) & ENDS_EPOCH).any()),
         problems=[
-            f"rank {rank}, epoch {stretch.epoch}: {text}: step {ranges(steps)}."
-            for text, steps in wrong.items()
-            if len(steps)
+            f"rank {rank}, epoch {stretch.epoch}: {text}: step {which}."
+            for text, which in wrong.items()
+            if which
         ],
     )
 
 
-def ranges(numbers: npt.NDArray[np.int64], most: int = 20) -> str:
-    """Return sorted numbers as text: `3, 7 to 9`.
+def ranges(numbers: npt.NDArray[np.int64]) -> str:
+    """Return sorted numbers without repeats as text: `3, 7 to 9`; "" for none."""
+    if not len(numbers):
+        return ""
+    cuts = np.flatnonzero(np.diff(numbers) > 1)
+    firsts, lasts = numbers[[0, *(cuts + 1)]], numbers[[*cuts, -1]]
+    return _text_of(list(zip(firsts.tolist(), lasts.tolist(), strict=True)))
 
-    Args:
-        numbers: without repeats, (n,) int64.
-        most: how many ranges are named.
-    """
-    cuts = np.flatnonzero(np.diff(numbers) > 1) + 1
-    found = []
-    for part in np.split(numbers, cuts[:most])[:most]:
-        found.append(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}")
-    named = len(numbers) if len(cuts) < most else int(cuts[most - 1])
-    rest = [f"{len(numbers) - named:,} more"] * (named < len(numbers))
-    return ", ".join([*found, *rest])
+
+def _text_of(spans: Sequence[tuple[int, int]]) -> str:
+    """Return ranges of numbers as text, of which the first are named and the others counted."""
+    named = [str(a) if a == b else f"{a} to {b}" for a, b in spans[:MOST_SPANS]]
+    rest = sum(b - a + 1 for a, b in spans[MOST_SPANS:])
+    return ", ".join(named + [f"{rest:,} more"] * bool(rest))
 
 
 def _jobs(files: Sequence[RankFile]) -> list[list[tuple[RankFile, Attempt]]]:

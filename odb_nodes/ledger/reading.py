@@ -28,6 +28,8 @@ from odb_nodes.ledger.records import (
 HEAD_DTYPE = np.dtype(
     [(name, "=u4") for name in ("kind", "code", "samples", "left_out", "epoch", "step")]
 )
+FARTHEST_STEPS = 1 << 16
+"""A record that does not continue the one before it, and is so much later, is not believed."""
 NO_HEAD = (0,) * 7
 MOST_NAMES = 1 << 20
 LONGEST_SOUGHT_BYTES = 1 << 20
@@ -142,6 +144,7 @@ class RankFile:
         number, names, is_closed = len(self.attempts) + 1, {0: ("", 0)}, False
         offsets, heads = array("q"), array("I")
         where = f"attempt {number}, at its beginning"
+        epoch, step = header.epoch, header.step
         data, unpack = self.data, HEAD.unpack_from
         while at < end:
             head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
@@ -149,7 +152,8 @@ class RankFile:
             if stop > end:
                 at, crc = self._skip(where, at, end, crc)
                 continue
-            if crc is not None and zlib.crc32(data[at + 4 : stop], crc) != head[0]:
+            continues = crc is None or zlib.crc32(data[at + 4 : stop], crc) == head[0]
+            if not continues:
                 self._problem(
                     f"{where}: {_what(head)} does not continue the record before it: one of them "
                     "was changed, removed, doubled or moved"
@@ -160,7 +164,8 @@ class RankFile:
                 names[head[3]] = (text, head[5])
             elif kind == END:
                 is_closed = True
-            elif kind != NAME:
+            elif kind != NAME and (continues or _is_near(head, epoch, step)):
+                epoch, step = head[5:]
                 offsets.append(at)
                 heads.extend(head[1:])
                 where = f"attempt {number}, after {place(head[5] << 32 | head[6])}"
@@ -232,6 +237,11 @@ def _what(head: tuple[int, ...]) -> str:
     if head[1] in (NAME, END):
         return "a name" if head[1] == NAME else "the end of the attempt"
     return f"the record of {place(head[5] << 32 | head[6])}"
+
+
+def _is_near(head: tuple[int, ...], epoch: int, step: int) -> bool:
+    """Tell whether the place of a record, which may be damaged, is a likely one after another."""
+    return head[6] < FARTHEST_STEPS + step * (head[5] == epoch) and 0 <= head[5] - epoch <= 1
 
 
 def _start(header: Header) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +18,23 @@ from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 from odb_nodes.ledger.report import Audit, EpochAudit
 
-MOST_PROBLEMS_OF_RANKS = 100
+MOST_PROBLEMS = 100
+"""Problems that are named of the steps of an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What is known of all epochs.
+
+    Attributes:
+        ranks: those that have a file.
+        last_epoch: of all records.
+        has_ends: whether any step is known to end its epoch.
+    """
+
+    ranks: set[int]
+    last_epoch: int
+    has_ends: bool
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
@@ -46,18 +63,24 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         [text for file in files for text in file.problems],
         [text for file in files for text in file.notes],
     )
+    found.notes += [
+        f"rank {file.rank}: nothing is recorded." for file in files if not file.attempts
+    ]
     parts = stretches(files)
-    has_ends = any(
-        bool(((attempt.heads["kind"] - STEP) & ENDS_EPOCH).any())
-        for file in files
-        for attempt in file.attempts
+    run = _Run(
+        ranks={file.rank for file in files},
+        last_epoch=parts[-1].epoch if parts else 0,
+        has_ends=any(
+            bool(((attempt.heads["kind"] - STEP) & ENDS_EPOCH).any())
+            for file in files
+            for attempt in file.attempts
+        ),
     )
     epochs: list[EpochAudit] = []
     names = Names(sources={}, reasons={"": 0})
     for epoch, group in groupby(parts, key=lambda one: one.epoch):
         own = list(group)
-        is_last = epoch == parts[-1].epoch
-        is_complete = _check_steps(own, epochs, is_last, has_ends, found)
+        is_complete = _check_steps(own, epochs[-1] if epochs else None, run, found)
         entries = entries_of(own, names)
         in_keys = check_keys(entries, size, is_complete)
         found.problems += [f"epoch {epoch}: {text}" for text in in_keys.problems]
@@ -85,56 +108,52 @@ def _check_size(size: object) -> None:
 
 
 def _check_steps(
-    parts: Sequence[Stretch],
-    before: Sequence[EpochAudit],
-    is_last: bool,
-    has_ends: bool,
-    found: Findings,
+    parts: Sequence[Stretch], before: EpochAudit | None, run: _Run, found: Findings
 ) -> bool:
     """Check the steps of an epoch on each rank, and return whether it is complete."""
-    epoch = parts[0].epoch
-    if before and epoch > before[-1].epoch + 1:
-        found.problems.append(f"epoch {before[-1].epoch + 1} has no record, but epoch {epoch} has.")
-    problems, ended, is_whole = [], True, parts[0].first == 0
-    if not is_whole:
+    epoch, is_last = parts[0].epoch, parts[0].epoch == run.last_epoch
+    problems: list[str] = []
+    if before is not None and epoch > before.epoch + 1:
+        problems.append(f"epoch {before.epoch + 1} has no record, but epoch {epoch} has.")
+    if not (is_whole := parts[0].first == 0):
         text = f"epoch {epoch}: what was before step {parts[0].first} is not recorded."
-        (found.problems if before else found.notes).append(text)
+        (found.notes if before is None else problems).append(text)
     for part in parts:
         extents = {rank: extent_of(part, rank) for rank in range(part.world_size)}
         problems += [text for one in extents.values() for text in one.problems]
+        goes_on = part.stop is None and is_last and not all(one.ends for one in extents.values())
         absent = [rank for rank in extents if rank not in part.blocks]
-        if absent:
+        unexcused = [rank for rank in absent if not (goes_on and rank in run.ranks)]
+        if unexcused:
             problems.append(
-                f"epoch {epoch}: rank {ranges(np.array(absent))} of {part.world_size} has no "
+                f"epoch {epoch}: rank {ranges(np.array(unexcused))} of {part.world_size} has no "
                 "record: put the files of all ranks into the folder."
             )
-        if part.stop is not None:
-            continue
-        open_ranks = [rank for rank, one in extents.items() if not one.ends]
-        ended = not open_ranks
-        present = [one.last for rank, one in extents.items() if rank in part.blocks]
-        if open_ranks and min(present) < max(present) and is_last:
-            lasts = ", ".join(f"rank {rank} to {one.last}" for rank, one in extents.items())
-            found.notes.append(f"epoch {epoch}: the ranks are recorded to other steps: {lasts}.")
-        if open_ranks and not is_last:
-            text = (
-                f"epoch {epoch}: rank {ranges(np.array(open_ranks))}: the epoch has no end: it was "
-                "left, or its last steps are not recorded"
+        if goes_on and len({one.last for one in extents.values()}) > 1:
+            lasts = [f"rank {rank} {one.steps}" for rank, one in extents.items()]
+            found.notes.append(
+                f"epoch {epoch}: not all ranks have recorded as many steps: {', '.join(lasts)}."
             )
-            if has_ends:
-                problems.append(f"{text}.")
-            else:
-                found.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
-    found.problems += problems[:MOST_PROBLEMS_OF_RANKS]
-    if (more := len(problems) - MOST_PROBLEMS_OF_RANKS) > 0:
+    is_open = [rank for rank, one in extents.items() if not one.ends and rank in part.blocks]
+    if is_open and not is_last:
+        text = (
+            f"epoch {epoch}: rank {ranges(np.array(is_open))}: the epoch has no end: it was left, "
+            "or its last steps are not recorded"
+        )
+        if run.has_ends:
+            problems.append(f"{text}.")
+        else:
+            found.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
+    found.problems += problems[:MOST_PROBLEMS]
+    if (more := len(problems) - MOST_PROBLEMS) > 0:
         found.problems.append(f"epoch {epoch}: {more:,} more problems of its steps.")
-    return ended and is_whole and not problems and parts[-1].stop is None
+    return is_whole and not problems and all(one.ends for one in extents.values())
 
 
 def _facts(epoch: int, parts: Sequence[Stretch], entries: Entries, is_complete: bool) -> EpochAudit:
     counts = np.bincount(entries.fates, minlength=len(entries.names.reasons)).tolist()
     fates: dict[str, int] = {}
-    for reason, number in entries.names.reasons.items():
+    for reason, number in sorted(entries.names.reasons.items()):
         if counts[number]:
             fates[fate_of(reason)] = counts[number]
     return EpochAudit(

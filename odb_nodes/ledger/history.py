@@ -84,11 +84,13 @@ class Extent:
     """Which steps of a stretch one rank has recorded.
 
     Attributes:
-        last: its last step; one before the first where it has none.
+        steps: number of steps that are recorded.
+        last: the last of them; one before the first where there is none.
         ends: whether that step ends the epoch.
         problems: steps that are missing, or recorded twice.
     """
 
+    steps: int
     last: int
     ends: bool
     problems: list[str]
@@ -98,7 +100,7 @@ def extent_of(stretch: Stretch, rank: int) -> Extent:
     """Return which steps of a stretch a rank has recorded, and what is wrong with them."""
     blocks = stretch.blocks.get(rank, [])
     if not blocks:
-        return Extent(last=stretch.first - 1, ends=False, problems=[])
+        return Extent(steps=0, last=stretch.first - 1, ends=False, problems=[])
     steps = np.concatenate([block.steps for block in blocks])
     kinds = np.concatenate([block.attempt.heads["kind"][block.indices] for block in blocks])
     last = int(steps.max())
@@ -108,6 +110,7 @@ def extent_of(stretch: Stretch, rank: int) -> Extent:
     gaps = [(a + 1, b - 1) for a, b in pairwise(ends) if b > a + 1]
     wrong["not recorded"] = _text_of(gaps)
     return Extent(
+        steps=len(steps),
         last=last,
         ends=bool(((kinds[steps == last] - STEP) & ENDS_EPOCH).any()),
         problems=[

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from odb_nodes._core.checks import check_type
@@ -125,11 +126,16 @@ class Ledger:
 
     def close(self) -> None:
         """Record that the attempt ends here, and close the file. Idempotent."""
+        if not self._owner.is_here:
+            self._forget()
         if self._file is not None and self._encoder is not None:
             try:
                 self._write(self._encoder.end())
             except OSError as error:
                 self._warn(error)
+        if self._file is not None and fcntl is not None:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also that of a child just forked
         self._forget()
         self._is_closed = True
 

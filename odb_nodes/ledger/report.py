@@ -23,7 +23,7 @@ class EpochAudit:
             that ends it.
         fates: fate -> number of samples: `"trained"`, `"dropped"`, `"unemitted"`, or
             `"skipped (reason)"`.
-        filler: number of batches that had no sample of their own.
+        filler: number of steps of a rank that had no sample of its own.
         digest: the Merkle root over the steps, 64 hexadecimal digits: equal where two runs had the
             same samples with the same fates at every step of every rank.
         leaves: digest of each recorded step, (steps, 32) uint8.
@@ -51,8 +51,8 @@ class EpochAudit:
         extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"
         fates = ", ".join(f"{count:,} {fate}" for fate, count in self.fates.items())
         return (
-            f"epoch {self.epoch}: {extent}; {self.steps:,} steps; {fates or 'no samples'}; "
-            f"{self.filler:,} filler batches\n  digest {self.digest}"
+            f"epoch {self.epoch}: {extent}; {_count(self.steps, 'step')}; {fates or 'no samples'}; "
+            f"{_count(self.filler, 'filler step')}\n  digest {self.digest}"
         )
 
 
@@ -83,12 +83,16 @@ class Audit:
         begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, starts in self.attempts.items():
             begun.setdefault(starts, []).append(rank)
-        lines = [f"{self.folder}: {'OK' if self.ok else f'{len(self.problems)} problems'}"]
+        lines = [f"{self.folder}: {'OK' if self.ok else _count(len(self.problems), 'problem')}"]
         for starts, ranks in begun.items():
             places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            lines.append(f"{who}: {len(starts)} attempts, from {places}")
+            lines.append(f"{who}: {_count(len(starts), 'attempt')}, from {places}")
         lines += [str(epoch) for epoch in self.epochs]
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"PROBLEM: {text}" for text in self.problems]
         return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

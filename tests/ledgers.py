@@ -1,6 +1,11 @@
 """Ledgers to audit: what the ranks of a small job record, with kills and resumes; their bytes."""
 
-from odb_nodes import Ledger, LeftOut, StepInfo
+from itertools import pairwise
+
+from odb_nodes import Ledger, LeftOut, StepInfo, audit
+from odb_nodes.ledger.entries import Names, entries_of
+from odb_nodes.ledger.history import stretches
+from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import HEAD, HEADER_BYTES, MAGIC, record_bytes
 
 SIZE = 90
@@ -107,3 +112,34 @@ def pieces_of(path):
         at += size
     assert b"".join(pieces) == data
     return pieces
+
+
+def rows_of(folder):
+    """Per step that counts: (key, source, repeat, reason) of each sample."""
+    files = [RankFile(path) for path in sorted(folder.iterdir())]
+    names = Names.of(files)
+    entries = entries_of(stretches(files), names)
+    sources, reasons = list(names.sources), list(names.reasons)
+    repeats = [0] * len(entries.keys) if entries.repeats is None else entries.repeats.tolist()
+    rows = [
+        (None if key < 0 else key, sources[source][0], repeat, reasons[fate])
+        for key, source, repeat, fate in zip(
+            entries.keys.tolist(),
+            entries.sources.tolist(),
+            repeats,
+            entries.fates.tolist(),
+            strict=True,
+        )
+    ]
+    starts = [0, *entries.ends.tolist()]
+    return [rows[a:b] for a, b in pairwise(starts)]
+
+
+def check_ledger(folder, size, attempts=None, epochs=2):
+    """Each of so many samples has one fate in each of so many complete epochs."""
+    found = audit(folder, size)
+    assert found.ok, found.problems
+    assert [one.is_complete for one in found.epochs] == [True] * epochs, str(found)
+    if attempts is not None:
+        assert {len(begun) for begun in found.attempts.values()} == {attempts}
+    return found

@@ -77,7 +77,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         ),
     )
     epochs: list[EpochAudit] = []
-    names = Names(sources={}, reasons={"": 0})
+    names = Names.of(files)
     for epoch, group in groupby(parts, key=lambda one: one.epoch):
         own = list(group)
         is_complete = _check_steps(own, epochs[-1] if epochs else None, run, found)

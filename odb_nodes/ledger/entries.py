@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.ledger.history import Block, Stretch
+from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import (
     FILLER,
     HEAD,
@@ -33,12 +34,21 @@ class Names:
     """Numbers of sources and reasons that are the same in all files.
 
     Attributes:
+        own: names of the sources that each rank has for itself.
         sources: (name, rank whose keys it has, or -1 for those of all ranks) -> number.
         reasons: text -> number; "" is `TRAINED`.
     """
 
-    sources: dict[tuple[str, int], int]
-    reasons: dict[str, int]
+    own: set[str]
+    sources: dict[tuple[str, int], int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=lambda: {"": TRAINED})
+
+    @classmethod
+    def of(cls, files: Sequence[RankFile]) -> Names:
+        """Return no numbers yet, and which sources any rank is known to have for itself."""
+        attempts = [attempt for file in files for attempt in file.attempts]
+        named = [name for attempt in attempts for name in attempt.names.values()]
+        return cls(own={text for text, flags in named if flags & OWN})
 
 
 @dataclass(kw_only=True)
@@ -167,8 +177,8 @@ def _numbers(names: Names, block: Block) -> tuple[npt.NDArray[np.int32], npt.NDA
     own = block.attempt.names
     sources, reasons = [], []
     for number in range(max(own) + 2):
-        text, flags = own.get(number, (f"name {number}, which is damaged", 0))
-        key = (text, block.file.rank if flags & OWN else -1)
+        text, _ = own.get(number, (f"name {number}, which is damaged", 0))
+        key = (text, block.file.rank if text in names.own else -1)
         sources.append(names.sources.setdefault(key, len(names.sources)))
         reasons.append(names.reasons.setdefault(text, len(names.reasons)))
     return np.array(sources, np.int32), np.array(reasons, np.int32)

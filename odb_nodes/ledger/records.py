@@ -32,7 +32,8 @@ NAME, END, STEP = 1, 2, 4
 FILLER, ENDS_EPOCH = 1, 2
 """Flags that are added to `STEP`."""
 OWN = 1
-"""Flag of the name of a source: its keys are of this rank alone."""
+"""Flag of the name of a source: its keys are of this rank alone. What is left out before any row of
+the source is written without it: it holds for the source, whatever the record, rank or attempt."""
 KINDS = frozenset((NAME, END, *range(STEP, STEP + 4)))
 
 NO_KEY = -1
@@ -137,7 +138,6 @@ class Encoder:
         self._world_size = world_size
         self._numbers = {("", 0): 0}
         self._own: set[str] = set()
-        self._shared: set[str] = set()
 
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after those of the names that it is the first to need."""
@@ -153,10 +153,8 @@ class Encoder:
         source_bytes = repeat_bytes = 0
         if self._world_size > 1 and info.own_sources:
             self._own |= info.own_sources
-        if self._own:
-            self._shared.update({*info.row_sources} - self._own)
         if self._own or any(sources):
-            numbers = [self._number(one, self._is_own(one), names) for one in sources]
+            numbers = [self._number(one, OWN * (one in self._own), names) for one in sources]
             source_bytes = _narrowest(max(numbers, default=0), SOURCE_BYTES)
             if source_bytes:
                 column += _column(numbers, source_bytes)
@@ -181,10 +179,6 @@ class Encoder:
     def end(self) -> bytes:
         """Return the record of the end of the attempt."""
         return self._record(END, 0, 0, 0, 0, 0, b"")
-
-    def _is_own(self, source: str) -> int:
-        """Return `OWN` where the keys of a source are this rank's; unknown ones are as others."""
-        return OWN if self._own and (source in self._own or source not in self._shared) else 0
 
     def _number(self, name: str, own: int, names: list[bytes]) -> int:
         """Return the number of a name; add a record that says so where it is new."""

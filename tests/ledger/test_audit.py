@@ -173,6 +173,14 @@ def test_where_each_rank_has_data_of_its_own_keys_are_of_ranks(tmp_path):
     assert len(audit(tmp_path / "twice").problems) == 1
 
 
+def test_what_a_rank_leaves_out_before_its_first_sample_is_its_own_too(tmp_path):
+    for rank in range(2):
+        left = info_of(0, is_filler=True, left_out=[(0, "empty")])
+        rest = [left] if rank else [left, info_of(1, [1], own=[""], ends=True)]
+        record(tmp_path, *rest, rank=rank, world_size=2)
+    assert audit(tmp_path).ok
+
+
 def test_a_step_that_is_missing_or_double_is_named(tmp_path):
     steps = epoch_of(0, 1)
     record(tmp_path, *steps[:3], steps[2], *steps[4:])

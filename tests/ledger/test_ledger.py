@@ -5,40 +5,15 @@ import os
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledgers import epoch_of, info_of, pieces_of
+from ledgers import epoch_of, info_of, pieces_of, rows_of
 
 from odb_nodes import Ledger, ODBDataLoader, Skipped, TokenBudget, audit, pop_step_info
 from odb_nodes._core.checks import MAX_KEY
-from odb_nodes.ledger.entries import Names, entries_of
-from odb_nodes.ledger.history import stretches
 from odb_nodes.ledger.reading import RankFile
-
-
-def rows_of(folder):
-    """Per step: (key, source, repeat, reason) of each sample, as the files say."""
-    files = [RankFile(path) for path in sorted(folder.iterdir())]
-    names = Names(sources={}, reasons={"": 0})
-    entries = entries_of(stretches(files), names)
-    sources, reasons = list(names.sources), list(names.reasons)
-    repeats = [0] * len(entries.keys) if entries.repeats is None else entries.repeats.tolist()
-    rows = [
-        (None if key < 0 else key, sources[source][0], repeat, reasons[fate])
-        for key, source, repeat, fate in zip(
-            entries.keys.tolist(),
-            entries.sources.tolist(),
-            repeats,
-            entries.fates.tolist(),
-            strict=True,
-        )
-    ]
-    starts = [0, *entries.ends.tolist()]
-    return [rows[a:b] for a, b in pairwise(starts)]
-
 
 KEYS = (st.integers(0, 9), st.integers(2**32 - 3, 2**32 + 3), st.integers(0, MAX_KEY))
 samples = st.tuples(
@@ -259,10 +234,10 @@ def test_a_forked_child_records_nothing_and_holds_no_lock(tmp_path):
         child = os.fork()
     if child == 0:
         try:
-            ledger.record(info_of(1, [1]))
-            ledger.close()
             os.write(says, b"x")
             os.read(waits, 1)
+            ledger.record(info_of(1, [1]))
+            ledger.close()
         finally:
             os._exit(0)
     try:
@@ -273,12 +248,12 @@ def test_a_forked_child_records_nothing_and_holds_no_lock(tmp_path):
         ledger._forget()  # as a kill does
         with Ledger(tmp_path):  # though the child lives
             pass
-        assert [row[0][0] for row in rows_of(tmp_path)] == [0, 2]
     finally:
         os.write(ends, b"x")
         os.waitpid(child, 0)
         for file in (ready, says, waits, ends):
             os.close(file)
+    assert [row[0][0] for row in rows_of(tmp_path)] == [0, 2]
 
 
 def test_an_interrupt_within_a_write_breaks_no_chain(tmp_path, monkeypatch):

@@ -250,7 +250,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = self._at
         most = self._round_size if at.drained else self._round_steps()
         groups = self._reader.read(most)
-        self._left_out = [] if at.emitted else self._reader.left_out
+        self._left_out = [] if at.emitted or at.drained else self._reader.left_out
         needed = 1 if at.drained else self._steps.groups_needed - at.splits
         if len(groups) < needed:
             raise StateError(

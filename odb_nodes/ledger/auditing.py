@@ -27,14 +27,33 @@ class _Run:
     """What is known of all epochs.
 
     Attributes:
-        ranks: those that have a file.
-        last_epoch: of all records.
+        last_epochs: rank -> the last epoch that it has recorded; of ranks that have a file.
+        last_epoch: of all ranks.
         has_ends: whether any step is known to end its epoch.
     """
 
-    ranks: set[int]
+    last_epochs: dict[int, int]
     last_epoch: int
     has_ends: bool
+
+    @classmethod
+    def of(cls, files: Sequence[RankFile], parts: Sequence[Stretch]) -> _Run:
+        """Return what is known of all epochs."""
+        first, last = (parts[0].epoch, parts[-1].epoch) if parts else (0, 0)
+        last_epochs = {file.rank: first - 1 for file in files}
+        for part in parts:
+            last_epochs.update(dict.fromkeys(part.blocks, part.epoch))
+        heads = [attempt.heads for file in files for attempt in file.attempts]
+        has_ends = any(bool(((head["kind"] - STEP) & ENDS_EPOCH).any()) for head in heads)
+        return cls(last_epochs=last_epochs, last_epoch=last, has_ends=has_ends)
+
+    def may_be_behind(self, rank: int, epoch: int) -> bool:
+        """Tell whether a rank that was killed may have no further record from this epoch on.
+
+        Others may have gone on by some steps, perhaps into the next epoch.
+        """
+        own = self.last_epochs.get(rank)
+        return own is not None and own <= epoch and self.last_epoch <= own + 1
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
@@ -67,15 +86,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         f"rank {file.rank}: nothing is recorded." for file in files if not file.attempts
     ]
     parts = stretches(files)
-    run = _Run(
-        ranks={file.rank for file in files},
-        last_epoch=parts[-1].epoch if parts else 0,
-        has_ends=any(
-            bool(((attempt.heads["kind"] - STEP) & ENDS_EPOCH).any())
-            for file in files
-            for attempt in file.attempts
-        ),
-    )
+    run = _Run.of(files, parts)
     epochs: list[EpochAudit] = []
     names = Names.of(files)
     for epoch, group in groupby(parts, key=lambda one: one.epoch):
@@ -111,7 +122,7 @@ def _check_steps(
     parts: Sequence[Stretch], before: EpochAudit | None, run: _Run, found: Findings
 ) -> bool:
     """Check the steps of an epoch on each rank, and return whether it is complete."""
-    epoch, is_last = parts[0].epoch, parts[0].epoch == run.last_epoch
+    epoch = parts[0].epoch
     problems: list[str] = []
     if before is not None and epoch > before.epoch + 1:
         problems.append(f"epoch {before.epoch + 1} has no record, but epoch {epoch} has.")
@@ -121,23 +132,22 @@ def _check_steps(
     for part in parts:
         extents = {rank: extent_of(part, rank) for rank in range(part.world_size)}
         problems += [text for one in extents.values() for text in one.problems]
-        goes_on = part.stop is None and is_last and not all(one.ends for one in extents.values())
-        absent = [rank for rank in extents if rank not in part.blocks]
-        unexcused = [rank for rank in absent if not (goes_on and rank in run.ranks)]
-        if unexcused:
+        behind = {rank for rank in extents if run.may_be_behind(rank, epoch)}
+        absent = [rank for rank in extents if rank not in {*part.blocks} | behind]
+        if absent:
             problems.append(
-                f"epoch {epoch}: rank {ranges(np.array(unexcused))} of {part.world_size} has no "
+                f"epoch {epoch}: rank {ranges(np.array(absent))} of {part.world_size} has no "
                 "record: put the files of all ranks into the folder."
             )
-        if goes_on and len({one.last for one in extents.values()}) > 1:
-            lasts = [f"rank {rank} {one.steps}" for rank, one in extents.items()]
-            found.notes.append(
-                f"epoch {epoch}: not all ranks have recorded as many steps: {', '.join(lasts)}."
-            )
-    is_open = [rank for rank, one in extents.items() if not one.ends and rank in part.blocks]
-    if is_open and not is_last:
+    is_open = [rank for rank, one in extents.items() if not one.ends]
+    if is_open and len({one.last for one in extents.values()}) > 1:
+        lasts = [f"rank {rank} {one.steps}" for rank, one in extents.items()]
+        found.notes.append(
+            f"epoch {epoch}: not all ranks have recorded as many steps: {', '.join(lasts)}."
+        )
+    if left := [rank for rank in is_open if rank in {*part.blocks} - behind]:
         text = (
-            f"epoch {epoch}: rank {ranges(np.array(is_open))}: the epoch has no end: it was left, "
+            f"epoch {epoch}: rank {ranges(np.array(left))}: the epoch has no end: it was left, "
             "or its last steps are not recorded"
         )
         if run.has_ends:

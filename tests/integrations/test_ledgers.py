@@ -13,6 +13,7 @@ import lightning_runs as l
 import trainer_jobs as t
 from accelerate import Accelerator
 from ledgers import check_ledger, rows_of
+from transformers import TrainerCallback
 
 from odb_nodes import ODBDataLoader, audit, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator

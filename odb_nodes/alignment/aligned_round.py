@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -99,16 +99,35 @@ class AlignedRound:
         """Give the groups that the steps refer to, and a sample for those that refer to none."""
         self._groups, self._filler = groups, filler
 
+    def groups(self) -> list[list[Sample]]:
+        """Return the group of each step, in the order of the steps; an empty one for a filler."""
+        return [[] if at == FILLER else self._groups[at] for at in self._table[:, 0].tolist()]
+
+    def fill_rest(self, emitted: int, groups: list[list[Sample]], filler: Sample | None) -> None:
+        """Give the groups of the steps after the first `emitted`, as `groups` has returned them.
+
+        Raises:
+            StateError: there is a group for a filler step, or none for another.
+        """
+        rest = self._table[emitted:, 0].tolist()
+        lacks_filler = filler is None and FILLER in rest[: self._steps - emitted]
+        if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
+            raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
+        self._groups, self._filler = [[] for _ in range(self.groups_needed)], filler
+        for at, group in zip(rest, groups, strict=True):
+            if group:
+                self._groups[at] = group
+
     def take(
-        self, index: int, step: int, rule: LossRule, modalities: tuple[str, ...]
+        self, index: int, rule: LossRule, modalities: tuple[str, ...], **facts: Any
     ) -> AlignedGroup:
         """Return the group of a step, once.
 
         Args:
             index: the index of the step in the round.
-            step: the number of the step in the epoch.
             rule: how the losses become one.
             modalities: names of the bits of the flags.
+            facts: the fields of the `StepInfo` that the round does not know.
         """
         group_index, samples, targets, flags = self._table[index].tolist()
         micro_step = index % rule.accumulate
@@ -119,7 +138,6 @@ class AlignedRound:
         else:
             group, self._groups[group_index] = self._groups[group_index], []
         info = StepInfo(
-            step=step,
             local_samples=0 if is_filler else len(group),
             local_targets=0 if is_filler else sum(sample.targets for sample in group),
             all_samples_this_step=samples,
@@ -132,5 +150,6 @@ class AlignedRound:
             modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
             counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
             **facts_of_rows([] if is_filler else group),
+            **facts,
         )
         return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))

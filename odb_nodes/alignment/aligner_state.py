@@ -7,6 +7,7 @@ from typing import Annotated
 
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
+from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
 
 @dataclass(kw_only=True)
@@ -14,7 +15,7 @@ class AlignerState(EpochState):
     """The state of a `RankAligner`.
 
     Attributes:
-        source: the state of the source before the round.
+        source: the state of the source: after what is held, or before the round where nothing is.
         round: the number of the round in the epoch.
         step: the number of the next step in the epoch.
         emitted: the steps of the round that are out.
@@ -25,6 +26,12 @@ class AlignerState(EpochState):
         filler: the sample that this rank fills with, encoded, where it came from another rank.
         unemitted_samples: the samples that `uneven="stop"` left over.
         peers_go_on: other ranks have rounds after this rank's last.
+        held: the records of the samples that are held, where the source can make them again: those
+            of the groups of the round's further steps, of the group after the round, and the one to
+            fill with.
+        sizes: samples of each of these, 0 where there is none.
+        left_out: key, source and reason of what is left out, and in no step yet.
+        left_out_ahead: likewise, of what comes with the next round.
     """
 
     source: SourceState = field(default_factory=dict)
@@ -38,6 +45,10 @@ class AlignerState(EpochState):
     filler: bytes | None = None
     unemitted_samples: Count = 0
     peers_go_on: bool = False
+    held: RecordsState | None = None
+    sizes: list[Count] = field(default_factory=list)
+    left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
+    left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
 
     def validate(self) -> None:
         """Check that the state stands within its round."""
@@ -47,6 +58,11 @@ class AlignerState(EpochState):
                 f"`emitted` must be at most the steps of the round, {steps}, and of the epoch, "
                 f"{self.step}, but is {self.emitted}."
             )
+        if self.held is not None and (
+            sum(self.sizes) != len(SampleRecords.from_state(self.held))
+            or len(self.sizes) != steps - self.emitted + 2
+        ):
+            raise ValueError("`held` and `sizes` do not go together.")
 
     def steps(self, *, ends_alone: bool) -> AlignedRound:
         """Return the steps of the round, without their groups; see `AlignedRound`."""
@@ -55,3 +71,11 @@ class AlignerState(EpochState):
     def is_at_end(self, steps: AlignedRound) -> bool:
         """Tell whether this is after the last step of the epoch, where `steps` are the round's."""
         return self.last and self.emitted == len(steps)
+
+    def fixed_fields(self, *, ends_alone: bool) -> tuple[str, ...]:
+        """Return the fields of the fingerprint that cannot be others where this state goes on."""
+        steps = self.steps(ends_alone=ends_alone)
+        if self.is_at_end(steps):
+            return ()
+        of_the_plan = ("cost_fn", "modalities") if len(steps) else ()
+        return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)

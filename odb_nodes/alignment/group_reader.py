@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.graph import find_budget
+from odb_nodes.contract.graph import find_budget, remaining_samples
 from odb_nodes.contract.node import call_member
+from odb_nodes.contract.recall import recalls
+from odb_nodes.errors import StateError
 from odb_nodes.planning.alignment import CostReport, SplitLadder, make_report
 from odb_nodes.planning.group_costs import (
     BudgetCost,
     CostFn,
     GroupCostEstimator,
+    best_filler,
     padded_tokens,
     tokens_of,
 )
@@ -36,26 +42,115 @@ class GroupReader:
         self, source: BaseNode[list[Sample]], measure: GroupCostEstimator, may_split: bool
     ) -> None:
         self._source, self._measure, self._may_split = source, measure, may_split
+        self.recalls = recalls(source)
+        """Whether the source can make samples again by their keys."""
         self.ahead: list[Sample] | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
         self.next_state: Any = None
-        """The source's state before that group."""
+        """The source's state before that group, unless it recalls samples."""
         self.left_out: list[LeftOut] = []
         """Samples that were left out among those of the last read."""
-        self._left_out_ahead: list[LeftOut] = []
+        self.left_out_ahead: list[LeftOut] = []
+        """Those that come with the first group of the next round."""
 
     def read(self, most: int) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left."""
         groups = [] if self.ahead is None else [self.ahead]
         while len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
-        self.left_out = [*self._left_out_ahead, *self._take_left_out()]
-        self.next_state = copy_state(self._source.state_dict())
+        self.left_out = [*self.left_out_ahead, *self._take_left_out()]
+        if not self.recalls:
+            self.next_state = copy_state(self._source.state_dict())
         self.ahead = self._read_one() if len(groups) == most else None
-        self._left_out_ahead = self._take_left_out()
+        self.left_out_ahead = self._take_left_out()
         if self.ahead is None:  # The source has ended.
-            self.left_out, self._left_out_ahead = [*self.left_out, *self._left_out_ahead], []
+            self.left_out, self.left_out_ahead = [*self.left_out, *self.left_out_ahead], []
         return groups
+
+    def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
+        """Return what a state holds of the groups of a round, the one ahead, and the filler."""
+        return HeldSamples.of([*groups, self.ahead or [], [] if filler is None else [filler]])
+
+    def leave(self, groups: list[list[Sample]], of_whom: str) -> tuple[int, list[LeftOut]]:
+        """Leave groups out, and what comes after them, with a warning.
+
+        Returns:
+            How many samples that are, and those that were read.
+        """
+        left = [sample for group in [*groups, self.ahead or []] for sample in group]
+        left_out = [LeftOut(one.key, one.source, "unemitted") for one in left]
+        pooled = call_member(self._source, "leave_rest") or []
+        if count := len(left) + remaining_samples(self._source):
+            warnings.warn(
+                f'`uneven="stop"`: another rank has ended, so {count} samples {of_whom}.',
+                stacklevel=2,
+            )
+        return count, [*left_out, *pooled]
+
+    def see_end(self, epoch: int, node: str) -> None:
+        """Let the source see its end: its next epoch follows that.
+
+        Raises:
+            StateError: it does not end here.
+        """
+        if self.read(1):
+            raise StateError(
+                f"{node} cannot restore epoch {epoch}: its source had no sample when the state "
+                "was saved, but has some now. Resume over the data that it was saved on."
+            )
+
+    def recall(self, at: AlignerState, node: str) -> tuple[list[list[Sample]], Sample | None]:
+        """Return the groups of a round's further steps, and the sample to fill with.
+
+        Raises:
+            StateError: the source cannot make their samples again, or not as they were.
+        """
+        if not self.recalls or at.held is None:
+            raise StateError(
+                f"{node} cannot restore round {at.round} of epoch {at.epoch}: the state has keys "
+                "of its samples, but its source cannot make samples again by their keys. Build "
+                "the graph as it was."
+            )
+        held = HeldSamples.from_state(at.held, at.sizes)
+        *groups, ahead, filler = held.recall(self._source, node)
+        self.ahead = ahead or None
+        self.left_out_ahead = [LeftOut(*one) for one in at.left_out_ahead]
+        return groups, (*filler, None)[0]
+
+    def read_again(
+        self, at: AlignerState, most: int, needed: int, node: str
+    ) -> tuple[list[list[Sample]], Sample | None]:
+        """Read the groups of a round that a state stands in, or those to fill from.
+
+        Args:
+            at: the state.
+            most: groups that were asked for.
+            needed: how many of them, after splits, the round's steps refer to.
+            node: name of the node that restores itself, for errors.
+
+        Returns:
+            The groups after splits, and the sample to fill with.
+
+        Raises:
+            StateError: the source does not yield as many again.
+        """
+        groups = self.read(most)
+        least = 1 if at.drained else needed - at.splits
+        if len(groups) < least:
+            raise StateError(
+                f"{node} cannot restore round {at.round} of epoch {at.epoch}: its source yielded "
+                f"{least} groups or more when the state was saved, but yields {len(groups)} now. "
+                "Resume over the data that it was saved on."
+            )
+        filler = best_filler(groups) if groups else None
+        split = self.report(groups, most, filler)[1].groups(at.splits)
+        if len(split) < needed:
+            raise StateError(
+                f"the state of {node} is damaged: `splits` is {at.splits}, after which its "
+                f"source's groups are {len(split)}, but the round needs {needed}. Use an earlier "
+                "checkpoint."
+            )
+        return split, filler
 
     def _take_left_out(self) -> list[LeftOut]:
         return call_member(self._source, "take_left_out") or []

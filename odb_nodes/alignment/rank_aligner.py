@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,12 +15,13 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
+from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.config import allow_mismatch
-from odb_nodes.contract.graph import blame_sources, remaining_samples
+from odb_nodes.contract.graph import blame_sources
 from odb_nodes.contract.node import check_node
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.errors import SampleError
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.planning.alignment import Uneven, plan_round
 from odb_nodes.planning.budget import round_up
@@ -43,9 +43,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     At the end of the data, a rank that has fewer groups than others splits some of its own. One
     that has fewer samples than there are steps fills with a real sample whose loss weighs nothing.
 
-    State: the source's at the beginning of the round, the plan of the round, and how many of its
-    steps are out: 32 bytes per step beside the source's own. Restoring pulls the groups of the
-    round again, and asks no other rank.
+    State: the source's, the plan of the round, how many of its steps are out, and key, length and
+    digest of each sample of the others: 32 bytes per step and 16 per sample. Restoring makes these
+    samples again, and asks no other rank. Where the source cannot make samples again by their keys,
+    its state is that at the beginning of the round, and all groups of the round are pulled again.
 
     Args:
         source: node that yields groups, `list[Sample]`: a `WindowBucketer`.
@@ -102,6 +103,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         self._peers = Peers(process_group, timeout_s, self._round_size)
+        self.replayed_samples = 0
+        """Samples of the round that the last restore processed again."""
         self._clear()
 
     @property
@@ -149,7 +152,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._reader = GroupReader(self.source, self._estimator, self._uneven == "fill")
         self._steps = AlignedRound()
         self._filler: Sample | None = None
-        self._left_out: list[LeftOut] = []  # in no step yet
+        self._held: HeldSamples | None = None  # what the next state holds
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
@@ -157,42 +160,51 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._at.source = copy_state(self.source.state_dict())
 
     def restore(self, state: AlignerState) -> None:
-        """Go to a step of a round, and read the groups of the round again.
+        """Go to a step of a round, and make what is left of the round again.
 
         Raises:
-            StateError: the source does not yield them again.
+            StateError: the source does not yield it again.
         """
-        self._at = state
+        self._at, name = state, type(self).__name__
         self._steps = state.steps(ends_alone=self._uneven == "join")
+        self.replayed_samples = 0
         at_end = state.is_at_end(self._steps)
+        forms_again = len(self._steps) and not at_end and state.held is None
         # The plan of a round names groups by number: within one, they must be the same again.
-        with allow_mismatch(False) if len(self._steps) and not at_end else nullcontext():
+        with allow_mismatch(False) if forms_again else nullcontext():
             self.source.reset(copy_state(state.source))
         if at_end:
             return
         if state.filler is not None:
             self._filler = decode_sample(state.filler)
+        if state.held is not None:
+            groups, filler = self._reader.recall(state, name)
+            self._filler = filler or self._filler
+            self._steps.fill_rest(state.emitted, groups, self._filler)
+            self._held = HeldSamples.from_state(state.held, state.sizes)
+            self.replayed_samples = sum(state.sizes)
+        elif state.filler is not None:
             self._steps.fill([], self._filler)
-            if self._reader.read(1):  # The source has to see its end: its next epoch follows that.
-                raise StateError(
-                    f"{type(self).__name__} cannot restore epoch {self._epochs.epoch}: its source "
-                    "had no sample when the state was saved, but has some now. Resume over the "
-                    "data that it was saved on."
-                )
+            self._reader.see_end(state.epoch, name)
         elif state.drained or len(self._steps):
-            self._read_again()
+            most = self._round_size if state.drained else self._round_steps()
+            needed = self._steps.groups_needed
+            groups, self._filler = self._reader.read_again(state, most, needed, name)
+            self._steps.fill(groups, self._filler)
+            self.replayed_samples = sum(map(len, groups))
 
     def save(self) -> AlignerState:
-        """Return the source's state before this round, and the plan of the round."""
-        return replace(self._at, source=copy_state(self._at.source))
+        """Return the source's state, the plan of the round, and what is held of it."""
+        at = replace(self._at, source=copy_state(self._at.source))
+        at.left_out = [(*one,) for one in at.left_out]
+        if self._held is not None:
+            at.held, at.sizes = self._held.to_state()
+            at.left_out_ahead = [(*one,) for one in self._reader.left_out_ahead]
+        return at
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
-        steps = state.steps(ends_alone=self._uneven == "join")
-        if state.is_at_end(steps):
-            return ()
-        of_the_plan = ("cost_fn", "modalities") if len(steps) else ()
-        return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
+        return state.fixed_fields(ends_alone=self._uneven == "join")
 
     def next(self) -> AlignedGroup:
         """Return the next group and its `StepInfo`.
@@ -207,22 +219,27 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         while at.emitted == len(self._steps):
             self._begin_round()
         self._agree()
-        item = self._steps.take(at.emitted, at.step, self._rule, (*self._estimator.modalities,))
+        index, step = at.emitted, at.step
         at.emitted, at.step = at.emitted + 1, at.step + 1
-        info = replace(
-            item.info,
-            left_out=tuple(self.take_left_out()),
+        item = self._steps.take(
+            index,
+            self._rule,
+            (*self._estimator.modalities,),
+            step=step,
             epoch=self._epochs.epoch,
             ends_epoch=at.is_at_end(self._steps),
+            left_out=tuple(self.take_left_out()),
         )
+        if self._held is not None:
+            self._held = self._held.after(1)
         if at.emitted == len(self._steps):
             self._end_round()
-        return item._replace(info=info)
+        return item
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
-        taken, self._left_out = self._left_out, []
-        return taken
+        taken, self._at.left_out = self._at.left_out, []
+        return [LeftOut(*one) for one in taken]
 
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
@@ -245,29 +262,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         }
         self._peers.agree(config, self.source)
 
-    def _read_again(self) -> None:
-        """Read the groups of the round that the state stands in, or those to fill from."""
-        at = self._at
-        most = self._round_size if at.drained else self._round_steps()
-        groups = self._reader.read(most)
-        self._left_out = [] if at.emitted or at.drained else self._reader.left_out
-        needed = 1 if at.drained else self._steps.groups_needed - at.splits
-        if len(groups) < needed:
-            raise StateError(
-                f"{type(self).__name__} cannot restore round {at.round} of epoch "
-                f"{self._epochs.epoch}: its source yielded {needed} groups or more when the state "
-                f"was saved, but yields {len(groups)} now. Resume over the data that it was saved "
-                "on."
-            )
-        self._filler = best_filler(groups) if groups else None
-        split = self._reader.report(groups, most, self._filler)[1].groups(at.splits)
-        if len(split) < self._steps.groups_needed:
-            raise StateError(
-                f"the state of {type(self).__name__} is damaged: `splits` is {at.splits}, after "
-                f"which its source's groups are {len(split)}, but the round needs "
-                f"{self._steps.groups_needed}. Use an earlier checkpoint."
-            )
-        self._steps.fill(split, self._filler)
+    def _hold(self) -> None:
+        """Keep what a state has of the samples that are held from now on."""
+        own = None if self._at.filler is not None else self._filler
+        self._held = self._reader.held(self._steps.groups(), own)
+        self._at.source = copy_state(self.source.state_dict())
 
     def _begin_round(self) -> None:
         """Settle the next round with the other ranks.
@@ -286,7 +285,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         with self._peers.reporting_failure(where):
             most = self._round_steps()
             groups = [] if at.drained else self._reader.read(most)
-            self._left_out += [] if at.drained else self._reader.left_out
+            left_out = [] if at.drained else self._reader.left_out
             report, ladder = self._reader.report(groups, most, self._filler)
         self._agree()
         reports = self._peers.reports(report, where)
@@ -306,9 +305,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at.splits = plan.splits[self._peers.rank]
         at.last = plan.last or (self._uneven == "join" and report.ended)
         at.peers_go_on = not plan.last
+        at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
         if self._uneven == "stop" and plan.last:
-            self._count_unemitted([*groups[len(self._steps) :], self._reader.ahead or []])
+            of_whom = f"of rank {self._peers.rank} are not emitted in epoch {self._epochs.epoch}"
+            at.unemitted_samples, rest = self._reader.leave(groups[len(self._steps) :], of_whom)
+            at.left_out += rest
+        if self._reader.recalls:
+            self._hold()
         if not len(self._steps):
             self._end_round()
 
@@ -317,27 +321,19 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = self._at
         if at.last:
             self._steps.fill([], None)
-            self._at.source = copy_state(self.source.state_dict())
+            self._at.source, self._held = copy_state(self.source.state_dict()), None
             return
         self._steps = AlignedRound()
         at.emitted, at.plan, at.splits = 0, None, 0
         at.round += 1
         at.drained = self._reader.ahead is None
-        if not at.drained:  # Else the source's state stays: the filler comes from there.
+        if not (self._reader.recalls or at.drained):  # Else the filler comes from the same place.
             at.source = self._reader.next_state
 
     def _round_steps(self) -> int:
-        shared = {"accumulate": self._rule.accumulate, "world_size": self._rule.world_size}
-        return round_steps(self._at.round, round_size=self._round_size, **shared)
-
-    def _count_unemitted(self, left: list[list[Sample]]) -> None:
-        self._at.unemitted_samples = sum(map(len, left)) + remaining_samples(self.source)
-        if unemitted := self._at.unemitted_samples:
-            warnings.warn(
-                f'`uneven="stop"`: another rank has ended, so {unemitted} samples of rank '
-                f"{self._peers.rank} are not emitted in epoch {self._epochs.epoch}.",
-                stacklevel=2,
-            )
+        at, rule = self._at, self._rule
+        sizes = {"round_size": self._round_size, "accumulate": rule.accumulate}
+        return round_steps(at.round, world_size=rule.world_size, **sizes)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

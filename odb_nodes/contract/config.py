@@ -12,7 +12,7 @@ from typing import Any
 
 from odb_nodes.errors import StateError
 
-__all__ = ["allow_mismatch", "check_config", "equal", "several_changes"]
+__all__ = ["allow_mismatch", "check_config", "equal", "mismatch_is_allowed", "several_changes"]
 
 _REMEDY = (
     "Build the graph as it was, or load with `strict=False` if the change is meant: the rest of "
@@ -33,6 +33,11 @@ def allow_mismatch(allow: bool = True) -> Iterator[None]:
         yield
     finally:
         _strict.reset(token)
+
+
+def mismatch_is_allowed() -> bool:
+    """Tell whether the state that is being loaded need not fit, as the user has said."""
+    return not _strict.get()
 
 
 def check_config(

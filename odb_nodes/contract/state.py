@@ -34,7 +34,7 @@ __all__ = [
     "unseal_whole",
 ]
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 _VERSION_KEY = "version"
 _NODE_KEY = "node"

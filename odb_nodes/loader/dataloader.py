@@ -32,7 +32,8 @@ from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.datasets import order_of
-from odb_nodes.sources.source_mixer import SourceMixer, Weights
+from odb_nodes.sources.mixing import Weights
+from odb_nodes.sources.source_mixer import SourceMixer
 from odb_nodes.step_info import StepInfo
 
 
@@ -257,7 +258,7 @@ class ODBDataLoader(OptionGuard):
     @property
     def replayed_samples(self) -> int:
         """Number of samples that the last restore processed again."""
-        return self._bucketer.replayed_samples
+        return self._bucketer.replayed_samples + self._aligner.replayed_samples
 
     @property
     def oversize_samples(self) -> int:

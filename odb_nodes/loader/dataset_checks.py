@@ -17,7 +17,7 @@ from odb_nodes.collate.token_rows import TOKEN_KEYS
 from odb_nodes.loader.loader import Loader
 from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
 from odb_nodes.sample import CLASS_KEYS
-from odb_nodes.sources.source_mixer import Stop
+from odb_nodes.sources.mixing import Stop
 
 _COLUMNS = sorted({*TOKEN_KEYS, *CLASS_KEYS})
 _OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)

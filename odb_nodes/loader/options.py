@@ -23,7 +23,7 @@ from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
-from odb_nodes.sources.source_mixer import Weights
+from odb_nodes.sources.mixing import Weights
 
 ProcessFn = Callable[[Any], Any] | None
 

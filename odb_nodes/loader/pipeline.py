@@ -21,7 +21,8 @@ from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
-from odb_nodes.sources.source_mixer import Mixing, SourceMixer, check_names
+from odb_nodes.sources.mixing import Mixing, check_names
+from odb_nodes.sources.source_mixer import SourceMixer
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from odb_nodes.contract import Count, NodeState, RowsOf, SourceState
+from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
 PoolState = Literal["replay", "payload"]
 """What a state may hold of the pool: how to make its samples again, or the samples."""
@@ -19,13 +19,15 @@ class BucketerState(NodeState):
     """The state of a `WindowBucketer`.
 
     Attributes:
-        source: the state of the source at or before the oldest pooled sample.
+        source: the state of the source; where samples are not made again by their keys, at or
+            before the oldest pooled one.
         mode: what the state holds of the pool, `"replay"` or `"payload"`.
         pulled: samples pulled in the epoch.
         pulled_since_source: samples of these that were pulled after `source`.
         ended: the source has ended.
-        pool: `"replay"`: tokens, ordinals after `source` and patches of the pooled samples,
-            (3, n) int32.
+        pool: `"replay"`: the records of the pooled samples, oldest first.
+        waiting: `"replay"`: a bit for each of the samples last pulled, the last one first: whether
+            it is pooled.
         payload: `"payload"`: ordinal and encoding of each pooled sample.
         dropped_samples: samples that `oversize="drop"` left out in the epoch.
         oversize_samples: samples that exceeded the budget on their own.
@@ -38,7 +40,8 @@ class BucketerState(NodeState):
     pulled: Count
     pulled_since_source: Count
     ended: bool
-    pool: Annotated[bytes | None, RowsOf(12)]
+    pool: RecordsState
+    waiting: Annotated[bytes | None, RowsOf(1)]
     payload: list[tuple[int, bytes]] | None
     dropped_samples: Count
     oversize_samples: Count
@@ -58,13 +61,13 @@ class BucketerState(NodeState):
         carried = [ordinal for ordinal, _ in self.payload or ()]
         if carried != sorted({*carried}) or not all(0 <= one < self.pulled for one in carried):
             raise ValueError("`payload` holds samples that cannot have been pulled.")
-        tokens, ordinals, patches = self.pooled()
-        pulled = (ordinals >= 0) & (ordinals < self.pulled_since_source)
-        if not (pulled & (tokens > 0) & (patches >= 0)).all() or len({*ordinals.tolist()}) < len(
-            ordinals
-        ):
+        records, ordinals = SampleRecords.from_state(self.pool), self.ordinals()
+        first = 0 if self.pool[2] else self.pulled - self.pulled_since_source
+        if len(ordinals) != len(records) or any(ordinal < first for ordinal in ordinals):
             raise ValueError("`pool` holds samples that cannot have been pulled.")
 
-    def pooled(self) -> npt.NDArray[np.int32]:
-        """Return `pool` as an array, (3, n) int32."""
-        return np.frombuffer(self.pool or b"", "<i4").reshape(3, -1)
+    def ordinals(self) -> list[int]:
+        """Return the ordinals of the pooled samples, ascending."""
+        bits = np.unpackbits(np.frombuffer(self.waiting or b"", np.uint8))
+        ordinals: list[int] = (self.pulled - 1 - np.flatnonzero(bits)[::-1]).tolist()
+        return ordinals

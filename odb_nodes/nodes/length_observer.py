@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, check_node
+from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import made_of, observe_sample
 from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
@@ -79,14 +81,35 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
                 sample cannot pass unseen.
         """
         data = next(self.source)
+        item: ItemKey | None = call_member(self.source, "item_key")
+        sample = self._observed(data, item, f"sample {self._position} of the epoch")
+        self._position += 1
+        return sample
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the source can make its items again."""
+        return recalls(self.source)
+
+    def recall(self, items: Sequence[ItemKey]) -> Iterator[Sample | Skipped]:
+        """Yield samples of this epoch again."""
+        for data, item in zip(recall(self.source, items), items, strict=True):
+            yield self._observed(data, item, f"the sample of {item}")
+
+    def select(self, wanted: Sequence[bool]) -> bool:
+        """Let the source leave samples out, see `ParallelProcessor.select`."""
+        if not call_member(self.source, "select", wanted):
+            return False
+        self._position += wanted.count(False)
+        return True
+
+    def _observed(self, data: Any, item: ItemKey | None, where: str) -> Sample | Skipped:
         try:
             sample = observe_sample(data, self._observe)
         except Exception as error:
             what = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
-            raise SampleError(f"sample {self._position} of the epoch: {what}") from error
-        self._position += 1
-        key: ItemKey | None = call_member(self.source, "item_key")
-        return made_of(sample, key)  # type: ignore[no-any-return]
+            raise SampleError(f"{where}: {what}") from error
+        return made_of(sample, item)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-import numpy as np
-import numpy.typing as npt
 from torchdata.nodes import BaseNode
-from tqdm import tqdm
 
 from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import check_node
+from odb_nodes.contract.node import call_member, check_node
+from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.pool_check import PoolCheck
+from odb_nodes.nodes.pool_records import PoolRecords
+from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords, with_progress
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.options import PlanOptions
-from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
-
-logger = logging.getLogger(__name__)
+from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
 
 _SNAPSHOTS_PER_WINDOW = 4
-
-
-class _Bar(tqdm):  # type: ignore[misc]
-    monitor_interval = 0  # no thread that outlives it
 
 
 class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
 
-    No pooled sample gets older than 5 windows (see `RollingPool`), so a replay takes at most 5.25.
+    No pooled sample gets older than 5 windows (see `RollingPool`).
 
-    State, `"replay"`: the source's state at or before the oldest pooled sample, how many samples
-    were pulled since, and which of those are pooled, with their lengths: 12 bytes per pooled sample
-    beside the source's own. Restoring pulls them again, keeps those, and compares the lengths.
+    State, `"replay"`: the source's, and key, length and digest of each pooled sample, 17 bytes.
+    Restoring makes these samples again, at most `window`, and compares the digests. Where a source
+    cannot read items by their keys (an iterable), its state is that at or before the oldest pooled
+    sample, and at most 5.25 windows of raw items are read again; a `ParallelProcessor` processes
+    only those that were pooled.
     State, `"payload"`: the pooled samples themselves. Nothing is processed again, so it is right
     also where processing is not deterministic, as long as the order of the source is; they must be
     dicts, lists and tuples of tensors, arrays, numbers and strings.
@@ -72,6 +68,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._budget = TokenBudget.of(budget)
         self._window = check_count("window", window)
         self._mode = state
+        self._name = type(self).__name__
         self._pool_check = PoolCheck(self._budget, self._window)
         self._summary = ""  # of the exclusions of the last epoch
         self.replayed_samples = 0
@@ -112,6 +109,20 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         taken, self._exclusions.left_out = self._exclusions.left_out, []
         return taken
 
+    @property
+    def recalls(self) -> bool:
+        """Whether `recall` can make samples again: where the source can, and the state does."""
+        return self._mode == "replay" and recalls(self.source)
+
+    def recall(self, items: Sequence[ItemKey]) -> Iterator[Sample]:
+        """Yield samples of this epoch again."""
+        return recall(self.source, items)
+
+    def leave_rest(self) -> list[LeftOut]:
+        """Return the pooled samples as what is left out, where no further group is asked for."""
+        pooled = self._pool.items().values()
+        return [LeftOut(sample.key, sample.source, "unemitted") for sample in pooled]
+
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with an empty pool."""
         self._clear()
@@ -125,6 +136,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             StateError: the source does not yield the samples again that it yielded then.
         """
         self._clear()
+        self.replayed_samples = 0
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a '
@@ -132,15 +144,20 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 "this between epochs."
             )
         self.source.reset(copy_state(state.source))
-        since = self.replayed_samples = state.pulled_since_source
-        base = state.pulled - since
-        self._snapshots.put(base, state.source)
+        since = state.pulled_since_source
+        self._snapshots.put(state.pulled - since, state.source)
+        records, waiting = SampleRecords.from_state(state.pool), state.ordinals()
         if state.payload is not None:
             self._payload.update(state.payload)
             kept = {ordinal: decode_sample(one) for ordinal, one in self._payload.items()}
-            self._skip(since, base)
+        elif records.items() is not None:
+            self._check_recalls()
+            kept = dict(zip(waiting, records.recall(self.source, self._name), strict=True))
+            self.replayed_samples = len(kept)
         else:
-            kept = self._replay(since, base, state.pooled())
+            kept = {}
+        missing = [ordinal for ordinal in waiting if ordinal not in kept]
+        kept |= self._pull_again(state.pulled - since, state.pulled, missing, records)
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
         self._exclusions.dropped = state.dropped_samples
@@ -152,17 +169,19 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
 
     def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
-        if self._mode == "payload" and not self._refilling:
-            self._snapshots.take(self._pool.pulled, only=True)
-        base, source_state = self._snapshots.at_or_before(self._pool.oldest)
-        replay = self._mode == "replay"
+        pool, replay = self._pool, self._mode == "replay"
+        if self._keeps_present and not self._refilling:
+            self._snapshots.take(pool.pulled, only=True)
+        base, source_state = self._snapshots.at_or_before(self._needed_from)
+        recipe, waiting = self._records.to_state() if replay else (NO_RECORDS, None)
         return BucketerState(
             source=copy_state(source_state),
             mode=self._mode,
-            pulled=self._pool.pulled,
-            pulled_since_source=self._pool.pulled - base,
+            pulled=pool.pulled,
+            pulled_since_source=pool.pulled - base,
             ended=self._ended,
-            pool=self._recipe(base) if replay else None,
+            pool=recipe,
+            waiting=waiting,
             payload=None if replay else self._encoded(),
             dropped_samples=self._exclusions.dropped,
             oversize_samples=self._exclusions.oversize,
@@ -191,7 +210,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             self._pool_check.note(group)
         elif not len(self._pool):
             self._end()
-        self._snapshots.at_or_before(self._pool.oldest)  # forgets earlier ones
+        self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
         return group
 
     def _clear(self) -> None:
@@ -200,12 +219,17 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
         self._exclusions = ExclusionCounter(self._budget)
+        self._by_key = self.recalls
+        self._keeps_present = self._by_key or self._mode == "payload"
+        self._records = PoolRecords(self._pool, with_items=self._by_key)
+
+    @property
+    def _needed_from(self) -> int:
+        """The first sample of the epoch that a restore has to pull again."""
+        return self._pool.pulled if self._keeps_present else self._pool.oldest
 
     def _refill(self) -> None:
         """Pull until the pool is full, or as full as the age of its oldest sample allows."""
-        if self._mode == "payload" and self._pool.room() > 0 and not self._ended:
-            # Where to go on from, should the source raise.
-            self._snapshots.take(self._pool.pulled, only=True)
         filling = None
         if not self._pool.pulled:
             most = min(self._window, self.remaining_samples or self._window)
@@ -228,8 +252,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 self._add(ordinals, samples)
 
     def _pull(self) -> Sample | Skipped:
-        if self._mode == "replay":
-            self._snapshots.take_if_due(self._pool.pulled)
+        self._snapshots.take_if_due(self._pool.pulled)
         sample = next(self.source)
         if not isinstance(sample, (Sample, Skipped)):
             raise SampleError(
@@ -250,12 +273,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             self._summary = summary
             warnings.warn(summary, stacklevel=3)
 
-    def _recipe(self, base: int) -> bytes | None:
-        """Return tokens, ordinals since `base` and patches of the pooled samples, (3, n) int32."""
-        table = self._pool.table() - np.array([[0], [base], [0]])
-        # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-        return table.astype("<i4").tobytes() or None
-
     def _encoded(self) -> list[Any]:
         items = self._pool.items()
         self._payload = {
@@ -264,68 +281,45 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         }
         return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
 
-    def _skip(self, count: int, base: int) -> None:
-        for ordinal in range(base, base + count):
-            self._pull_again(ordinal)
+    def _check_recalls(self) -> None:
+        if not self._by_key:
+            raise StateError(
+                f"{self._name} cannot restore its pool: the state has keys of its samples, but "
+                "the source cannot read items by their keys any more. Build the graph as it was."
+            )
 
-    def _replay(self, count: int, base: int, pooled: npt.NDArray[np.int32]) -> dict[int, Sample]:
-        """Pull `count` samples again and return those that were pooled, by ordinal.
+    def _pull_again(
+        self, base: int, stop: int, wanted: Sequence[int], records: SampleRecords
+    ) -> dict[int, Sample]:
+        """Bring the source from sample `base` of the epoch to `stop`.
+
+        Returns:
+            The wanted samples on the way, by ordinal.
 
         Raises:
-            StateError: one of them is not what it was.
+            StateError: one of them is not what it was, or the source has ended before.
         """
-        tokens, ordinals, patches = pooled.tolist()
-        expected = {
-            ordinal + base: [length, size]
-            for length, ordinal, size in zip(tokens, ordinals, patches, strict=True)
-        }
+        is_wanted = [False] * (stop - base)
+        for ordinal in wanted:
+            is_wanted[ordinal - base] = True
+        selects = call_member(self.source, "select", is_wanted)
+        ordinals = wanted if selects else range(base, stop)
+        self.replayed_samples += len(ordinals)
         kept: dict[int, Sample] = {}
-        logger.info("replaying %d samples to restore a pool of %d", count, len(expected))
-        bar = _Bar(range(base, base + count), "replaying samples", leave=False, disable=None)
-        progress = SlowProgress("samples replayed to restore the pool", count)
-        for ordinal in bar:
-            if bar.disable:  # where nobody sees it, such as in a file
-                progress.update(ordinal - base)
-            if self._mode == "replay":
-                self._snapshots.take_if_due(ordinal)
-            sample = self._pull_again(ordinal)
-            if ordinal not in expected:
-                continue
-            saved = expected[ordinal]
-            if isinstance(sample, Skipped):
+        for ordinal in with_progress(ordinals, len(ordinals)):
+            self._snapshots.take_if_due(ordinal)
+            try:
+                sample: Sample | Skipped = next(self.source)
+            except StopIteration:
                 raise StateError(
-                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch"
-                    f"{name_of(sample)} was good when saved, but is skipped now {sample.why} "
-                    "Mend the data, or use an earlier checkpoint."
-                )
-            now = [sample.tokens, sample.patches]
-            if saved != now:
-                raise StateError(
-                    f"{type(self).__name__} cannot restore its pool: sample {ordinal} of the epoch"
-                    f"{name_of(sample)} had `tokens`, `patches` {saved} when saved, but has {now} "
-                    "now. The order of the source is not seeded (seed it: no state helps against "
-                    "that), processing is not deterministic (`ParallelProcessor(seed=...)` seeds "
-                    'the global generators; for others there is `state="payload"`), or the data '
-                    "changed."
-                )
-            kept[ordinal] = sample
-        if len(kept) != len(expected):
-            raise StateError(
-                f"{type(self).__name__} cannot restore its pool: the state names samples that a "
-                "replay does not reach. Use an earlier checkpoint."
-            )
+                    f"{self._name} cannot restore its pool: the source ended before sample "
+                    f"{ordinal} of the epoch, which it had yielded when the state was saved. "
+                    "Resume over the data that the state was saved on."
+                ) from None
+            if is_wanted[ordinal - base]:
+                name = f"sample {ordinal} of the epoch"
+                kept[ordinal] = records.checked(len(kept), sample, self._name, name)
         return kept
-
-    def _pull_again(self, ordinal: int) -> Sample | Skipped:
-        try:
-            sample: Sample | Skipped = next(self.source)
-            return sample
-        except StopIteration:
-            raise StateError(
-                f"{type(self).__name__} cannot restore its pool: the source ended before sample "
-                f"{ordinal} of the epoch, which it had yielded when the state was saved. Resume "
-                "over the data that the state was saved on."
-            ) from None
 
     def _expect_end(self) -> None:
         """Bring the source to where it had ended: one call after its last sample."""

@@ -6,7 +6,7 @@ import os
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,25 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """Items of one chunk and their keys; the epoch, and the position in it of the first of them."""
+    """What a chunk is made of.
+
+    Attributes:
+        items: its items.
+        keys: their keys, `None` where an item has none.
+        epoch: the number of the epoch.
+        cycle: how often the epoch was begun again.
+        positions: of the items in the epoch; 0, 1, ... where they are made again, by their keys.
+    """
 
     items: Sequence[Any]
     keys: Sequence[ItemKey | None]
-    epoch: int  # or a number in its place, see `EpochCounter.shuffle_key`
-    position: int
+    epoch: int
+    cycle: int
+    positions: Sequence[int]
+
+    def __str__(self) -> str:
+        first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
+        return f"samples {first}..{last} of epoch {self.epoch}"
 
 
 @dataclass(frozen=True)
@@ -122,24 +135,30 @@ class ChunkProcessor:
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
-        for position, (item, key) in enumerate(zip(task.items, task.keys, strict=True)):
+        seeds = self._seeds_of(task)
+        for item, key in zip(task.items, task.keys, strict=True):
             try:
                 if self.seed is not None:
-                    seed_rngs(self._seed_of(task, position, key))
+                    seed_rngs(next(seeds))
                 results.append(made_of(self.process_fn(item), key))
             except caught as error:
                 return results, _describe(item, error)
         return results, None
 
-    def _seed_of(self, task: ChunkTask, place: int, key: ItemKey | None) -> int:
-        """Return the seed of an item: of its own, on whatever rank, where it has a key."""
+    def _seeds_of(self, task: ChunkTask) -> Iterator[int]:
+        """Yield the seed of each item: of its own, on whatever rank, where it has a key."""
         assert self.seed is not None
-        if key is None:
-            return hash_ints(self.seed, task.epoch, self.rank, task.position + place)
-        owner = 0 if key.world_size == self.world_size else 1 + self.rank
-        return hash_ints(
-            self.seed, task.epoch, owner, zlib.crc32(key.source.encode()), key.key, key.repeat
-        )
+        begun: dict[tuple[str, int], int] = {}  # what the items of a source have in common
+        for key, position in zip(task.keys, task.positions, strict=True):
+            if key is None:
+                yield hash_ints(self.seed, task.epoch, task.cycle, self.rank, position)
+                continue
+            source = key.source, key.world_size
+            if source not in begun:
+                owner = 0 if key.world_size == self.world_size else 1 + self.rank
+                name = zlib.crc32(key.source.encode())
+                begun[source] = hash_ints(self.seed, task.epoch, owner, name)
+            yield hash_ints(begun[source], key.key, key.repeat)
 
 
 def _describe(item: Any, error: BaseException) -> Failure:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -14,17 +13,15 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
 from odb_nodes.contract.node import call_member, check_node
-from odb_nodes.errors import StateError, WorkerError
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
+from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.errors import StateError
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
+from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.pools import WorkerPool, start_pool
-from odb_nodes.processing.process_pool import ProcessPool
-from odb_nodes.processing.transport import unpack
 from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
@@ -32,12 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk in flight: the source's state before it, and what will come of it."""
+    """A chunk in flight, and how its items were read."""
 
-    source_state: Any
-    task: ChunkTask
-    locations: list[ItemLocation | None]  # of its items
-    future: Future[ChunkResult] | None  # None: processed when its turn comes
+    submitted: Submitted
+    source_state: Any  # before it
+    locations: Sequence[ItemLocation | None]  # of its items
+    steps: Sequence[int]  # raw items from each on to the next one
     source_error: Exception | None
 
 
@@ -109,11 +106,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._name = stable_name(process_fn)
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
-        self._processor = ChunkProcessor(
+        processor = ChunkProcessor(
             process_fn, self._seed, self._rank, self._world_size, self._workers.timeout_s
         )
-        self._pool: WorkerPool | None = None
-        self._finalizer: Callable[[], Any] | None = None
+        self._runner = ChunkRunner(processor, self._workers, type(self).__name__)
         self._key: ItemKey | None = None  # of the last item that is out
         self._clear()
 
@@ -128,12 +124,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the worker processes that run now."""
-        return self._pool.pids if isinstance(self._pool, ProcessPool) else []
+        return self._runner.pids
 
     @property
     def has_workers(self) -> bool:
         """Tell whether workers run, in processes or threads."""
-        return self._pool is not None
+        return self._runner.is_started
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -144,18 +140,15 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             WorkerError: a worker could not be started, or the workers belong to the process that
                 this one was forked from.
         """
-        self._check_process()
+        self._runner.check_process()
         super().reset(initial_state)
-        if self._pool is None and self._workers.num_workers > 0:
-            # Here and not in `next`, which may run on a thread: a fork should see few of those.
-            with deferred_interrupt():
-                self._pool = start_pool(self._processor, self._workers)
-                self._finalizer = weakref.finalize(self, self._pool.close)
+        # Here and not in `next`, which may run on a thread: a fork should see few of those.
+        self._runner.start()
 
     def prepare_reset(self) -> None:
         """Leave what is in flight."""
-        if self._pool is not None and self._in_flight:
-            self._pool.discard()
+        if self._in_flight:
+            self._runner.discard()
         self._clear()
 
     def begin_epoch(self) -> None:
@@ -168,7 +161,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._source_state, self._taken = state.source, state.taken
         self._position = self._submitted = state.position
         self.source.reset(copy_state(state.source))
-        self._skip(state.taken)
+        self._skip(state.taken, state.taken)
 
     def save(self) -> ProcessorState:
         """Return the source's state before the chunk in hand, and how many items of it are out."""
@@ -186,10 +179,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 one was forked from. Likewise.
         """
         while True:
-            for result, key in self._ready:
+            for result, key, step in self._ready:
                 self._key = key
-                self._taken += 1
-                self._position += 1
+                self._taken += step
+                self._position += step
                 return result  # type: ignore[no-any-return]
             if self._failure is not None:
                 raise self._failure
@@ -199,41 +192,82 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Return that of the item that the last sample was made of."""
         return self._key
 
+    @property
+    def recalls(self) -> bool:
+        """Whether the source can make its items again."""
+        return recalls(self.source)
+
+    def recall(self, items: Sequence[ItemKey]) -> Iterator[T]:
+        """Yield samples of this epoch again, processed in parallel; `next` goes on as before.
+
+        Raises:
+            SampleError, WorkerError: see `next`.
+        """
+        again = recall(self.source, items)
+        waiting: deque[Submitted] = deque()
+        size = self._workers.chunk_size
+        for start in range(0, len(items), size):
+            keys = items[start : start + size]
+            positions = range(start, start + len(keys))
+            task = self._task(list(islice(again, size)), keys, positions)
+            waiting.append(self._runner.submit(task))
+            if len(waiting) > self._workers.chunks_ahead:
+                yield from self._recalled(waiting.popleft())
+        for submitted in waiting:
+            yield from self._recalled(submitted)
+
+    def select(self, wanted: Sequence[bool]) -> bool:
+        """Process of the next `len(wanted)` items only those that are wanted. After a reset only.
+
+        The others are read from the source, and left out.
+
+        Returns:
+            True: a node without this method cannot do it.
+
+        Raises:
+            StateError: the source has ended before.
+        """
+        places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+        first, *later = *places, len(wanted)
+        self._skip(first, first)
+        self._taken += first
+        self._position += first
+        self._submitted += first
+        self._gaps.extend(after - place - 1 for place, after in zip(places, later, strict=True))
+        return True
+
     def close(self) -> None:
         """Stop the workers. A later reset starts them again.
 
         A forked child forgets them: they go on for the process that started them.
         """
-        finalizer, self._pool, self._finalizer = self._finalizer, None, None
-        if finalizer is not None:
-            with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
-                finalizer()
+        self._runner.close()
 
     def _clear(self) -> None:
-        self._interruption: Future[ChunkResult] = Future()
+        self._runner.resume()
         self._in_flight: deque[_Chunk] = deque()
-        self._ready: Iterator[tuple[Any, ItemKey | None]] = iter(())
+        self._ready: Iterator[tuple[Any, ItemKey | None, int]] = iter(())
+        self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
         self._failure: Exception | None = None
         self._source_ended = False
         self._taken = 0  # items out since `_source_state`
         self._position = 0  # items out in this epoch
         self._submitted = 0  # items read in this epoch
 
-    def _skip(self, count: int) -> None:
-        """Read items that were taken before; they are not processed again."""
-        for read in range(count):
+    def _skip(self, count: int, behind: int) -> None:
+        """Read items and leave them out: the last of them is `behind` items after a state's."""
+        for left in range(count, 0, -1):
             try:
                 next(self.source)
             except StopIteration:
                 raise StateError(
-                    f"the state of {type(self).__name__} stands {count} items after its source's, "
-                    f"which ended after {read}. Resume over the data it was saved on."
+                    f"the state of {type(self).__name__} stands {behind} items after its source's, "
+                    f"which ended after {behind - left}. Resume over the data it was saved on."
                 ) from None
 
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""
-        if not self._interruption.done():
-            self._interruption.set_result(ChunkResult(None, None))
+        self._runner.interrupt()
 
     def _take_chunk(self) -> None:
         """Make the results of the next chunk ready, and read further ahead.
@@ -241,8 +275,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             StopIteration: the source has ended and nothing is in flight.
         """
-        self._check_process()
-        self._check_interrupted()
+        self._runner.check()
         while not self._source_ended and len(self._in_flight) <= self._workers.chunks_ahead:
             self._read_chunk()
         if not self._in_flight:
@@ -250,15 +283,17 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._source_state, self._taken = copy_state(self.source.state_dict()), 0
             raise StopIteration
         chunk = self._in_flight[0]
-        results, failure = self._results_of(chunk)
+        results, failure = self._runner.results(chunk.submitted)
         self._in_flight.popleft()
+        task = chunk.submitted.task
         self._source_state, self._taken = chunk.source_state, 0
-        self._ready = zip(results, chunk.task.keys, strict=False)
+        self._ready = zip(results, task.keys, chunk.steps, strict=False)
         if failure is not None:
-            position = self._position + len(results)
-            location = format_location(chunk.locations[len(results)])
-            where = f"sample {position} of epoch {self._epochs.epoch}{location}"
-            self._failure = failure.explained(where, elsewhere=chunk.future is not None)
+            bad = len(results)
+            location = format_location(chunk.locations[bad])
+            where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
+            elsewhere = chunk.submitted.future is not None
+            self._failure = failure.explained(where, elsewhere=elsewhere)
         elif chunk.source_error is not None:
             self._failure = chunk.source_error
 
@@ -267,75 +302,40 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         items: list[Any] = []
         keys: list[ItemKey | None] = []
         locations: list[ItemLocation | None] = []
+        steps: list[int] = []
         error: Exception | None = None
         try:
             while len(items) < self._workers.chunk_size:
-                items.append(next(self.source))
+                item = next(self.source)
                 keys.append(call_member(self.source, "item_key"))
                 locations.append(call_member(self.source, "item_location"))
+                items.append(item)
+                gap = self._gaps.popleft() if self._gaps else 0
+                steps.append(1 + gap)
+                self._skip(gap, sum(steps))
         except StopIteration:
             self._source_ended = True
         except Exception as caught:
             # The items before it are delivered first: the error comes in its place.
             self._source_ended, error = True, caught
         if items or error is not None:
-            task = ChunkTask(items, keys, self._epochs.shuffle_key, self._submitted)
-            self._submitted += len(items)
-            future = self._submit(task)
-            self._in_flight.append(_Chunk(source_state, task, locations, future, error))
+            positions = [*accumulate(steps, initial=self._submitted)]
+            task = self._task(items, keys, positions[: len(items)])
+            self._submitted = positions[-1]
+            submitted = self._runner.submit(task)
+            self._in_flight.append(_Chunk(submitted, source_state, locations, steps, error))
 
-    def _submit(self, task: ChunkTask) -> Future[ChunkResult] | None:
-        if self._pool is not None:
-            try:
-                return self._pool.submit(task)
-            except Exception as error:  # of pickling
-                raise self._fail(
-                    f"samples {task.position}..{task.position + len(task.items) - 1} of epoch "
-                    f"{self._epochs.epoch} cannot be sent to a worker: {type(error).__name__}: "
-                    f'{error}. Let the source yield plain data, or use `method="thread"`.'
-                ) from error
-        if self._workers.num_workers == 0:
-            return None
-        raise WorkerError("the workers were closed: reset the node to start them again.")
+    def _task(
+        self, items: list[Any], keys: Sequence[ItemKey | None], positions: Sequence[int]
+    ) -> ChunkTask:
+        return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions)
 
-    def _results_of(self, chunk: _Chunk) -> tuple[list[Any], Failure | None]:
-        if chunk.future is None:
-            result = self._processor.run(chunk.task)
-            return result.results, result.failure
-        first, size = chunk.task.position, len(chunk.task.items)
-        where = f"samples {first}..{first + size - 1} of epoch {self._epochs.epoch}"
-        waiting = (chunk.future, self._interruption)
-        wait(waiting, self._workers.timeout_s, return_when=FIRST_COMPLETED)
-        self._check_interrupted()
-        if not chunk.future.done():
-            cause = self._pool.what_hangs(chunk.future) if self._pool else "the pool was closed."
-            raise self._fail(
-                f"no result within {self._workers.timeout_s} s (`timeout_s`) for {where}: {cause}"
-            )
-        try:
-            result = chunk.future.result()
-            packed = isinstance(self._pool, ProcessPool)
-            return unpack(result.results) if packed else result.results, result.failure
-        except WorkerError as error:
-            raise self._fail(f"while processing {where}: {error}") from error
-        except Exception as error:
-            raise self._fail(
-                f"the results of {where} cannot be unpickled here: {type(error).__name__}: {error}"
-            ) from error
-
-    def _fail(self, message: str) -> WorkerError:
-        """Remember an error, and stop the workers: the next reset starts new ones."""
-        self._failure = WorkerError(message)
-        self.close()
-        return self._failure
-
-    def _check_process(self) -> None:
-        if self._pool is not None:
-            self._pool.owner.check(f"`{type(self).__name__}`")
-
-    def _check_interrupted(self) -> None:
-        if self._interruption.done():
-            raise WorkerError("processing was interrupted, since the graph is reset or closed.")
+    def _recalled(self, submitted: Submitted) -> list[T]:
+        results, failure = self._runner.results(submitted)
+        if failure is not None:
+            where = f"which is made again for a restore ({submitted.task.keys[len(results)]})"
+            raise failure.explained(where, elsewhere=submitted.future is not None)
+        return results
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

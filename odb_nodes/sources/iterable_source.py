@@ -182,7 +182,7 @@ class IterableSource(EpochNode[T, IterableState]):
             return ItemKey("", number, self._stride, self._epochs.cycle)
         if type(self._last) is not int or self._last < 0:
             return None
-        return ItemKey("", self._last, self._stride, number)
+        return ItemKey("", self._last, self._stride, (self._epochs.cycle << 40) + number)
 
     def _load_own(self, iterable: Stateful) -> None:
         try:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import copy
-import glob
-import gzip
 import json
 import os
-import stat
-import zlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import IO, Any
 
 from odb_nodes._core.checks import check_bool
@@ -21,8 +15,15 @@ from odb_nodes.contract import Count, EpochNode, EpochState
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
+from odb_nodes.sources.jsonl_files import (
+    CUT,
+    check_files,
+    count_records_of,
+    files_of,
+    is_compressed,
+    open_lines,
+)
 
-_CUT = (EOFError, gzip.BadGzipFile, zlib.error)
 _OFFSET_BITS = 40  # of a key
 _UNKNOWN = 2**63  # bytes of text in a compressed file
 
@@ -91,11 +92,11 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
                 f"{paths!r:.200} instead."
             )
-        found = [_files_of(path) for path in given]
+        found = [files_of(path) for path in given]
         self._paths = [file for files in found for file in files]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
-        _check_files(self._paths, expanded=any(len(files) > 1 for files in found))
+        check_files(self._paths, expanded=any(len(files) > 1 for files in found))
         self._sizes = [path.stat().st_size for path in self._paths]
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if not any(self._sizes) and not has_data_elsewhere(self._world_size):
@@ -106,7 +107,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         self._last = 0, 0  # file and offset of the last record
         self._records: int | None = None  # of all files, once they are counted
         if check_bool("count_records", count_records):
-            self._records = sum(map(_count_records, self._paths))
+            self._records = sum(map(count_records_of, self._paths))
 
     def copy(self) -> JsonlSource:
         """Return a source over the same files, at their beginning, that shares no position."""
@@ -151,7 +152,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         self.close()
         files = len(self._paths)
         ends = [
-            _UNKNOWN if _is_compressed(path) else size
+            _UNKNOWN if is_compressed(path) else size
             for path, size in zip(self._paths, self._sizes, strict=True)
         ]
         if state.file > files or state.offset > [*ends, 0][state.file]:
@@ -204,6 +205,30 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         key = (file << _OFFSET_BITS) + offset
         return ItemKey("", key, self._world_size, self._epochs.cycle)
 
+    @property
+    def recalls(self) -> bool:
+        """Whether records can be read again by file and offset: not of compressed files."""
+        plain = not any(map(is_compressed, self._paths))
+        return plain and max(self._sizes) < 1 << _OFFSET_BITS
+
+    def read(self, key: int) -> Any:
+        """Return the record of a key, and stay where this source stands.
+
+        Raises:
+            StateError: there is none.
+        """
+        file, offset = key >> _OFFSET_BITS, key % (1 << _OFFSET_BITS)
+        try:
+            with open(self._paths[file], "rb") as lines:
+                lines.seek(offset)
+                return json.loads(lines.readline().decode("utf-8-sig"))
+        except (IndexError, ValueError, RecursionError) as error:
+            path = self._paths[file] if file < len(self._paths) else f"file {file}"
+            raise StateError(
+                f"there is no record at byte {offset} of {path}: {error}. Resume over the files "
+                "that the state was saved on."
+            ) from error
+
     def item_location(self) -> ItemLocation:
         """Return file and line of the last record."""
         return "line %d of %s", self._at.line, self._paths[min(self._at.file, len(self._paths) - 1)]
@@ -217,7 +242,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
     def _check_line_begins(self) -> None:
         """Raise a `StateError` unless a line begins at the position, or the file ends there."""
         path, offset = self._paths[self._at.file], self._at.offset
-        with _open(path) as file:
+        with open_lines(path) as file:
             file.seek(offset - 1)
             last, following = file.read(1), file.read(1)
             if last != b"\n" and (following or not last):
@@ -230,7 +255,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         """Raise a `SampleError` where a file ends, with `line`, before the size that it had."""
         at, end = self._at, self._at.offset + len(line)
         is_whole = line.endswith(b"\n") or end >= self._sizes[at.file] or at.file in self._mended
-        if is_whole or _is_compressed(self._paths[at.file]):  # which says itself where it is cut
+        if is_whole or is_compressed(self._paths[at.file]):  # which says itself where it is cut
             return
         self.close()
         raise SampleError(
@@ -245,10 +270,10 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         path = self._paths[self._at.file]
         try:
             if self._open is None:
-                self._open = _open(path)
+                self._open = open_lines(path)
                 self._open.seek(self._at.offset)
             return self._open.readline()
-        except _CUT as error:
+        except CUT as error:
             self.close()
             raise SampleError(
                 f"{path}, line {self._at.line + 1}, cannot be decompressed: {error}. The file is "
@@ -286,53 +311,3 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             "rank": self._rank,
             "world_size": self._world_size,
         }
-
-
-def _files_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that a path stands for: itself, those of a folder, or those of a pattern."""
-    if Path(path).is_dir():
-        found = [file for end in ("*.jsonl", "*.jsonl.gz") for file in Path(path).glob(end)]
-    elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
-        found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
-    else:
-        return [Path(path)]
-    if lost := sorted(str(file) for file in found if file.is_symlink() and not file.exists()):
-        raise FileNotFoundError(
-            f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
-            "Mount its disk, or remove the link."
-        )
-    found = [file for file in found if file.is_file()]
-    if not found:
-        raise FileNotFoundError(
-            f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
-            "end in `.jsonl` or `.jsonl.gz` are taken)."
-        )
-    return sorted(found)
-
-
-def _check_files(paths: list[Path], *, expanded: bool) -> None:
-    for path in paths:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"`paths` must be regular files, but {path} is none.")
-    twice = [path for path, count in Counter(map(os.path.realpath, paths)).items() if count > 1]
-    if twice and expanded:
-        raise ValueError(
-            f"`paths` must name each file once, but a folder or pattern has {twice[0]} again."
-        )
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.suffix == ".gz"
-
-
-def _open(path: Path) -> IO[bytes]:
-    opened: IO[bytes] = open(path, "rb") if not _is_compressed(path) else gzip.open(path)  # type: ignore[assignment]
-    return opened
-
-
-def _count_records(path: Path) -> int:
-    try:
-        with _open(path) as lines:
-            return sum(not line.isspace() for line in lines)
-    except _CUT as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}. Put it back whole.") from error

@@ -120,6 +120,19 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         """Return the last index."""
         return ItemKey("", self._last, self._world_size, self._epochs.cycle)
 
+    def read(self, key: int) -> int:
+        """Return the index of a key: itself.
+
+        Raises:
+            StateError: there is no such index.
+        """
+        if not 0 <= key < self._size:
+            raise StateError(
+                f"there is no sample {key}: the data have {self._size} now. Resume over the data "
+                "that the state was saved on."
+            )
+        return key
+
     def _indices(self, start: int, stop: int) -> list[int]:
         places = np.arange(start, stop, dtype=np.int64) * self._world_size + self._rank
         elements = places if self._permutation is None else self._permutation(places)

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_choice
 from odb_nodes._core.fingerprints import ratios
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.node import call_member, check_node
+from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
-
-Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
-Unit = Literal["samples", "tokens"]
-Weights = Mapping[str, float] | Literal["proportional"] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mixing:
-    """How an `ODBDataLoader` mixes its datasets; see `SourceMixer`.
-
-    Args:
-        weights: name -> weight, any positive numbers; or `"proportional"` to the number of samples
-            of each dataset. Default: equal.
-        by: what the weights are shares of, `"samples"` or `"tokens"`.
-        stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
-
-    Raises:
-        ValueError: `by` or `stop` is not one of those.
-    """
-
-    weights: Weights = None
-    by: Unit = "samples"
-    stop: Stop = "all_exhausted"
-
-    def __post_init__(self) -> None:
-        _check_rules(self.by, self.stop)
-
-    @classmethod
-    def of(cls, weights: Weights | Mixing) -> Mixing:
-        """Return `weights` itself, or what says no more than them."""
-        return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
+from odb_nodes.sources.mixing import Mixing, Stop, Unit, check_rules, checked_weights
 
 
 @dataclass(kw_only=True)
@@ -124,9 +92,9 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                 f"`sources` must be different nodes, but of {sorted(sources)} two are the same, "
                 "which would share its items out. Make one for each."
             )
-        _check_rules(by, stop)
+        check_rules(by, stop)
         self.sources = dict(sources)
-        self._weights = _checked(
+        self._weights = checked_weights(
             dict.fromkeys(sources, 1.0) if weights is None else weights, sources
         )
         self._by, self._stop = by, stop
@@ -248,6 +216,38 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         within: ItemKey | None = call_member(self.sources[self._last], "item_key")
         return None if within is None else within.of_source(self._last)
 
+    @property
+    def recalls(self) -> bool:
+        """Whether all sources can make their items again."""
+        return all(map(recalls, self.sources.values()))
+
+    def recall(self, items: Sequence[ItemKey]) -> Iterator[Any]:
+        """Yield items of this epoch again.
+
+        Raises:
+            StateError: one is of a source that there is not.
+        """
+        inner: dict[str, list[ItemKey]] = {name: [] for name in self.sources}
+        order = []
+        for item in items:
+            name = self._source_of(item)
+            order.append(name)
+            inner[name].append(item._replace(source=item.source[len(name) + 1 :]))
+        again = {name: recall(node, inner[name]) for name, node in self.sources.items()}
+        for name in order:
+            item = next(again[name])
+            is_sample = isinstance(item, (Sample, Skipped))
+            yield item.of_source(name) if is_sample else SourceItem(name, item)
+
+    def _source_of(self, item: ItemKey) -> str:
+        for name in self.sources:
+            if f"{item.source}/".startswith(f"{name}/"):
+                return name
+        raise StateError(
+            f"there is no source of {item.source!r}: there are {sorted(self.sources)}. Resume with "
+            "the sources that the state was saved with."
+        )
+
     def _clear(self) -> None:
         self._samples = dict.fromkeys(self.sources, 0)
         self._tokens = dict.fromkeys(self.sources, 0)
@@ -292,36 +292,3 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             "by": self._by,
             "stop": self._stop,
         }
-
-
-def _check_rules(by: Unit, stop: Stop) -> None:
-    check_choice("by", by, get_args(Unit))
-    check_choice("stop", stop, get_args(Stop))
-
-
-def _checked(
-    weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
-) -> dict[str, float]:
-    check_names("weights", weights, "sources", sources)
-    for name, weight in weights.items():
-        if not (isinstance(weight, Real) and math.isfinite(weight) and weight > 0):
-            raise ValueError(
-                f"`weights[{name!r}]` must be a positive number, but is {weight!r} instead."
-            )
-    return {name: float(weights[name]) for name in sources}
-
-
-def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping[str, Any]) -> None:
-    """Raise unless `given` has something for every source, and for no other.
-
-    Raises:
-        TypeError: it is no mapping.
-        ValueError: it has other names.
-    """
-    if not isinstance(given, Mapping):
-        raise TypeError(f"`{option}` must be a dict by name of the source, but is {given!r}.")
-    if given.keys() != sources.keys():
-        raise ValueError(
-            f"`{option}` must have the names of `{of}`, {sorted(sources)}, but has "
-            f"{sorted(given)} instead."
-        )

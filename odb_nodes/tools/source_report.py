@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from odb_nodes._core.checks import check_type
-from odb_nodes.sources.source_mixer import check_names
+from odb_nodes.sources.mixing import check_names
 from odb_nodes.step_info import SourceCount, StepInfo, add_counts
 
 __all__ = ["SourceReport"]

@@ -626,7 +626,7 @@ def test_a_process_fn_that_cannot_be_pickled():
 
 def test_every_chunk_sent_to_a_dead_worker_fails_with_its_exit_code():
     options = WorkerOptions(num_workers=1, start_method="fork")
-    task = ChunkTask([1], [None], 0, 0)
+    task = ChunkTask([1], [None], 0, 0, [0])
     for _ in range(20):  # The reader sees the death while more is sent.
         pool = process_pool.ProcessPool(ChunkProcessor(same, None), options)
         pool.submit(task).result(LIMIT_S)

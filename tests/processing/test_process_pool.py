@@ -152,7 +152,7 @@ def test_a_result_that_the_trainer_has_no_memory_for_is_an_error_at_once(monkeyp
 
     monkeypatch.setattr(process_pool, "receive", refuse)
     pool = start()
-    future = pool.submit(ChunkTask([1], [None], 0, 0))
+    future = pool.submit(ChunkTask([1], [None], 0, 0, [0]))
     with pytest.raises(WorkerError, match=r"MemoryError.*out of memory: lower `chunk_size`"):
         future.result(LIMIT_S)
     pool.close()
@@ -164,7 +164,7 @@ def test_a_chunk_that_cannot_be_sent_is_an_error_at_once(monkeypatch):
 
     pool = start(num_workers=1)
     monkeypatch.setattr(worker_process, "send", refuse)
-    future = pool.submit(ChunkTask([1], [None], 0, 0))
+    future = pool.submit(ChunkTask([1], [None], 0, 0, [0]))
     with pytest.raises(WorkerError, match="could not send it a chunk: MemoryError: no room"):
         future.result(LIMIT_S)
     pool.close()
@@ -179,7 +179,7 @@ def test_a_reader_thread_that_fails_leaves_nobody_waiting(monkeypatch):
     monkeypatch.setattr(process_pool, "_dead_in_silence", fail)
     monkeypatch.setattr(process_pool, "_DEATH_POLL_S", 0.01)
     time.sleep(1.2)  # the poll that has begun
-    futures = [pool.submit(ChunkTask([1], [None], 0, 0)) for _ in range(4)]
+    futures = [pool.submit(ChunkTask([1], [None], 0, 0, [0])) for _ in range(4)]
     for future in futures:
         with pytest.raises(WorkerError, match="the thread that reads results has failed"):
             future.result(LIMIT_S)
@@ -216,7 +216,7 @@ class SleepAs:
 )
 def test_what_hangs_is_blamed(options, words):
     pool = start(num_workers=1, **options)
-    future = pool.submit(ChunkTask([60], [None], 0, 0))
+    future = pool.submit(ChunkTask([60], [None], 0, 0, [0]))
     time.sleep(1)
     assert not future.done()
     assert re.match(words, pool.what_hangs(future))
@@ -235,7 +235,7 @@ def leave_a_child(item):
 
 def test_close_does_not_wait_for_the_child_of_a_worker():
     pool = start(leave_a_child)
-    for future in [pool.submit(ChunkTask([1], [None], 0, 0)) for _ in range(2)]:
+    for future in [pool.submit(ChunkTask([1], [None], 0, 0, [0])) for _ in range(2)]:
         future.result(LIMIT_S)
     begun = time.monotonic()
     pool.close()
@@ -250,7 +250,7 @@ def close_files_and_sleep(item):
 def test_a_worker_that_closes_its_files_and_lives_is_ended():
     pool = start(close_files_and_sleep, num_workers=1)
     with pytest.raises(WorkerError, match="died with exit code"):
-        pool.submit(ChunkTask([1], [None], 0, 0)).result(LIMIT_S)
+        pool.submit(ChunkTask([1], [None], 0, 0, [0])).result(LIMIT_S)
     pool.close()
 
 
@@ -260,7 +260,7 @@ def test_workers_outlive_the_thread_that_asked_for_them():
     thread.start()
     thread.join(LIMIT_S)
     time.sleep(0.2)
-    assert pools[0].submit(ChunkTask([5], [None], 0, 0)).result(LIMIT_S).failure is None
+    assert pools[0].submit(ChunkTask([5], [None], 0, 0, [0])).result(LIMIT_S).failure is None
     pids = pools[0].pids
     pools[0].close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -331,7 +331,7 @@ def test_a_forked_worker_that_inherits_a_held_lock_is_replaced(held_lock):
     options = WorkerOptions(num_workers=2, start_method="fork")
     start_s = time.monotonic()
     pool = ProcessPool(ChunkProcessor(same, 0, limit_s=20.0), options)
-    futures = [pool.submit(ChunkTask([n], [None], 0, n)) for n in range(4)]
+    futures = [pool.submit(ChunkTask([n], [None], 0, 0, [n])) for n in range(4)]
     assert all(future.result(20).failure is None for future in futures)
     assert time.monotonic() - start_s < 15
     pool.close()
@@ -341,7 +341,7 @@ def test_to_replace_silent_workers_takes_no_longer_than_the_limit(held_lock):
     options = WorkerOptions(num_workers=3, start_method="fork", timeout_s=1.0)
     start_s = time.monotonic()
     pool = ProcessPool(ChunkProcessor(same, 0), options)
-    future = pool.submit(ChunkTask([1], [None], 0, 0))
+    future = pool.submit(ChunkTask([1], [None], 0, 0, [0]))
     assert not wait([future], 0.1).done
     assert "has not come up. It may wait for ever for a lock" in pool.what_hangs(future)
     pool.close()
@@ -354,7 +354,7 @@ def test_workers_start_under_a_default_device_that_a_fork_cannot_use():
         pool = ProcessPool(
             ChunkProcessor(same, 0), WorkerOptions(num_workers=1, start_method="fork")
         )
-        assert pool.submit(ChunkTask([1], [None], 0, 0)).result(LIMIT_S).failure is None
+        assert pool.submit(ChunkTask([1], [None], 0, 0, [0])).result(LIMIT_S).failure is None
         pool.close()
     finally:
         torch.set_default_device(None)

@@ -1,0 +1,224 @@
+"""What a state holds of samples that a restore makes again."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torchdata.nodes import BaseNode
+from tqdm import tqdm
+
+from odb_nodes._core.progress import SlowProgress
+from odb_nodes.contract import Count, RowsOf
+from odb_nodes.contract.config import mismatch_is_allowed
+from odb_nodes.contract.recall import recall
+from odb_nodes.errors import SampleError, StateError
+from odb_nodes.processing.observation import digest_of
+from odb_nodes.sample import ItemKey, Sample, Skipped, name_of
+
+logger = logging.getLogger("odb_nodes")
+
+RecordsState = tuple[
+    Annotated[bytes | None, RowsOf(8)],
+    Annotated[bytes | None, RowsOf(8)],
+    list[tuple[str, Count]],
+    Annotated[bytes | None, RowsOf(2)],
+    Annotated[bytes | None, RowsOf(8)],
+]
+"""`SampleRecords` as the field of a state: tokens and digests; keys; source and world size of each
+origin; the number of its origin for each sample, where there are several; repeats, where some are
+not 0. 16 bytes a sample, or 8 without keys; 2 more in a mixture."""
+
+
+NO_RECORDS: RecordsState = (None, None, [], None, None)
+
+T = TypeVar("T")
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # no thread that outlives it
+
+
+def with_progress(samples: Iterable[T], total: int) -> Iterator[T]:
+    """Yield what is made again for a restore, and show how far it is."""
+    logger.info("making %d samples again to restore a state", total)
+    bar = _Bar(samples, "restoring samples", total, leave=False, disable=None)
+    progress = SlowProgress("samples made again to restore a state", total)
+    for done, sample in enumerate(bar):
+        if bar.disable:  # where nobody sees it, such as in a file
+            progress.update(done)
+        yield sample
+
+
+class SampleRecords:
+    """Length and digest of samples, and the items that they were made of.
+
+    Args:
+        costs: tokens and digest of each sample, (n, 2) uint32.
+        keys: key of the item of each, (n,) int64; `None` where the items are not known.
+        repeats: its `ItemKey.repeat`, (n,) int64.
+        numbers: the number of its origin, (n,) uint16.
+        origins: source and world size of the items.
+    """
+
+    def __init__(
+        self,
+        costs: npt.NDArray[np.uint32],
+        keys: npt.NDArray[np.int64] | None,
+        repeats: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.uint16],
+        origins: list[tuple[str, int]],
+    ) -> None:
+        self._costs, self._keys, self._repeats, self._numbers = costs, keys, repeats, numbers
+        self._origins = origins
+        self._warned = False
+
+    @classmethod
+    def of(
+        cls, samples: Collection[Sample], *, with_items: bool, before: SampleRecords | None = None
+    ) -> SampleRecords:
+        """Return the records of samples.
+
+        Args:
+            samples: the samples.
+            with_items: whether they know their items.
+            before: records of other samples, which come before them.
+
+        Raises:
+            SampleError: a sample has no item, though it must.
+        """
+        columns = [*zip(*samples, strict=True)] or [()] * len(Sample._fields)
+        tokens, items, digests = columns[1], columns[7], columns[8]
+        if None in digests:
+            digests = tuple(map(digest_of, samples))
+        if with_items and None in items:
+            raise SampleError(
+                "the source can read items by their keys, but `item_key()` returned None for one "
+                "that it yielded. Return its `ItemKey`, or define no `read`."
+            )
+        known = items if with_items else [ItemKey("", 0, 0)] * len(tokens)
+        sources, keys, sizes, repeats = [*zip(*known, strict=True)] or [()] * 4
+        origins = [] if before is None else before._origins
+        pairs = [*zip(sources, sizes, strict=True)]
+        origins += sorted({*pairs} - {*origins})
+        numbers = map(origins.index, pairs) if len(origins) > 1 else [0] * len(pairs)
+        own = cls(
+            np.array((tokens, digests), "<u4").T,
+            np.array(keys, "<i8") if with_items else None,
+            np.array(repeats, "<i8"),
+            np.array([*numbers], "<u2"),
+            origins,
+        )
+        return own if before is None else before._and(own)
+
+    def _and(self, other: SampleRecords) -> SampleRecords:
+        keys = None
+        if self._keys is not None and other._keys is not None:
+            keys = np.concatenate((self._keys, other._keys))
+        return SampleRecords(
+            np.concatenate((self._costs, other._costs)),
+            keys,
+            np.concatenate((self._repeats, other._repeats)),
+            np.concatenate((self._numbers, other._numbers)),
+            self._origins,
+        )
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def __getitem__(self, which: slice | npt.NDArray[np.bool_]) -> SampleRecords:
+        keys = None if self._keys is None else self._keys[which]
+        rest = self._repeats[which], self._numbers[which], self._origins
+        return SampleRecords(self._costs[which], keys, *rest)
+
+    def to_state(self) -> RecordsState:
+        """Return the records as plain data."""
+        # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+        costs = self._costs.tobytes() or None
+        if self._keys is None or not len(self):
+            return costs, None, [], None, None
+        repeats = self._repeats.tobytes() if self._repeats.any() else None
+        used = sorted({*map(self._origins.__getitem__, np.unique(self._numbers).tolist())})
+        if len(used) == 1:
+            return costs, self._keys.tobytes(), used, None, repeats
+        renumbered = [used.index(one) if one in used else 0 for one in self._origins]
+        numbers = np.array(renumbered, "<u2")[self._numbers]
+        return costs, self._keys.tobytes(), used, numbers.tobytes(), repeats
+
+    @classmethod
+    def from_state(cls, state: RecordsState) -> SampleRecords:
+        """Return what `to_state` was called on.
+
+        Raises:
+            ValueError: the parts do not go together.
+        """
+        costs, origins = np.frombuffer(state[0] or b"", "<u4").reshape(-1, 2), state[2]
+        if (costs[:, 0] == 0).any():
+            raise ValueError("a sample has no tokens.")
+        n = len(costs)
+        keys = np.frombuffer(state[1] or b"", "<i8")
+        repeats = np.frombuffer(state[4] or bytes(8 * n), "<i8")
+        numbers = np.frombuffer(state[3] or bytes(2 * n), "<u2")
+        if not len(repeats) == len(numbers) == n or len(keys) != n * bool(origins):
+            raise ValueError("samples and their keys are not of one number.")
+        if (keys < 0).any() or (repeats < 0).any() or (numbers >= max(1, len(origins))).any():
+            raise ValueError("keys of samples are not valid.")
+        return cls(costs, keys if origins else None, repeats, numbers, origins)
+
+    def items(self) -> list[ItemKey] | None:
+        """Return the items of the samples; `None` where they are not known."""
+        if self._keys is None:
+            return None
+        columns = (self._keys.tolist(), self._numbers.tolist(), self._repeats.tolist())
+        of = self._origins
+        return [ItemKey(of[at][0], key, of[at][1], n) for key, at, n in zip(*columns, strict=True)]
+
+    def recall(self, source: BaseNode[Any], node: str) -> list[Sample]:
+        """Make the samples again.
+
+        Args:
+            source: the node that yielded them.
+            node: name of the node that restores itself, for errors.
+
+        Raises:
+            StateError: one of them is not what it was.
+        """
+        again = with_progress(recall(source, self.items() or []), len(self))
+        return [self.checked(index, sample, node) for index, sample in enumerate(again)]
+
+    def checked(
+        self, index: int, sample: Sample | Skipped, node: str, name: str = "a sample"
+    ) -> Sample:
+        """Return a sample, once it is known to be what it was.
+
+        Raises:
+            StateError: it is not; names it.
+        """
+        if isinstance(sample, Skipped):
+            raise StateError(
+                f"{node} cannot be restored: {name}{name_of(sample)} was good when saved, but is "
+                f"skipped now {sample.why} Mend the data, or use an earlier checkpoint."
+            )
+        tokens, digest = self._costs[index].tolist()
+        now = digest_of(sample)
+        if digest == now:
+            return sample
+        what = "has other content"
+        if tokens != sample.tokens:
+            what = f"had {tokens} tokens when saved, but has {sample.tokens}"
+        message = (
+            f"{node} cannot be restored: {name}{name_of(sample)} {what} now. The order of the "
+            "source is not seeded (seed it: no state helps against that), processing is not "
+            "deterministic (`ParallelProcessor(seed=...)` seeds the global generators; for others "
+            'there is `state="payload"`), or the data changed.'
+        )
+        if not mismatch_is_allowed():
+            raise StateError(f"{message} If the change is meant, load with `strict=False`.")
+        if not self._warned:
+            warnings.warn(f"{message} Further ones are not named.", stacklevel=2)
+        self._warned = True
+        return sample

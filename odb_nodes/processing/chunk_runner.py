@@ -1,0 +1,142 @@
+"""Runs chunks in worker processes, in threads, or in place, and waits for their results."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
+
+from odb_nodes._core.signals import deferred_interrupt
+from odb_nodes.errors import WorkerError
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
+from odb_nodes.processing.options import WorkerOptions
+from odb_nodes.processing.pools import WorkerPool, start_pool
+from odb_nodes.processing.process_pool import ProcessPool
+from odb_nodes.processing.transport import unpack
+
+
+class Submitted(NamedTuple):
+    """A chunk on its way; without a future it is processed when its results are asked for."""
+
+    task: ChunkTask
+    future: Future[ChunkResult] | None
+
+
+class ChunkRunner:
+    """Runs chunks with the workers that options ask for. They live from `start` to `close`.
+
+    Args:
+        processor: what is applied to the items of a chunk.
+        options: how to run in parallel.
+        name: name of the node that it works for, for errors.
+    """
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions, name: str) -> None:
+        self._processor, self._options, self._name = processor, options, name
+        self._pool: WorkerPool | None = None
+        self._finalizer: Callable[[], Any] | None = None
+        self._interruption: Future[ChunkResult] = Future()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether workers run."""
+        return self._pool is not None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the worker processes that run now."""
+        return self._pool.pids if isinstance(self._pool, ProcessPool) else []
+
+    def start(self) -> None:
+        """Start the workers, unless they run already, or there are to be none."""
+        if self._pool is None and self._options.num_workers > 0:
+            with deferred_interrupt():
+                self._pool = start_pool(self._processor, self._options)
+                self._finalizer = weakref.finalize(self, self._pool.close)
+
+    def close(self) -> None:
+        """Stop the workers. A forked child forgets them: they go on for who started them."""
+        finalizer, self._pool, self._finalizer = self._finalizer, None, None
+        if finalizer is not None:
+            with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
+                finalizer()
+
+    def discard(self) -> None:
+        """Skip the chunks that no worker has begun."""
+        if self._pool is not None:
+            self._pool.discard()
+
+    def interrupt(self) -> None:
+        """Make `results` raise, also where it waits on another thread, until `resume`."""
+        if not self._interruption.done():
+            self._interruption.set_result(ChunkResult(None, None))
+
+    def resume(self) -> None:
+        """Take `interrupt` back."""
+        self._interruption = Future()
+
+    def check(self) -> None:
+        """Raise a `WorkerError` where the workers are another process's, or after `interrupt`."""
+        self.check_process()
+        if self._interruption.done():
+            raise WorkerError("processing was interrupted, since the graph is reset or closed.")
+
+    def check_process(self) -> None:
+        """Raise a `WorkerError` where the workers belong to the process that this was forked from.
+
+        Where there are none, do nothing.
+        """
+        if self._pool is not None:
+            self._pool.owner.check(f"`{self._name}`")
+
+    def submit(self, task: ChunkTask) -> Submitted:
+        """Queue a chunk.
+
+        Raises:
+            WorkerError: it cannot be sent to a worker, or they were closed.
+        """
+        if self._pool is not None:
+            try:
+                return Submitted(task, self._pool.submit(task))
+            except Exception as error:  # of pickling
+                raise self._fail(
+                    f"{task} cannot be sent to a worker: {type(error).__name__}: {error}. Let the "
+                    'source yield plain data, or use `method="thread"`.'
+                ) from error
+        if self._options.num_workers == 0:
+            return Submitted(task, None)
+        raise WorkerError("the workers were closed: reset the node to start them again.")
+
+    def results(self, submitted: Submitted) -> tuple[list[Any], Failure | None]:
+        """Return the good results of a chunk in order, and the failure that ended it early.
+
+        Raises:
+            WorkerError: a worker died, or did not answer in time; the workers are stopped then. Or
+                see `check`.
+        """
+        task, future = submitted
+        if future is None:
+            result = self._processor.run(task)
+            return result.results, result.failure
+        waiting, limit_s = (future, self._interruption), self._options.timeout_s
+        wait(waiting, limit_s, return_when=FIRST_COMPLETED)
+        self.check()
+        if not future.done():
+            cause = self._pool.what_hangs(future) if self._pool else "the pool was closed."
+            raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
+        try:
+            result = future.result()
+            packed = isinstance(self._pool, ProcessPool)
+            return unpack(result.results) if packed else result.results, result.failure
+        except WorkerError as error:
+            raise self._fail(f"while processing {task}: {error}") from error
+        except Exception as error:
+            raise self._fail(
+                f"the results of {task} cannot be unpickled here: {type(error).__name__}: {error}"
+            ) from error
+
+    def _fail(self, message: str) -> WorkerError:
+        """Stop the workers: the next `start` makes new ones."""
+        self.close()
+        return WorkerError(message)

@@ -1,0 +1,83 @@
+"""How sources are mixed: their weights, and what these are shares of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes._core.checks import check_choice
+
+Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
+Unit = Literal["samples", "tokens"]
+Weights = Mapping[str, float] | Literal["proportional"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """How an `ODBDataLoader` mixes its datasets; see `SourceMixer`.
+
+    Args:
+        weights: name -> weight, any positive numbers; or `"proportional"` to the number of samples
+            of each dataset. Default: equal.
+        by: what the weights are shares of, `"samples"` or `"tokens"`.
+        stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
+
+    Raises:
+        ValueError: `by` or `stop` is not one of those.
+    """
+
+    weights: Weights = None
+    by: Unit = "samples"
+    stop: Stop = "all_exhausted"
+
+    def __post_init__(self) -> None:
+        check_rules(self.by, self.stop)
+
+    @classmethod
+    def of(cls, weights: Weights | Mixing) -> Mixing:
+        """Return `weights` itself, or what says no more than them."""
+        return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
+
+
+def check_rules(by: Unit, stop: Stop) -> None:
+    """Raise a `ValueError` for what is no rule of a `SourceMixer`."""
+    check_choice("by", by, get_args(Unit))
+    check_choice("stop", stop, get_args(Stop))
+
+
+def checked_weights(
+    weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
+) -> dict[str, float]:
+    """Return the weights of sources in their order, once they are known to be valid.
+
+    Raises:
+        TypeError, ValueError: they are not.
+    """
+    check_names("weights", weights, "sources", sources)
+    for name, weight in weights.items():
+        if not (isinstance(weight, Real) and math.isfinite(weight) and weight > 0):
+            raise ValueError(
+                f"`weights[{name!r}]` must be a positive number, but is {weight!r} instead."
+            )
+    return {name: float(weights[name]) for name in sources}
+
+
+def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping[str, Any]) -> None:
+    """Raise unless `given` has something for every source, and for no other.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: it has other names.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"`{option}` must be a dict by name of the source, but is {given!r}.")
+    if given.keys() != sources.keys():
+        raise ValueError(
+            f"`{option}` must have the names of `{of}`, {sorted(sources)}, but has "
+            f"{sorted(given)} instead."
+        )

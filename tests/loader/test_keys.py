@@ -277,6 +277,28 @@ def test_on_ranks_too_they_are_the_same_after_a_resume():
             assert rest == steps[at + 1 :]
 
 
+def test_on_ranks_a_resumed_run_may_be_resumed_again_to_its_very_end():
+    def from_state(states):
+        def run(exchange):
+            loader, found = Loader(graph_of(exchange, size=97, round_size=4)), []
+            loader.load_state_dict(states[exchange.rank])
+            for batch in loader:
+                found.append((loader.state_dict(), pop_step_info(batch)))
+            return found
+
+        return on_ranks(2, run)
+
+    begin = on_ranks(2, lambda ex: Loader(graph_of(ex, size=97, round_size=4)).state_dict())
+    whole = from_state(begin)
+    for at in range(0, len(whole[0]) - 1, 4):
+        resumed = from_state([steps[at][0] for steps in whole])
+        for then in (2, len(resumed[0]) // 2, len(resumed[0])):
+            again = from_state([steps[then - 1][0] for steps in resumed])
+            for steps, rest in zip(whole, again, strict=True):
+                infos = [info for _, info in steps[at + 1 + then :]]
+                assert [info for _, info in rest] == infos
+
+
 def test_a_step_that_fills_has_no_keys():
     def run(exchange):
         sampler = ShardedSampler((3, 60)[exchange.rank], rank=0, world_size=1)

@@ -70,6 +70,18 @@ def test_fillers_are_counted(tmp_path):
     assert found.epochs[0].filler > 10
 
 
+def test_a_rank_may_be_killed_before_its_last_step_where_another_has_gone_on(tmp_path):
+    record(tmp_path, *epoch_of(0, 2)[:-1], rank=0, world_size=2)
+    record(tmp_path, *epoch_of(1, 2), *epoch_of(1, 2, 1)[:2], rank=1, world_size=2)
+    found = audit(tmp_path, SIZE)
+    assert found.ok, found.problems
+    assert [one.is_complete for one in found.epochs] == [False, False]
+    record(tmp_path, *epoch_of(1, 2, 1)[2:], *epoch_of(1, 2, 2), rank=1, world_size=2)
+    problems = audit(tmp_path, SIZE).problems  # an epoch later, that is no excuse
+    assert "epoch 0: rank 0: the epoch has no end" in problems[0]
+    assert "epoch 1: rank 0 of 2 has no record" in problems[1]
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 

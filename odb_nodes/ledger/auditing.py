@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -85,6 +85,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     found.notes += [
         f"rank {file.rank}: nothing is recorded." for file in files if not file.attempts
     ]
+    found.notes += [text for file in files for text in _begun_anew(file)]
     parts = stretches(files)
     run = _Run.of(files, parts)
     epochs: list[EpochAudit] = []
@@ -93,6 +94,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         own = list(group)
         is_complete = _check_steps(own, epochs[-1] if epochs else None, run, found)
         entries = entries_of(own, names)
+        found.notes += _repeated_otherwise(own, entries)
+        entries.digests.clear()
         in_keys = check_keys(entries, size, is_complete)
         found.problems += [f"epoch {epoch}: {text}" for text in in_keys.problems]
         found.notes += [f"epoch {epoch}: {text}" for text in in_keys.notes]
@@ -107,6 +110,44 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         problems=tuple(found.problems),
         notes=tuple(found.notes),
     )
+
+
+def _repeated_otherwise(parts: Sequence[Stretch], entries: Entries) -> Iterator[str]:
+    """Say which steps had other samples in an attempt that was replaced: a resume repeats them."""
+    replaced = [replace(part, blocks=part.replaced) for part in parts if part.replaced]
+    if not replaced:
+        return
+    before = entries_of(replaced, entries.names)
+    others: dict[tuple[int, int], set[bytes]] = {}
+    for rank, step, digest in _records(before):
+        others.setdefault((rank, step), set()).add(digest)
+    steps: dict[int, list[int]] = {}
+    for rank, step, digest in _records(entries):
+        if others.get((rank, step), set()) - {digest}:
+            steps.setdefault(rank, []).append(step)
+    for rank, differing in steps.items():
+        yield (
+            f"epoch {parts[0].epoch}: rank {rank}: an earlier attempt had other samples at step "
+            f"{ranges(np.array(differing))}: it is of another run, or data or configuration have "
+            "changed since."
+        )
+
+
+def _records(entries: Entries) -> Iterator[tuple[int, int, bytes]]:
+    """Yield rank, step and digest of each record."""
+    return zip(entries.ranks.tolist(), entries.steps.tolist(), entries.digests, strict=True)
+
+
+def _begun_anew(file: RankFile) -> Iterator[str]:
+    """Say which attempts leave nothing of those before them: perhaps they are of another run."""
+    starts = [(attempt.header.epoch, attempt.header.step) for attempt in file.attempts]
+    for number in range(1, len(starts)):
+        if starts[number] <= min(starts[:number]):
+            where = "epoch {} step {}".format(*starts[number])
+            yield (
+                f"rank {file.rank}: attempt {number + 1} begins at {where}, so that nothing counts "
+                "that was recorded before. If it is of another run, give each a folder of its own."
+            )
 
 
 def _check_size(size: object) -> None:

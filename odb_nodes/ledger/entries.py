@@ -64,6 +64,7 @@ class Entries:
         ends: number of samples up to the end of each record, (records,) int64.
         ranks: rank of each record, (records,) int32.
         steps: its step, (records,) int64.
+        digests: digest of each record, in the same order.
         leaves: digest of each step over all ranks, (steps, DIGEST_BYTES) uint8.
         filler: number of records without a sample of their own.
     """
@@ -76,6 +77,7 @@ class Entries:
     ends: Ints
     ranks: npt.NDArray[np.int32]
     steps: Ints
+    digests: list[bytes]
     leaves: npt.NDArray[np.uint8]
     filler: int
 
@@ -101,17 +103,17 @@ def entries_of(stretches: Sequence[Stretch], names: Names) -> Entries:
         ends=ends,
         ranks=np.repeat([block.file.rank for block in chunks], list(map(len, heads))).astype("i4"),
         steps=np.concatenate([block.steps for block in chunks]),
+        digests=[],
         leaves=np.empty((0, DIGEST_BYTES), np.uint8),
         filler=sum(int((head["kind"] - STEP & FILLER > 0).sum()) for head in heads),
     )
-    digests: list[bytes] = []
     at = 0
     for block, head, count in zip(chunks, heads, counts, strict=True):
         stop = at + int(count.sum())
         _decode(entries, slice(at, stop), block, head, count)
-        digests += _digests(entries, slice(at, stop), head, count)
+        entries.digests += _digests(entries, slice(at, stop), head, count)
         at = stop
-    entries.leaves = _leaves(entries, digests)
+    entries.leaves = _leaves(entries)
     for file in {id(block.file): block.file for block in chunks}.values():
         file.forget_pages()
     return entries
@@ -211,8 +213,9 @@ def _digest_of_name(name: str) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _leaves(entries: Entries, digests: list[bytes]) -> npt.NDArray[np.uint8]:
+def _leaves(entries: Entries) -> npt.NDArray[np.uint8]:
     """Return the leaf of each step: a digest of its number and of what every rank had."""
+    digests = entries.digests
     rows = np.zeros(
         len(digests), [("step", "<u4"), ("rank", "<u4"), ("digest", f"V{DIGEST_BYTES}")]
     )

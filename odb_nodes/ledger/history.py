@@ -47,6 +47,7 @@ class Stretch:
         first: its first step.
         stop: the step at which a job of another size goes on; `None` where none does.
         blocks: what counts, by rank.
+        replaced: what does not, since a later attempt has begun before it, by rank.
     """
 
     epoch: int
@@ -54,6 +55,7 @@ class Stretch:
     first: int
     stop: int | None
     blocks: dict[int, list[Block]]
+    replaced: dict[int, list[Block]]
 
 
 def stretches(files: Sequence[RankFile]) -> list[Stretch]:
@@ -63,17 +65,21 @@ def stretches(files: Sequence[RankFile]) -> list[Stretch]:
     found: list[Stretch] = []
     for number, job in enumerate(jobs):
         limit = min(starts[number + 1 :], default=_NEVER)
-        by_epoch: dict[int, dict[int, list[Block]]] = {}
-        for block in _blocks(job, limit):
+        by_epoch: dict[int, tuple[dict[int, list[Block]], dict[int, list[Block]]]] = {}
+        for block, is_replaced in _blocks(job, limit):
             epoch = int(block.attempt.heads["epoch"][block.indices[0]])
-            by_epoch.setdefault(epoch, {}).setdefault(block.file.rank, []).append(block)
-        for epoch, blocks in by_epoch.items():
+            by_rank = by_epoch.setdefault(epoch, ({}, {}))[is_replaced]
+            by_rank.setdefault(block.file.rank, []).append(block)
+        for epoch, (blocks, replaced) in by_epoch.items():
+            if not blocks:
+                continue
             stretch = Stretch(
                 epoch=epoch,
                 world_size=job[0][1].header.world_size,
                 first=starts[number] & 0xFFFFFFFF if starts[number] >> 32 == epoch else 0,
                 stop=limit & 0xFFFFFFFF if limit >> 32 == epoch else None,
                 blocks=blocks,
+                replaced=replaced,
             )
             found.append(stretch)
     return sorted(found, key=lambda one: (one.epoch, one.first))
@@ -149,18 +155,22 @@ def _jobs(files: Sequence[RankFile]) -> list[list[tuple[RankFile, Attempt]]]:
     return jobs
 
 
-def _blocks(job: list[tuple[RankFile, Attempt]], limit: int) -> Iterator[Block]:
-    """Yield the records of a job that count, attempt by attempt, each epoch by itself."""
+def _blocks(job: list[tuple[RankFile, Attempt]], limit: int) -> Iterator[tuple[Block, bool]]:
+    """Yield the records of a job, attempt by attempt and epoch by epoch, and which are replaced."""
     limits: dict[int, int] = {}
     kept = []
     for file, attempt in sorted(job, key=lambda one: -one[1].number):  # the last one first
         before = limits.get(file.rank, limit)
-        kept.append((file, attempt, np.flatnonzero(attempt.positions < before)))
+        kept.append((file, attempt, before))
         limits[file.rank] = min(before, _start(attempt))
-    for file, attempt, indices in reversed(kept):
-        epochs = attempt.heads["epoch"][indices]
+    for file, attempt, before in reversed(kept):
+        positions, epochs = attempt.positions, attempt.heads["epoch"]
+        is_replaced = positions >= before
         for epoch in np.unique(epochs):
-            yield Block(file=file, attempt=attempt, indices=indices[epochs == epoch])
+            for chosen in (False, True):
+                is_one = (epochs == epoch) & (is_replaced == chosen) & (positions < limit)
+                if len(indices := np.flatnonzero(is_one)):
+                    yield Block(file=file, attempt=attempt, indices=indices), chosen
 
 
 def _start(attempt: Attempt) -> int:

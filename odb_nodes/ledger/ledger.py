@@ -89,8 +89,10 @@ class Ledger:
             info: the `StepInfo` of the step.
 
         Raises:
+            TypeError: `info` is no `StepInfo`.
             ValueError: the ledger is closed.
         """
+        check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
             raise ValueError("the ledger is closed: it records nothing. Make a new one.")
         if not self._owner.is_here or (self._file is None and not self._reopened()):

@@ -21,6 +21,7 @@ def test_a_run_with_restarts_is_that_without(tmp_path, world_size, kills):
     assert resumed.ok, resumed.problems
     assert whole.ok
     assert [one.digest for one in resumed.epochs] == [one.digest for one in whole.epochs]
+    assert not any("other samples" in note for note in resumed.notes)
     for epoch in resumed.epochs:
         assert epoch.is_complete
         assert sum(epoch.fates.values()) == SIZE
@@ -61,6 +62,24 @@ def test_a_rank_may_be_killed_before_its_first_step_of_an_epoch(tmp_path):
     assert found.notes == (
         "epoch 1: not all ranks have recorded as many steps: rank 0 0, rank 1 1.",
     )
+
+
+def test_an_attempt_that_leaves_nothing_of_those_before_is_said(tmp_path):
+    record(tmp_path, *epoch_of(0, 1)[:5])
+    record(tmp_path, *epoch_of(0, 1))
+    (note,) = audit(tmp_path, SIZE).notes
+    assert note.startswith("rank 0: attempt 2 begins at epoch 0 step 0, so that nothing counts")
+
+
+def test_an_attempt_that_had_other_samples_at_the_same_steps_is_said(tmp_path):
+    """Another run in the folder, or a resume with another configuration."""
+    record(tmp_path, *epoch_of(0, 1)[:6])
+    record(tmp_path, *epoch_of(0, 1)[2:4], info_of(4, [1]), *epoch_of(0, 1)[5:7])
+    record(tmp_path, *epoch_of(0, 1)[3:])
+    found = audit(tmp_path, SIZE)
+    assert found.ok
+    text = "epoch 0: rank 0: an earlier attempt had other samples at step 4: it is of another run"
+    assert [note for note in found.notes if note.startswith(text)]
 
 
 def test_fillers_are_counted(tmp_path):

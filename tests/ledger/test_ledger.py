@@ -113,6 +113,11 @@ def test_a_closed_ledger_records_nothing(tmp_path):
         ledger.record(info_of(0))
 
 
+def test_a_batch_is_no_step_info(tmp_path):
+    with Ledger(tmp_path) as ledger, pytest.raises(TypeError, match="`info` must be a `StepInfo`"):
+        ledger.record({"input_ids": []})
+
+
 def test_rank_and_world_size_are_those_of_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from odb_nodes.ledger.entries import TRAINED, Entries, Ints
 from odb_nodes.ledger.history import ranges
@@ -89,41 +88,44 @@ def _check_source(entries: Entries, name: str, number: int, found: Findings) -> 
     distinct, several = ordered[is_new], np.unique(ordered[~is_new])
     del ordered, is_new
     if len(several):
-        places = np.flatnonzero(is_own)
-        near = np.minimum(np.searchsorted(several, keys), len(several) - 1)
-        _check_several(entries, name, places[several[near] == keys], is_own, found)
+        nearest = np.minimum(np.searchsorted(several, keys), len(several) - 1)
+        has_several = several[nearest] == keys
+        del nearest  # 8 bytes a sample, as all that is deleted here
+        at = np.flatnonzero(is_own)[has_several]
+        if entries.repeats is not None and entries.repeats[is_own].any():
+            at = _not_told_apart(entries, name, at, len(several), found)
+        else:
+            at = at[np.argsort(entries.keys[at], kind="stable")]
+        _name_several(entries, name, at, found)
     return _Keys(distinct, without)
 
 
-def _check_several(
-    entries: Entries, name: str, at: Ints, is_own: npt.NDArray[np.bool_], found: Findings
-) -> None:
-    """Find out which samples with the same key are not told apart by their repeat.
+def _not_told_apart(entries: Entries, name: str, at: Ints, several: int, found: Findings) -> Ints:
+    """Return which samples with the same key have the same repeat, too, by key.
 
     Args:
         entries: the samples of the epoch.
         name: of the source.
         at: which of them have a key that comes more than once, (n,) int64.
-        is_own: which of them are of the source.
-        found: what problems and notes are added to.
+        several: number of those keys.
+        found: what a note is added to.
     """
-    if entries.repeats is not None and entries.repeats[is_own].any():
-        is_trained = entries.fates[at] == TRAINED
-        found.notes.append(
-            f"{len(np.unique(entries.keys[at])):,} keys{_of(name)} come more than once by intent: "
-            "their source begins again, or a sampler draws them. Each repeat has one fate"
-            f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
-        )
-        at = at[is_trained]
-        keys, repeats = entries.keys[at], entries.repeats[at]
-        order = np.lexsort((repeats, keys))
-        is_same = (np.diff(keys[order]) == 0) & (np.diff(repeats[order]) == 0)
-        same = np.flatnonzero(is_same)
-        at = at[order[np.union1d(same, same + 1)]]
-    else:
-        at = at[np.argsort(entries.keys[at], kind="stable")]
-    if len(at):
-        _name_several(entries, name, at, found)
+    assert entries.repeats is not None
+    is_trained = entries.fates[at] == TRAINED
+    found.notes.append(
+        f"{several:,} keys{_of(name)} come more than once by intent: their source begins again, or "
+        "a sampler draws them. Each repeat has one fate"
+        f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
+    )
+    at = at[is_trained]
+    keys, repeats = entries.keys[at], entries.repeats[at]
+    order = np.lexsort((repeats, keys))
+    keys = keys[order]
+    is_same = keys[1:] == keys[:-1]
+    del keys
+    repeats = repeats[order]
+    same = np.flatnonzero(is_same & (repeats[1:] == repeats[:-1]))
+    return at[order[np.union1d(same, same + 1)]]
 
 
 def _name_several(entries: Entries, name: str, at: Ints, found: Findings) -> None:
@@ -135,6 +137,8 @@ def _name_several(entries: Entries, name: str, at: Ints, found: Findings) -> Non
         at: which of them, by key, (n,) int64.
         found: what problems are added to.
     """
+    if not len(at):
+        return
     reasons = {number: text for text, number in entries.names.reasons.items()}
     groups = np.split(at, np.flatnonzero(np.diff(entries.keys[at])) + 1)
     for group in groups[:MOST_NAMED]:

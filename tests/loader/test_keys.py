@@ -23,6 +23,7 @@ from odb_nodes import (
     Observation,
     ODBDataLoader,
     ParallelProcessor,
+    PerSource,
     RankAligner,
     ShardedSampler,
     Skipped,
@@ -213,6 +214,26 @@ def graph_of(exchange, process_fn=text, size=120, seed=0, **options):
     node = ParallelProcessor(ShardedSampler(size, seed=seed, **shard), process_fn, **shard)
     bucketer = WindowBucketer(LengthObserver(node), BUDGET, 8)
     return GroupCollator(RankAligner(bucketer, exchange, timeout_s=20.0, **options))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_where_each_rank_has_data_of_its_own_the_step_says_so(is_own):
+    def run(exchange):
+        shard = {"rank": exchange.rank, "world_size": exchange.world_size}
+        sampler = (
+            ShardedSampler(60, rank=0, world_size=1) if is_own else ShardedSampler(60, **shard)
+        )
+        mixer = SourceMixer({"a": sampler, "b": ShardedSampler(60, **shard)})
+        make = PerSource({"a": text, "b": text})
+        node = LengthObserver(ParallelProcessor(mixer, make, **shard))
+        loader = Loader(GroupCollator(RankAligner(WindowBucketer(node, BUDGET, 8), exchange)))
+        return [info for info, _ in steps_of(loader)]
+
+    for steps in on_ranks(2, run):
+        assert any("b" in info.row_sources for info in steps)
+        assert any("a" in info.row_sources for info in steps)
+        for info in steps:
+            assert info.own_sources == ({*info.row_sources} & {"a"} if is_own else set())
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -21,6 +21,8 @@ def check_integer(name: str, value: object) -> int:
     Raises:
         TypeError: it is not an integer, or a bool.
     """
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError

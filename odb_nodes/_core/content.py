@@ -29,10 +29,12 @@ def content_digest(item: Any, start: int = 0) -> int:
 
 def _add(value: Any, crc: int) -> int:
     kind = type(value)
-    if kind is torch.Tensor:
-        return _add_tensor(value, crc)
+    if kind is dict:
+        return _add_fields(value, crc)
     if kind is np.ndarray:
         return _add_array(value, crc)
+    if kind is torch.Tensor:
+        return _add_tensor(value, crc)
     if kind is str:
         return _add_bytes(value.encode("utf-8", "surrogatepass"), crc)
     if kind in (int, float, bool, complex) or value is None:
@@ -42,9 +44,7 @@ def _add(value: Any, crc: int) -> int:
     if kind in (list, tuple):
         return _add_elements(value, crc)
     if isinstance(value, Mapping):
-        for key, held in value.items():
-            crc = _add(held, _add(key, crc))
-        return crc
+        return _add_fields(value, crc)
     if isinstance(value, torch.Tensor):
         return _add_tensor(value, crc)
     if isinstance(value, (np.ndarray, np.generic)):
@@ -52,6 +52,13 @@ def _add(value: Any, crc: int) -> int:
     if isinstance(value, (list, tuple)):  # a subclass: a NamedTuple, say
         return _add_elements(value, crc)
     return zlib.crc32(kind.__qualname__.encode(), crc)  # its text may hold its address
+
+
+def _add_fields(value: Mapping[Any, Any], crc: int) -> int:
+    for key, held in value.items():
+        crc = zlib.crc32(key.encode(), crc) if type(key) is str else _add(key, crc)
+        crc = _add_array(held, crc) if type(held) is np.ndarray else _add(held, crc)
+    return crc
 
 
 def _add_bytes(value: bytes | bytearray, crc: int) -> int:
@@ -73,12 +80,16 @@ def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
 
 def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
     kind = value.dtype
-    name = b"%d" % kind.num if kind.isbuiltin == 1 else kind.str.encode()  # whose text is slow
-    crc = zlib.crc32(name + repr(value.shape).encode(), crc)
-    if kind.hasobject:
-        return crc
-    as_it_is = kind.isbuiltin == 1 and value.flags.c_contiguous
-    return zlib.crc32(value.data if as_it_is else value.tobytes(), crc)
+    if kind.isbuiltin == 1 and not kind.hasobject:
+        crc = zlib.crc32(
+            b"%d %d" % (kind.num, len(value))
+            if value.ndim == 1
+            else repr((kind.num, *value.shape)).encode(),
+            crc,
+        )
+        return zlib.crc32(value.data if value.flags.c_contiguous else value.tobytes(), crc)
+    crc = zlib.crc32(f"{kind.str} {value.shape}".encode(), crc)
+    return crc if kind.hasobject else zlib.crc32(value.tobytes(), crc)
 
 
 def _add_tensor(value: torch.Tensor, crc: int) -> int:

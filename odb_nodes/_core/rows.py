@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from odb_nodes.errors import SampleError
+
+
+def is_mapping(value: Any) -> bool:
+    """Tell whether a value is a mapping; of a dict at once, which most samples are."""
+    return type(value) is dict or isinstance(value, Mapping)
 
 
 def flatten_row(name: str, values: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.rows import flatten_row
+from odb_nodes._core.rows import flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import Shape, TokenBudget
 from odb_nodes.sample import IGNORE_INDEX
@@ -76,7 +76,7 @@ class TokenRows:
             SampleError: values per token are not numbers, `input_ids` no integers, or there are not
                 as many of them.
         """
-        if not isinstance(sample, Mapping):
+        if not is_mapping(sample):
             return sample
         rows = {
             key: row_of(key, value)
@@ -112,7 +112,7 @@ class TokenRows:
     def check_mappings(self, samples: Sequence[Any]) -> None:
         """Raise a `TypeError` unless all samples are mappings with `input_ids`."""
         for index, sample in enumerate(samples):
-            if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            if not is_mapping(sample) or "input_ids" not in sample:
                 raise TypeError(
                     f"`{type(self).__name__}` takes mappings with `input_ids`, but sample "
                     f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
@@ -176,7 +176,9 @@ def _check_length(key: str, row: Any, tokens: int) -> None:
 
 def is_number(value: Any) -> bool:
     """Tell whether a value is a single number, not a value per token."""
-    return isinstance(value, Number) or getattr(value, "ndim", None) == 0
+    if (dimensions := getattr(value, "ndim", None)) is not None:
+        return bool(dimensions == 0)
+    return type(value) is not list and isinstance(value, Number)
 
 
 def row_of(key: str, value: Any) -> Any:

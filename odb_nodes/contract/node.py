@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -16,7 +16,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import ItemKey, LeftOut
 
-__all__ = ["StatefulNode", "call_member", "check_node"]
+__all__ = ["StatefulNode", "call_member", "check_node", "member"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
@@ -262,8 +262,17 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
 def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
     """Call a method of the contract; return `None` where a plain node does not have it."""
+    return member(node, name)(*arguments)
+
+
+def member(node: BaseNode[Any], name: str) -> Callable[..., Any]:
+    """Return a method of the contract; one that returns `None` where a plain node lacks it."""
     method = getattr(node, name, None)
-    return method(*arguments) if callable(method) else None
+    return method if callable(method) else _none
+
+
+def _none(*_: Any) -> None:
+    return None
 
 
 def check_node(name: str, value: Any) -> None:

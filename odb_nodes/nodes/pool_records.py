@@ -27,21 +27,16 @@ class PoolRecords:
 
     def to_state(self) -> tuple[RecordsState, bytes | None]:
         """Return `pool` and `waiting` of a `BucketerState`."""
-        pooled = np.sort(self._pool.table()[ORDINALS])
-        last = self._ordinals[-1] if len(self._ordinals) else -1
-        new = len(pooled) - int(np.searchsorted(pooled, last, side="right"))
-        samples = [*islice(reversed(self._pool.items().values()), new)][::-1]
-        is_left = np.isin(self._ordinals, pooled, assume_unique=True)
-        self._records = SampleRecords.of(
-            samples, with_items=self._with_items, before=self._records[is_left]
-        )
-        self._ordinals = pooled
-        return self._records.to_state(), self._bits()
-
-    def _bits(self) -> bytes | None:
-        if not len(self._ordinals):
-            return None
-        back = self._pool.pulled - 1 - self._ordinals
-        bits = np.zeros(int(back[0]) + 1, np.uint8)
+        pool, before = self._pool, self._ordinals
+        back = pool.pulled - 1 - pool.table()[ORDINALS]
+        oldest = min([pool.oldest, *before[:1].tolist()])
+        bits = np.zeros(pool.pulled - oldest, np.uint8)
         bits[back] = 1
-        return np.packbits(bits).tobytes()
+        waiting = np.flatnonzero(bits)[::-1]
+        self._ordinals = pool.pulled - 1 - waiting
+        new = len(back) - int(np.searchsorted(self._ordinals, before[-1:].max(initial=-1), "right"))
+        samples = [*islice(reversed(pool.items().values()), new)][::-1]
+        left = self._records[bits[pool.pulled - 1 - before].astype(bool)]
+        self._records = SampleRecords.of(samples, with_items=self._with_items, before=left)
+        packed = np.packbits(bits[: pool.pulled - pool.oldest]).tobytes()
+        return self._records.to_state(), packed or None

@@ -141,13 +141,14 @@ class SampleRecords:
         costs = self._costs.tobytes() or None
         if self._keys is None or not len(self):
             return costs, None, [], None, None
+        keys = self._keys.tobytes()
         repeats = self._repeats.tobytes() if self._repeats.any() else None
+        if len(self._origins) == 1:
+            return costs, keys, [*self._origins], None, repeats
         used = sorted({*map(self._origins.__getitem__, np.unique(self._numbers).tolist())})
-        if len(used) == 1:
-            return costs, self._keys.tobytes(), used, None, repeats
         renumbered = [used.index(one) if one in used else 0 for one in self._origins]
         numbers = np.array(renumbered, "<u2")[self._numbers]
-        return costs, self._keys.tobytes(), used, numbers.tobytes(), repeats
+        return costs, keys, used, numbers.tobytes() if len(used) > 1 else None, repeats
 
     @classmethod
     def from_state(cls, state: RecordsState) -> SampleRecords:

@@ -12,7 +12,7 @@ import torch
 
 from odb_nodes._core.checks import MAX_KEY, check_count
 from odb_nodes._core.content import content_digest
-from odb_nodes._core.rows import flatten_row
+from odb_nodes._core.rows import flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import (
     CLASS_KEYS,
@@ -61,7 +61,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     if not isinstance(seen, tuple):
         seen = Observation(seen)
     try:
-        tokens, targets, patches, key = Observation(*seen)
+        tokens, targets, patches, key = seen if type(seen) is Observation else Observation(*seen)
         tokens = check_count("tokens", tokens)
         counted = "observed"
         if targets is None:
@@ -90,7 +90,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
         return result
     if isinstance(result, Sample):
         key = item.key if result.key is None else result.key
-        return result._replace(key=key, item=item, digest=digest_of(result))
+        return Sample(*result[:6], key, item, digest_of(result))
     if isinstance(result, Skipped) and result.key is None:
         return replace(result, key=item.key, source=result.source or item.source)
     return result
@@ -104,7 +104,7 @@ def digest_of(sample: Sample) -> int:
 
 
 def _length_of(data: Any) -> int:
-    ids = data["input_ids"] if isinstance(data, Mapping) and "input_ids" in data else None
+    ids = data["input_ids"] if is_mapping(data) and "input_ids" in data else None
     if ids is None:
         raise SampleError(
             f"a sample has no length: it is {_describe(data)}. Return a mapping with `input_ids`, "
@@ -115,7 +115,7 @@ def _length_of(data: Any) -> int:
 
 def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     """Return the targets of a sample, and which of `COUNTED` they are."""
-    held = data if isinstance(data, Mapping) else {}
+    held = data if is_mapping(data) else {}
     labels = held.get("labels")
     if labels is None:
         labels = next((held[key] for key in CLASS_KEYS if not _is_note(held.get(key))), None)
@@ -127,13 +127,14 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     row = flatten_row("labels", labels)
     if isinstance(row, torch.Tensor):
         row = row.numpy(force=True)
-    if isinstance(row[0] if len(row) else 0, (float, np.floating)):
+    is_array = isinstance(row, np.ndarray)
+    if row.dtype.kind == "f" if is_array else isinstance(row[0] if len(row) else 0, float):
         return 1, "samples"
     if "labels" not in held and len(row) != tokens:  # several classes of a sample
         return 1, "samples"
     if len(row) == 1 < tokens:  # a class, or the one token that a decoder is to answer
         return 1, "labels"
-    if isinstance(row, np.ndarray):
+    if is_array:
         return int(np.count_nonzero(row[1:] != IGNORE_INDEX)), "labels"
     return sum(label != IGNORE_INDEX for label in row[1:]), "labels"
 
@@ -145,7 +146,7 @@ def _is_note(label: Any) -> bool:
 
 
 def _count_patches(data: Any) -> int:
-    if not isinstance(data, Mapping):
+    if not is_mapping(data):
         return 0
     if (grid := data.get("image_grid_thw")) is not None:
         return int(np.asarray(grid).reshape(-1, 3).prod(axis=1).sum())

@@ -16,7 +16,7 @@ from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
-from odb_nodes.contract.node import call_member, check_node
+from odb_nodes.contract.node import check_node, member
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import StateError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
@@ -304,11 +304,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         locations: list[ItemLocation | None] = []
         steps: list[int] = []
         error: Exception | None = None
+        key_of, location_of = member(self.source, "item_key"), member(self.source, "item_location")
         try:
             while len(items) < self._workers.chunk_size:
                 item = next(self.source)
-                keys.append(call_member(self.source, "item_key"))
-                locations.append(call_member(self.source, "item_location"))
+                keys.append(key_of())
+                locations.append(location_of())
                 items.append(item)
                 gap = self._gaps.popleft() if self._gaps else 0
                 steps.append(1 + gap)

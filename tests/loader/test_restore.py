@@ -1,0 +1,360 @@
+"""A restore makes the samples again that it needs, and no others; and it notices what changed."""
+
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from aligned_ranks import on_ranks
+
+from odb_nodes import (
+    ItemKey,
+    IterableSource,
+    JsonlSource,
+    LengthObserver,
+    Loader,
+    Mixing,
+    ODBDataLoader,
+    ParallelProcessor,
+    RankAligner,
+    SampleError,
+    ShardedSampler,
+    SourceMixer,
+    StateError,
+    WindowBucketer,
+    WorkerOptions,
+    pop_step_info,
+)
+from odb_nodes.contract import EpochNode, EpochState
+from odb_nodes.testing import assert_resumes_exactly
+
+ROUND = 8
+
+
+def length(n):
+    return 1 + n * 7919 % 61
+
+
+class Counting:
+    """A `process_fn` that counts its calls."""
+
+    def __init__(self, data=None):
+        self.data = data
+        self.calls = 0
+
+    def __call__(self, item):
+        self.calls += 1
+        if self.data is not None:
+            return {"input_ids": self.data[item]}
+        n = item["n"] if isinstance(item, dict) else item
+        return {"input_ids": [n] * length(n)}
+
+
+def graph_of(exchange, source, process_fn, window, num_workers=0):
+    shard = {"rank": exchange.rank, "world_size": exchange.world_size}
+    workers = WorkerOptions(num_workers=num_workers, chunk_size=5, method="thread")
+    node = LengthObserver(ParallelProcessor(source(**shard), process_fn, workers=workers, **shard))
+    bucketer = WindowBucketer(node, 256, window)
+    return RankAligner(bucketer, exchange, ROUND, timeout_s=20.0)
+
+
+def map_style(size, tmp_path):
+    return lambda **shard: ShardedSampler(size, **shard)
+
+
+def json_lines(size, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(size)))
+    return lambda **shard: JsonlSource(path, **shard)
+
+
+def iterable(size, tmp_path):
+    return lambda **shard: IterableSource(range(size), **shard)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("window", [16, 128, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make_source", [map_style, json_lines, iterable])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_restore_processes_at_most_the_window_and_the_round(
+    world_size, make_source, window, num_workers, tmp_path, sampled
+):
+    size = max(400, 6 * window) * world_size
+    source = make_source(size, tmp_path)
+
+    def run(exchange):
+        loader = Loader(graph_of(exchange, source, Counting(), window))
+        states, steps = [], []
+        for item in loader:
+            steps.append([sample.data["input_ids"] for sample in item[0]])
+            states.append((len(steps), loader.state_dict()))
+        return states, steps
+
+    def resume(exchange):
+        states, steps = ranks[exchange.rank]
+        most = 0
+        step = sampled(step=max(1, len(states) // 9)).get("step", 1)
+        for at, state in states[:-1:step]:
+            process_fn = Counting()
+            root = graph_of(exchange, source, process_fn, window, num_workers)
+            root.reset(state["root"])
+            replayed = root.replayed_samples + root.source.replayed_samples
+            of_round = max(sum(map(len, steps[n : n + ROUND])) for n in range(len(steps)))
+            assert replayed <= window + of_round
+            if num_workers == 0 and make_source is not iterable:
+                assert process_fn.calls == replayed
+            most = max(most, replayed)
+            if at % 3 == 0:
+                rest = [[sample.data["input_ids"] for sample in item[0]] for item in root]
+                assert rest == steps[at:]
+            root.source.source.source.close()
+        return most
+
+    ranks = on_ranks(world_size, run)
+    assert min(on_ranks(world_size, resume)) > window // 2
+
+
+@dataclass(kw_only=True)
+class ShelfState(EpochState):
+    at: int
+
+
+class Shelf(EpochNode):
+    """A source of a user's own that can read at a key."""
+
+    STATE = ShelfState
+
+    def __init__(self, size=300):
+        super().__init__()
+        self.size, self.position, self.nexts, self.reads = size, 0, 0, []
+
+    def begin_epoch(self):
+        self.position = 0
+
+    def restore(self, state):
+        self.position = state.at
+
+    def save(self):
+        return ShelfState(at=self.position)
+
+    def next(self):
+        if self.position == self.size:
+            raise StopIteration
+        self.position += 1
+        self.nexts += 1
+        return self.position * 3
+
+    def item_key(self):
+        return ItemKey("", self.position * 3, world_size=1)
+
+    def read(self, key):
+        self.reads.append(key)
+        return key
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed, sampled):
+    def make(shelf):
+        node = SourceMixer({"a": shelf, "b": ShardedSampler(300)}) if mixed else shelf
+        processed = ParallelProcessor(node, lambda item: getattr(item, "item", item))
+        named = LengthObserver(processed, lambda n: 1 + n % 40)
+        return WindowBucketer(named, 256, 32)
+
+    first = make(Shelf())
+    first.reset(None)
+    for _ in range(15):
+        next(first)
+    shelf = Shelf()
+    again = make(shelf)
+    again.reset(first.state_dict())
+    pooled = [one.key for one in again._pool.items().values()]
+    assert shelf.nexts < WorkerOptions().chunk_size  # of the chunk that the state stands in
+    assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
+    assert {*shelf.reads} <= {*pooled}
+    rest = [[one.data for one in group] for group in again]
+    assert rest == [[one.data for one in group] for group in first]
+    assert_resumes_exactly(lambda: make(Shelf(90)), **sampled(every=3, horizon=9))
+
+
+def test_a_source_that_reads_keys_that_it_does_not_tell_is_an_error():
+    class Silent(Shelf):
+        def item_key(self):
+            return None
+
+    node = WindowBucketer(LengthObserver(Silent(), lambda n: 30), 64, 8)
+    next(node)
+    with pytest.raises(SampleError, match=r"`item_key\(\)` returned None"):
+        node.get_state()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_of_an_iterable_only_what_is_needed_is_processed(num_workers):
+    def make(process_fn, num_workers=0):
+        workers = WorkerOptions(num_workers=num_workers, chunk_size=7, method="thread")
+        node = ParallelProcessor(IterableSource(range(900)), process_fn, workers=workers)
+        return WindowBucketer(LengthObserver(node), 256, 64)
+
+    first = make(Counting())
+    first.reset(None)
+    for done in range(1, 70):
+        expected = next(first)
+        if done % 7 == 0:
+            counting = Counting()
+            again = make(counting, num_workers)
+            again.reset(first.state_dict())
+            assert again.replayed_samples <= 64
+            assert counting.calls <= 64 or num_workers
+            copy = make(Counting())
+            copy.reset(again.state_dict())  # of a node that was restored by leaving samples out
+            assert [next(again) for _ in range(5)] == [next(copy) for _ in range(5)]
+            again.source.source.close()
+    assert expected
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_a_mixture_that_begins_sources_again_is_restored_as_it_was(by, sampled):
+    def augmented(index):
+        return {"input_ids": [index] * length(index), "drawn": torch.tensor(random.random())}
+
+    def make():
+        data = {"a": range(60), "b": range(9)}
+        mixing = Mixing(weights={"a": 2, "b": 1}, by=by, stop="cycle")
+        options = {"window": 16, "process_fn": augmented, "weights": mixing}
+        return ODBDataLoader(data, token_budget=128, **options)._loader.root
+
+    assert_resumes_exactly(make, **sampled(every=3, horizon=12))
+
+
+# --- what changed ---------------------------------------------------------------------------------
+
+
+def data_of(seed, size=200):
+    rng = random.Random(seed)
+    return [[rng.randrange(1000) for _ in range(rng.randrange(2, 40))] for _ in range(size)]
+
+
+def changed_at(data, key, how, rng):
+    """Data in which an item is edited, or swapped with another one of the same length."""
+    data = [list(one) for one in data]
+    if how == "edited":
+        data[key][rng.randrange(len(data[key]))] += 1
+    else:
+        other = rng.choice([n for n in range(200) if n != key])
+        data[key], data[other] = data[other], data[key]
+    return data
+
+
+def test_data_that_changed_are_found_100_of_100(tmp_path):
+    found = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        data = data_of(seed)
+
+        def make(data):
+            options = {"process_fn": Counting(data), "window": 24, "shuffle": True, "seed": seed}  # noqa: B023
+            return ODBDataLoader(range(200), token_budget=200, **options)
+
+        loader = make(data)
+        it = iter(loader)
+        for _ in range(rng.randrange(1, 15)):
+            next(it)
+        state = loader.state_dict()
+        fresh = make(data)
+        fresh.load_state_dict(state)
+        iter(fresh)
+        pooled = [one.key for one in fresh._bucketer._pool.items().values()]
+        key = rng.choice(pooled)
+        again = make(changed_at(data, key, ("edited", "swapped")[seed % 2], rng))
+        again.load_state_dict(state)
+        with pytest.raises(StateError, match=r"\(key \d+\) (has other content|had \d+ tokens)"):
+            iter(again)
+        found += 1
+    assert found == 100
+
+
+def test_a_sample_that_is_held_for_the_round_is_compared_too():
+    data = data_of(0, 1000)
+
+    def make(exchange, data):
+        return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
+
+    def run(exchange):
+        loader = Loader(make(exchange, data))
+        it = iter(loader)
+        steps = [next(it) for _ in range(14)]  # 4 + 8 steps are two rounds
+        return loader.state_dict()["root"], steps, [next(it) for _ in range(6)]
+
+    def resume(exchange):
+        state, _, rest = ranks[exchange.rank]
+        key = rest[-1][0][0].key
+        changed = [list(one) for one in data]
+        changed[key][0] += 1
+        root = make(exchange, changed)
+        with pytest.raises(StateError, match=rf"RankAligner cannot be restored: .*\(key {key}\)"):
+            root.reset(state)
+        return True
+
+    ranks = on_ranks(2, run)
+    assert all(on_ranks(2, resume))
+
+
+def test_a_change_that_is_meant_is_warned_of_once():
+    data = data_of(1)
+    loader = ODBDataLoader(range(200), token_budget=200, window=24, process_fn=Counting(data))
+    next(iter(loader))
+    changed = [[n + 1 for n in one] for one in data]
+    again = ODBDataLoader(range(200), token_budget=200, window=24, process_fn=Counting(changed))
+    again.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.warns(UserWarning, match="has other content now") as caught:
+        rest = [pop_step_info(batch).keys for batch in again]
+    assert (
+        len([one for one in caught if "content" in str(one.message)]) == 2
+    )  # pool, and group ahead
+    assert len([key for keys in rest for key in keys]) > 150
+
+
+def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(100, 400)))
+    source = JsonlSource(path)
+    assert source.read(len('{"n": 100}\n')) == {"n": 101}
+    for key in (3, 10**6, 1 << 40):
+        with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
+            source.read(key)
+    with pytest.raises(StateError, match="there is no sample 50: the data have 50 now"):
+        ShardedSampler(50).read(50)
+
+
+def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
+    def make():
+        node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
+        return RankAligner(WindowBucketer(node, 256, 32))
+
+    node = make()
+    node.reset(None)
+    next(node)
+    states = node.state_dict(), node.source.state_dict()
+    monkeypatch.delattr(ShardedSampler, "read")
+    with pytest.raises(StateError, match="cannot read items by their keys any more"):
+        make().reset(states[0])
+    with pytest.raises(StateError, match="cannot read items by their keys any more"):
+        make().source.reset(states[1])
+
+
+# --- the size of a state --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("window", [256, 4096])
+def test_a_state_has_at_most_20_bytes_a_pooled_sample(window, mixed):
+    size = 3 * window
+    data = {"web": range(size), "ocr": range(size)} if mixed else range(size)
+    options = {"process_fn": Counting(), "window": window}
+    with ODBDataLoader(data, token_budget=4096, **options) as loader:
+        it = iter(loader)
+        for _ in range(8):
+            next(it)
+        state = loader._bucketer.state_dict()
+    parts = [part for part in (*state["pool"], state["waiting"]) if isinstance(part, bytes)]
+    assert sum(map(len, parts)) <= 20 * len(loader._bucketer._pool)

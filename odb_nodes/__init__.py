@@ -5,6 +5,7 @@ from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.contract import EpochNode, StatefulNode
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
+from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
 from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
 from odb_nodes.loader.checkpoints import Checkpoints
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -27,13 +28,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlignedGroup",
+    "Audit",
     "Checkpoints",
     "DistributedState",
+    "EpochAudit",
     "EpochNode",
     "GroupCollator",
     "ItemKey",
     "IterableSource",
     "JsonlSource",
+    "Ledger",
     "LeftOut",
     "LengthObserver",
     "Loader",
@@ -61,6 +65,7 @@ __all__ = [
     "WindowBucketer",
     "WorkerError",
     "WorkerOptions",
+    "audit",
     "load_rank_state",
     "load_state",
     "pop_step_info",

@@ -44,6 +44,9 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "keys": tuple(sample.key for sample in samples),
         "row_sources": tuple(sample.source for sample in samples),
         "row_repeats": tuple(sample.repeat for sample in samples),
+        "own_sources": frozenset(
+            sample.source for sample in samples if sample.item and sample.item.world_size == 1
+        ),
     }
 
 
@@ -91,6 +94,8 @@ class StepInfo:
             Empty in a filler step, as are the next two.
         row_sources: names of their sources, likewise.
         row_repeats: what tells samples from themselves that come more than once in an epoch.
+        own_sources: names of the sources whose keys are of this rank alone: data that each rank has
+            for itself, or a job of one rank.
         left_out: samples of this rank that were left out since the step before.
         epoch: number of the epoch.
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
@@ -118,6 +123,7 @@ class StepInfo:
     keys: tuple[int | None, ...] = ()
     row_sources: tuple[str, ...] = ()
     row_repeats: tuple[int, ...] = ()
+    own_sources: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     epoch: int = 0
     ends_epoch: bool = False

@@ -36,6 +36,7 @@ SLOW_PATHS = {
         "collate/test_compiled_shapes.py",
         "integrations/test_accelerate.py",
         "integrations/test_huggingface.py",
+        "integrations/test_ledgers.py",
         "integrations/test_lightning.py",
         "integrations/test_lightning_ranks.py",
         "integrations/test_llama_factory_trainer.py",

@@ -175,13 +175,20 @@ def gradient_errors_of_ranks(accumulate):
 
 def run_until_killed(folder, accumulate, step):
     saver = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
-    fit_on_ranks(saver, KillEverywhere(step), accumulate=accumulate, enable_checkpointing=True)
+    options = {"accumulate": accumulate, "odb": recording(folder), "enable_checkpointing": True}
+    fit_on_ranks(saver, KillEverywhere(step), **options)
+
+
+def recording(folder):
+    """A callback with a ledger."""
+    return [ODBCallback(ledger=Path(folder, "ledger"))]
 
 
 def resume_after_kill(folder, accumulate):
     """Go on from the last checkpoint, and compare with what the whole run has noted."""
     path = str(Path(folder, "last.ckpt"))
-    resumed, trainer = fit_on_ranks(accumulate=accumulate, checkpoint=path)
+    odb = recording(folder)
+    resumed, trainer = fit_on_ranks(accumulate=accumulate, checkpoint=path, odb=odb)
     whole = torch.load(Path(folder, f"whole-{dist.get_rank()}.pt"), weights_only=True)
     assert trainer.global_step == whole["steps"]
     assert resumed.seen == whole["seen"][len(whole["seen"]) - len(resumed.seen) :]

@@ -25,6 +25,7 @@ ROOMS = (
     "sample",
     "planning",
     "step_info",
+    "ledger",
     "contract",
     "sources",
     "processing",

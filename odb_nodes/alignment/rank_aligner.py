@@ -195,8 +195,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
-        at = replace(self._at, source=copy_state(self._at.source))
-        at.left_out = [(*one,) for one in at.left_out]
+        at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
+        at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
             at.held, at.sizes = self._held.to_state()
             at.left_out_ahead = [(*one,) for one in self._reader.left_out_ahead]

@@ -14,6 +14,7 @@ The optimizer also steps at the end of an epoch, where fewer micro-steps may be 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.metrics import StepMeter, timed
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
+from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
@@ -60,14 +62,19 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     Args:
         accelerator: the accelerator of the training loop.
         loader: this rank's loader, with the accelerator's `gradient_accumulation_steps`.
+        ledger: where the steps are recorded; `None` for nowhere.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: ODBDataLoader) -> None:
+    def __init__(
+        self, accelerator: Accelerator, loader: ODBDataLoader, ledger: Ledger | None = None
+    ) -> None:
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
         self._meter = StepMeter()
         self._last: StepInfo | None = None  # of the batch that was yielded last
+        self._ledger = ledger
+        self._unrecorded: StepInfo | None = None  # the same, until its step is recorded
         self._handles = (
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -92,12 +99,14 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, or continue from a loaded state."""
+        self._record()  # where the last epoch was left
         it, self._last = begin_or_resume(self.loader, CHANGED), None
         compat.drop_partial_step(self._accelerator)  # where the last epoch was left within one
         self.begin()
         try:
             for batch, wait_s in timed(it):
                 yield self._prepared(batch, wait_s)
+                self._record()
             self._last = None
         finally:
             self.end()
@@ -106,7 +115,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         accelerator = self._accelerator
         info = pop_step_info(batch)
         self._meter.add(batch, info, wait_s)
-        self._last = info
+        self._last = self._unrecorded = info
         steps = accelerator.gradient_accumulation_steps
         _check_accumulation(steps, self.loader)  # Users can set it at any time.
         # The accelerator counts to `steps`: tell it where the optimizer steps with fewer.
@@ -127,13 +136,18 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent."""
         for handle in self._handles:
             handle.remove()
+        self._record()
+        if self._ledger is not None:
+            self._ledger.close()
         _configured.discard(self._accelerator)
         self.loader.close()
 
     def __enter__(self) -> AcceleratedLoader:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._unrecorded = None  # A step that failed is not done.
         self.close()
 
     def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:
@@ -145,14 +159,29 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
                 "no gradients. Save where `accelerator.sync_gradients` is True, after the "
                 "optimizer step."
             )
+        self._record()
+        if self._ledger is not None:
+            self._ledger.sync()
         save_rank_state(self.loader.state_dict(), output_dir)
 
     def _load(self, _models: Any, input_dir: str) -> None:
         self.loader.load_state_dict(load_saved_state(input_dir, NOT_SAVED))
-        self._last = None
+        self._last = self._unrecorded = None
+        if self._ledger is not None:
+            self._ledger.begin_attempt()
+
+    def _record(self) -> None:
+        """Write the step of the last batch into the ledger: whoever goes on has done it."""
+        info, self._unrecorded = self._unrecorded, None
+        if info is not None and self._ledger is not None:
+            self._ledger.record(info)
 
 
-def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> AcceleratedLoader:
+def configure_accelerator(
+    accelerator: Accelerator,
+    loader: ODBDataLoader,
+    ledger: str | os.PathLike[str] | None = None,
+) -> AcceleratedLoader:
     """Return a loader for the training loop, and include its state in the checkpoints.
 
     `accelerator.save_state` and `load_state` then save and load the loader, one file per rank. An
@@ -162,6 +191,9 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
         accelerator: the accelerator of the training loop.
         loader: an `ODBDataLoader` that every rank has made after the accelerator, with
             `accumulate` equal to the accelerator's `gradient_accumulation_steps`.
+        ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
+            A step is recorded when the next batch is asked for, a checkpoint is saved, or the
+            loader is closed.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -183,8 +215,10 @@ def configure_accelerator(accelerator: Accelerator, loader: ODBDataLoader) -> Ac
             "`accelerator` must have one configured loader, but has one already, whose state "
             "would be missing in its checkpoints. Close that one first."
         )
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    kept = None if ledger is None else Ledger(ledger, rank=rank, world_size=world_size)
     _configured.add(accelerator)
-    return AcceleratedLoader(accelerator, loader)
+    return AcceleratedLoader(accelerator, loader, kept)
 
 
 def _check_accumulation(steps: int, loader: ODBDataLoader) -> None:

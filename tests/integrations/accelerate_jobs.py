@@ -36,6 +36,7 @@ def train(
     kill_at=None,
     resume=None,
     scale="ours",
+    ledger=None,
 ):
     """Train as a user would; records into `folder/name-rank.jsonl`. Returns the final weights."""
     folder = Path(folder)
@@ -46,7 +47,7 @@ def train(
     loader = ODBDataLoader(
         Texts(size), token_budget=token_budget, window=12, round_size=4, accumulate=accumulate
     )
-    loader = configure_accelerator(accelerator, loader)
+    loader = configure_accelerator(accelerator, loader, ledger)
     model, optimizer, loader = accelerator.prepare(raw, optimizer, loader)
     first_epoch = step = 0
     if resume is not None:

@@ -18,6 +18,7 @@ import accelerate_jobs as a  # noqa: E402
 import language_models as lm  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
+from ledgers import check_ledger  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
@@ -227,9 +228,10 @@ def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
 
     with job("whole") as whole:
         expected = [json.loads(out.splitlines()[-1]) for out in whole.finish(200)]
-    with job("killed", save_every=2, kill_at=3) as killed:
+    ledger = str(tmp_path / "ledger")
+    with job("killed", save_every=2, kill_at=3, ledger=ledger) as killed:
         assert [code for code, *_ in killed.results(200)] == [-signal.SIGKILL] * 2
-    with job("resumed", resume=str(tmp_path / "run" / "step-2")) as resumed:
+    with job("resumed", resume=str(tmp_path / "run" / "step-2"), ledger=ledger) as resumed:
         assert [json.loads(out.splitlines()[-1]) for out in resumed.finish(200)] == expected
     for rank in range(2):
         whole, rest = (
@@ -237,3 +239,4 @@ def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
             for name in ("whole", "resumed")
         )
         assert rest == whole[2:]
+    check_ledger(ledger, SIZE, attempts=2)

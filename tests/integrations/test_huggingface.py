@@ -19,6 +19,7 @@ sys.path.insert(0, str(HERE))
 
 import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
+from ledgers import check_ledger  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 from torch.utils.data import IterableDataset  # noqa: E402
@@ -740,6 +741,7 @@ INVALID = [
     ("schedule", "x", ValueError),
     ("lr_scaling", "sqrt", TypeError),
     ("log_metrics", 1, TypeError),
+    ("ledger", 3, TypeError),
 ]
 
 
@@ -815,7 +817,7 @@ def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
 
     def job(name, **options):
         given = {"folder": str(tmp_path / "run"), "name": name, "num_train_epochs": 1, **options}
-        given["gradient_accumulation_steps"] = 2
+        given |= {"gradient_accumulation_steps": 2, "odb": {"ledger": str(tmp_path / "ledger")}}
         return RankJob(tmp_path, program(body), 2, json.dumps(given), init=False, warm=WARM)
 
     with job("killed", save_strategy="steps", save_steps=2, kill_at=3) as killed:
@@ -828,6 +830,7 @@ def test_two_killed_ranks_go_on_from_their_last_checkpoint(tmp_path):
         assert found == expected
         entries = lm.read(tmp_path / "run" / f"whole-{rank}.jsonl")
         assert lm.read(tmp_path / "run" / f"resumed-{rank}.jsonl") == entries[2:]
+    check_ledger(tmp_path / "ledger", SIZE, attempts=2, epochs=1)
 
 
 def program(body):

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 import lightning_runs as runs
+from ledgers import check_ledger
 from rank_jobs import RankJob, run_ranks
 
 WARM = ("lightning.pytorch", "odb_nodes.integrations.lightning")
@@ -55,6 +56,7 @@ def test_two_ranks_train_exactly_and_resume_exactly(accumulate, tmp_path):
         assert not any(program.running() for program in job.ranks)
     resumed_at = run_ranks(tmp_path, RESUMED, 2, *given, init=False, warm=WARM)
     assert resumed_at == [4, 4]
+    check_ledger(tmp_path / "ledger", runs.RANKS_SIZE, attempts=2)
 
     # Another number of ranks is refused.
     message = runs.refused_with_another_number_of_ranks(str(tmp_path / "last.ckpt"))

@@ -124,7 +124,7 @@ def main():
     resume = options.pop("resume", None)
     runs = [(resume, options)]
     if resume:
-        runs.append((None, {**options, "name": "whole"}))
+        runs.append((None, {**options, "name": "whole", "odb": {}}))
     for checkpoint, run in runs:
         trainer = make_trainer(**run)
         output = trainer.train(resume_from_checkpoint=checkpoint)

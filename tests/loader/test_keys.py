@@ -23,6 +23,7 @@ from odb_nodes import (
     Observation,
     ODBDataLoader,
     ParallelProcessor,
+    PerSource,
     RankAligner,
     ShardedSampler,
     Skipped,
@@ -215,6 +216,26 @@ def graph_of(exchange, process_fn=text, size=120, seed=0, **options):
     return GroupCollator(RankAligner(bucketer, exchange, timeout_s=20.0, **options))
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_where_each_rank_has_data_of_its_own_the_step_says_so(is_own):
+    def run(exchange):
+        shard = {"rank": exchange.rank, "world_size": exchange.world_size}
+        sampler = (
+            ShardedSampler(60, rank=0, world_size=1) if is_own else ShardedSampler(60, **shard)
+        )
+        mixer = SourceMixer({"a": sampler, "b": ShardedSampler(60, **shard)})
+        make = PerSource({"a": text, "b": text})
+        node = LengthObserver(ParallelProcessor(mixer, make, **shard))
+        loader = Loader(GroupCollator(RankAligner(WindowBucketer(node, BUDGET, 8), exchange)))
+        return [info for info, _ in steps_of(loader)]
+
+    for steps in on_ranks(2, run):
+        assert any("b" in info.row_sources for info in steps)
+        assert any("a" in info.row_sources for info in steps)
+        for info in steps:
+            assert info.own_sources == ({*info.row_sources} & {"a"} if is_own else set())
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [120, 7])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -275,6 +296,28 @@ def test_on_ranks_too_they_are_the_same_after_a_resume():
     for at in range(len(ranks[0][0]) - 1):
         for (_, steps), rest in zip(ranks, on_ranks(2, resume), strict=True):
             assert rest == steps[at + 1 :]
+
+
+def test_on_ranks_a_resumed_run_may_be_resumed_again_to_its_very_end():
+    def from_state(states):
+        def run(exchange):
+            loader, found = Loader(graph_of(exchange, size=97, round_size=4)), []
+            loader.load_state_dict(states[exchange.rank])
+            for batch in loader:
+                found.append((loader.state_dict(), pop_step_info(batch)))
+            return found
+
+        return on_ranks(2, run)
+
+    begin = on_ranks(2, lambda ex: Loader(graph_of(ex, size=97, round_size=4)).state_dict())
+    whole = from_state(begin)
+    for at in range(0, len(whole[0]) - 1, 4):
+        resumed = from_state([steps[at][0] for steps in whole])
+        for then in (2, len(resumed[0]) // 2, len(resumed[0])):
+            again = from_state([steps[then - 1][0] for steps in resumed])
+            for steps, rest in zip(whole, again, strict=True):
+                infos = [info for _, info in steps[at + 1 + then :]]
+                assert [info for _, info in rest] == infos
 
 
 def test_a_step_that_fills_has_no_keys():

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes.loader.checkpoint import save_rank_state
 
 
 class RunCallback(TrainerCallback):
@@ -52,7 +51,8 @@ class RunCallback(TrainerCallback):
         self._scaled.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the epoch, with the share of it that is done."""
+        """Record the step, and set the epoch, with the share of it that is done."""
+        self._run.record_step()
         state.epoch = self._run.epoch
         self._has_stepped = True
 
@@ -69,7 +69,7 @@ class RunCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state of this rank into the checkpoint."""
         if not (args.save_only_model or state.is_hyper_param_search):
-            save_rank_state(self._run.state_dict(), compat.checkpoint_folder(args, state))
+            self._run.save(compat.checkpoint_folder(args, state))
 
     @property
     def _run(self) -> Any:

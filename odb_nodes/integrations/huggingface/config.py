@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -40,6 +41,8 @@ class ODBConfig(BatchOptions):
             ends with the last sample of the last epoch whatever the estimate was.
         lr_scaling: how the learning rate follows the samples of a step. Default: not at all.
         log_metrics: whether to log `odb/*` beside the loss.
+        ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
+            The same for all restarts of a run, and for no other run.
 
     Raises:
         TypeError, ValueError: a field is not what is said above.
@@ -52,6 +55,7 @@ class ODBConfig(BatchOptions):
     schedule: Schedule = "steps"
     lr_scaling: LrScaling | None = None
     log_metrics: bool = True
+    ledger: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,4 +74,5 @@ class ODBConfig(BatchOptions):
         if self.steps_per_epoch is not None:
             check_count("steps_per_epoch", self.steps_per_epoch)
         check_choice("schedule", self.schedule, get_args(Schedule))
+        check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)

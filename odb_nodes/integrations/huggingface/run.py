@@ -23,6 +23,8 @@ from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
+from odb_nodes.ledger import Ledger
+from odb_nodes.loader.checkpoint import save_rank_state
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
@@ -82,6 +84,8 @@ class Run:
         self._keys = ModelKeys(trainer)
         self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
+        self._taken: list[StepInfo] = []  # of the optimizer step that has begun
+        self._ledger = _ledger_of(trainer)
 
     # --- how far it is ----------------------------------------------------------------------------
 
@@ -211,6 +215,7 @@ class Run:
                 "`train_dataset`, `data_collator` and `ODBConfig.process_fn`."
             )
         infos = [pop_step_info(batch) for batch in taken]
+        self._taken = list(infos)
         self.optimizer_samples = infos[0].optimizer_samples
         kept = [self._keys.of(batch) for batch in taken]
         while len(kept) < count:
@@ -220,6 +225,25 @@ class Run:
             for batch, info in zip(kept, infos, strict=True):
                 self.meter.add(batch, info, wait_s)
         return kept, self.losses.weigh(kept, infos)
+
+    def record_step(self) -> None:
+        """Write the optimizer step that is done into the ledger, if there is one."""
+        if self._ledger is not None:
+            for info in self._taken:
+                self._ledger.record(info)
+        self._taken = []
+
+    def save(self, folder: str) -> None:
+        """Write the state of this rank into a checkpoint, after its ledger is on the disk."""
+        if self._ledger is not None:
+            self._ledger.sync()
+        save_rank_state(self.state_dict(), folder)
+
+    def close(self) -> None:
+        """Stop the workers, and close the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
+        self.batches.loader.close()
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. All ranks call it together."""
@@ -275,6 +299,13 @@ def _steps_per_epoch(trainer: Any) -> int:
         steps = 0
     (agreed,) = broadcast_object_list([steps])
     return int(agreed)
+
+
+def _ledger_of(trainer: Any) -> Ledger | None:
+    folder, args = trainer.odb.ledger, trainer.args
+    if folder is None:
+        return None
+    return Ledger(folder, rank=args.process_index, world_size=args.world_size)
 
 
 def _repeated(info: StepInfo) -> StepInfo:

@@ -121,7 +121,7 @@ class ODBTrainerMixin(_Mixed):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.odb_run = None
-            run.batches.loader.close()
+            run.close()
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

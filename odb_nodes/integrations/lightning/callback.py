@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from odb_nodes.integrations.lightning.checks import (
 )
 from odb_nodes.integrations.lightning.run import Run, RunState
 from odb_nodes.integrations.metrics import StepMeter
+from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.step_info import StepInfo
 
@@ -41,12 +43,19 @@ class ODBCallback(Callback):
 
     Args:
         log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.
+        ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
+            The same for all restarts of a run, and for no other run.
     """
 
     STATE_KEY = "odb_nodes"  # of a checkpoint, where it holds a state of each rank
 
-    def __init__(self, *, log_metrics: bool = True) -> None:
+    def __init__(
+        self, *, log_metrics: bool = True, ledger: str | os.PathLike[str] | None = None
+    ) -> None:
         self._log_metrics = log_metrics
+        self._ledger_folder = ledger
+        self._ledger: Ledger | None = None
+        self._unrecorded: StepInfo | None = None
         self._batches: TrainBatches | None = None
         self._run = Run(None, RunState())
         self._meter = StepMeter()
@@ -85,6 +94,10 @@ class ODBCallback(Callback):
             check_trainer(trainer)
             self._batches = None
             self._run = Run(trainer, RunState(epoch=trainer.current_epoch))
+            self._unrecorded = None
+            if self._ledger_folder is not None:
+                rank, world_size = trainer.global_rank, trainer.world_size
+                self._ledger = Ledger(self._ledger_folder, rank=rank, world_size=world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loader, and start the metrics."""
@@ -97,6 +110,7 @@ class ODBCallback(Callback):
     ) -> None:
         """Begin the batch: find its `StepInfo` and the loader's state after it."""
         fetched = self._run.begin(self._required_batches(), batch_idx)
+        self._unrecorded = fetched.info
         if self._log_metrics:
             self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
 
@@ -121,6 +135,7 @@ class ODBCallback(Callback):
     ) -> None:
         """Check that the optimizer has stepped where the loader expects it, and log metrics."""
         check_optimizer_step(trainer, self._run)
+        self._record()
         if self._run.has_stepped and self._log_metrics and compat.is_logged(trainer):
             self._log(trainer, pl_module)
 
@@ -132,11 +147,11 @@ class ODBCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Stop the workers."""
+        """Stop the workers, and close the ledger."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop the workers."""
+        """Stop the workers, and close the ledger."""
         self._close()
 
     # --- checkpoints --------------------------------------------------------------------------
@@ -151,6 +166,10 @@ class ODBCallback(Callback):
         """
         if self._batches is None:
             return  # Nothing was trained here.
+        if self._run.has_stepped:
+            self._record()  # Another callback may save before our hook is called.
+        if self._ledger is not None:
+            self._ledger.sync()
         progress = compat.loop_progress(checkpoint)
         position = self._run.settle()
         after = self._run.state_after(self._batches)
@@ -203,7 +222,16 @@ class ODBCallback(Callback):
             )
         return self._batches
 
+    def _record(self) -> None:
+        """Write the current step, which is done, into the ledger."""
+        info, self._unrecorded = self._unrecorded, None
+        if info is not None and self._ledger is not None:
+            self._ledger.record(info)
+
     def _close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
         if self._batches is not None:
             self._batches.loader.close()
 

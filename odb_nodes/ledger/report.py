@@ -1,0 +1,98 @@
+"""What an audit has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.ledger.entries import merkle_root
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochAudit:
+    """What the ledger says of one epoch.
+
+    Attributes:
+        epoch: number of the epoch.
+        steps: number of steps that are recorded.
+        last_step: the last of them.
+        world_sizes: numbers of ranks that it was trained with; more than one where that changed.
+        is_complete: whether all of its steps are recorded, on all ranks, from the first to the one
+            that ends it.
+        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"unemitted"`, or
+            `"skipped (reason)"`.
+        filler: number of steps of a rank that had no sample of its own.
+        digest: the Merkle root over the steps, 64 hexadecimal digits: equal where two runs had the
+            same samples with the same fates at every step of every rank.
+        leaves: digest of each recorded step, (steps, 32) uint8.
+    """
+
+    epoch: int
+    steps: int
+    last_step: int
+    world_sizes: tuple[int, ...]
+    is_complete: bool
+    fates: dict[str, int]
+    filler: int
+    digest: str
+    leaves: npt.NDArray[np.uint8] = field(repr=False, compare=False)
+
+    def digest_of_first(self, steps: int) -> str:
+        """Return the digest of the first so many recorded steps.
+
+        Two runs whose digests differ had the same steps up to the one before it differs: find it by
+        halves.
+        """
+        return merkle_root(self.leaves[:steps]).hex()
+
+    def __str__(self) -> str:
+        extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"
+        fates = ", ".join(f"{count:,} {fate}" for fate, count in self.fates.items())
+        return (
+            f"epoch {self.epoch}: {extent}; {_count(self.steps, 'step')}; {fates or 'no samples'}; "
+            f"{_count(self.filler, 'filler step')}\n  digest {self.digest}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What an audit of a ledger has found; as a string, a report to read.
+
+    Attributes:
+        folder: the folder of the ledger.
+        attempts: rank -> the epoch and step at which each of its attempts begins.
+        epochs: what is recorded of each epoch.
+        problems: what is missing, double, changed or damaged, by rank, step and key.
+        notes: what else is to be known, and what could not be checked.
+    """
+
+    folder: str
+    attempts: dict[int, tuple[tuple[int, int], ...]]
+    epochs: tuple[EpochAudit, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each sample that is recorded has one fate per epoch, and no step is missing."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank, starts in self.attempts.items():
+            begun.setdefault(starts, []).append(rank)
+        lines = [f"{self.folder}: {'OK' if self.ok else _count(len(self.problems), 'problem')}"]
+        for starts, ranks in begun.items():
+            places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            lines.append(f"{who}: {_count(len(starts), 'attempt')}, from {places}")
+        lines += [str(epoch) for epoch in self.epochs]
+        lines += [f"note: {text}" for text in self.notes]
+        lines += [f"PROBLEM: {text}" for text in self.problems]
+        return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

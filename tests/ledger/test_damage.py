@@ -1,0 +1,174 @@
+"""A record that was removed, doubled, moved or changed is found; a torn one is not a hole."""
+
+import os
+import random
+
+import pytest
+from ledgers import SIZE, epoch_of, pieces_of, write_run
+
+from odb_nodes import Ledger, audit
+from odb_nodes.ledger.records import END, HEAD, MAGIC, NAME
+
+MUTATIONS = 300
+WORLD_SIZE = 3
+KILLS = (5, 9, 12)
+
+
+def kind_of(piece):
+    return "header" if piece.startswith(MAGIC) else HEAD.unpack_from(piece)[1]
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """The pieces of each rank's file."""
+    folder = tmp_path_factory.mktemp("intact")
+    write_run(folder, WORLD_SIZE, kills=KILLS)
+    assert audit(folder, SIZE).ok
+    return [pieces_of(path) for path in sorted(folder.iterdir())]
+
+
+def write(folder, ranks):
+    for rank, pieces in enumerate(ranks):
+        data = pieces if isinstance(pieces, bytes) else b"".join(pieces)
+        (folder / f"rank-{rank:05d}.ledger").write_bytes(data)
+
+
+def removed(draw, ranks, rank, index):
+    del ranks[rank][index]
+
+
+def doubled(draw, ranks, rank, index):
+    ranks[rank].insert(draw.randrange(index, len(ranks[rank])) + 1, ranks[rank][index])
+
+
+def moved(draw, ranks, rank, index):
+    piece = ranks[rank].pop(index)
+    to = draw.randrange(WORLD_SIZE)
+    places = {*range(len(ranks[to]) + 1)} - ({index} if to == rank else set())
+    ranks[to].insert(draw.choice(sorted(places)), piece)
+
+
+def swapped(draw, ranks, rank, index):
+    other = draw.choice([one for one in range(len(ranks[rank])) if one != index])
+    ranks[rank][index], ranks[rank][other] = ranks[rank][other], ranks[rank][index]
+
+
+def changed(draw, ranks, rank, index):
+    piece = bytearray(ranks[rank][index])
+    at = draw.randrange(HEAD.size, len(piece)) if len(piece) > HEAD.size else draw.randrange(4)
+    piece[at] ^= draw.randrange(1, 256)
+    ranks[rank][index] = bytes(piece)
+
+
+def flipped(draw, ranks, rank, index):
+    """One bit, of a header, too: of the size of a record, or of the number of samples."""
+    piece = bytearray(ranks[rank][index])
+    piece[draw.randrange(len(piece))] ^= 1 << draw.randrange(8)
+    ranks[rank][index] = bytes(piece)
+
+
+@pytest.mark.parametrize("mutate", [removed, doubled, moved, swapped, changed, flipped])
+def test_a_change_of_one_record_is_found(intact, tmp_path, mutate, exhaustive):
+    draw = random.Random(mutate.__name__)
+    for _ in range(MUTATIONS if exhaustive else MUTATIONS // 5):
+        ranks = [list(pieces) for pieces in intact]
+        rank = draw.randrange(WORLD_SIZE)
+        # Without the very last record, which says that a run was closed, it is as a killed one.
+        index = draw.randrange(len(ranks[rank]) - 1)
+        mutate(draw, ranks, rank, index)
+        write(tmp_path, ranks)
+        found = audit(tmp_path)
+        what = (mutate.__name__, rank, index, kind_of(intact[rank][index]))
+        # The last record of a killed process whose size was changed looks as if it were torn.
+        said = found.problems or (mutate is flipped and found.notes)
+        assert any(f"rank {rank}" in text for text in said), (what, found)
+
+
+def test_it_is_said_where(intact, tmp_path):
+    ranks = [list(pieces) for pieces in intact]
+    steps = [at for at, one in enumerate(ranks[1]) if kind_of(one) not in ("header", NAME, END)]
+    head = HEAD.unpack_from(ranks[1][steps[-2]])  # of the last attempt, the last step but one
+    assert head[5:] == (1, 6)
+    del ranks[1][steps[-2]]
+    write(tmp_path, ranks)
+    found = audit(tmp_path, SIZE)
+    assert any(
+        "rank 1: attempt 4, after epoch 1 step 5: the record of epoch 1 step 7" in text
+        for text in found.problems
+    )
+    assert "rank 1, epoch 1: not recorded: step 6." in found.problems
+
+
+def test_what_follows_a_damaged_record_is_read_all_the_same(intact, tmp_path):
+    whole = b"".join(intact[0])
+    for at in range(0, len(whole), 7):
+        ranks = [list(pieces) for pieces in intact]
+        ranks[0] = whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]
+        write(tmp_path, ranks)
+        found = audit(tmp_path)
+        assert found.problems or found.notes, at
+        assert [one.epoch for one in found.epochs] == [0, 1], at
+        assert found.epochs[1].last_step < 1 << 17, at
+
+
+def test_a_torn_last_record_is_ignored_and_said(tmp_path):
+    write_run(tmp_path, 1, epochs=1)
+    path = tmp_path / "rank-00000.ledger"
+    *before, last, _ = pieces_of(path)
+    for size in range(1, len(last)):
+        path.write_bytes(b"".join(before) + last[:size])
+        found = audit(tmp_path)
+        assert found.ok, (size, found.problems)
+        assert not found.epochs[0].is_complete
+        assert found.epochs[0].last_step == 6
+        assert any("torn record" in text for text in found.notes), size
+
+
+def test_a_record_torn_in_mid_run_is_ignored_too(tmp_path, monkeypatch):
+    """A process is killed within a write, and the run goes on from three steps before."""
+    write_run(tmp_path / "whole", 1, epochs=1)
+    expected = audit(tmp_path / "whole").epochs[0].digest
+    steps = epoch_of(0, 1)
+    for size in (1, 4, 21, 22, 25, 60):
+        folder = tmp_path / str(size)
+        for begin, end in ((0, 3), (0, 6), (3, len(steps))):
+            ledger = Ledger(folder)
+            for info in steps[begin:end]:
+                ledger.record(info)
+            if end < len(steps):
+                with monkeypatch.context() as patch:
+                    write = os.write
+                    patch.setattr(
+                        os, "write", lambda file, data, w=write, n=size: w(file, data[:n])
+                    )
+                    with pytest.warns(UserWarning, match="cannot be written"):
+                        ledger.record(steps[end])
+            ledger._forget()
+        found = audit(folder)
+        assert found.ok, found.problems
+        assert sum("a torn record" in note for note in found.notes) == 2
+        assert found.epochs[0].digest == expected
+
+
+def test_zeros_at_the_end_are_a_loss_of_power(tmp_path):
+    write_run(tmp_path, 1, epochs=1)
+    path = tmp_path / "rank-00000.ledger"
+    path.write_bytes(b"".join(pieces_of(path)[:-2]) + bytes(5000))
+    found = audit(tmp_path)
+    assert found.ok
+    assert "a torn record of 5000 bytes" in found.notes[0]
+
+
+def test_bytes_of_something_else_are_a_problem(tmp_path):
+    write_run(tmp_path, 2, epochs=1)
+    path = tmp_path / "rank-00001.ledger"
+    path.write_bytes(b"Once upon a time, there was no ledger here. " * 9)
+    found = audit(tmp_path)
+    assert any("rank 1: the first 396 bytes belong to no attempt" in one for one in found.problems)
+
+
+def test_a_file_of_another_rank_is_a_problem(tmp_path):
+    write_run(tmp_path, 2, epochs=1)
+    (tmp_path / "rank-00000.ledger").rename(tmp_path / "rank-00002.ledger")
+    found = audit(tmp_path)
+    assert any("was written by rank 0" in one for one in found.problems)

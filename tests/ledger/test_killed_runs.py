@@ -1,0 +1,75 @@
+"""Real ranks, killed at any place: the audit of what they have recorded is that of a whole run."""
+
+import json
+import random
+
+import ledger_kills
+import pytest
+from rank_jobs import RankJob
+
+from odb_nodes import audit
+
+pytestmark = pytest.mark.ranks
+
+TRAINER = """
+    import warnings
+    from pathlib import Path
+    import ledger_kills
+    warnings.simplefilter("ignore")
+    folder, sharded, kill = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+    pids = r.gathered(os.getpid())
+    r.finish(ledger_kills.train(folder, rank, world_size, pids, sharded, kill))
+"""
+
+
+def run(job_folder, folder, world_size, sharded, kill):
+    """Whether the job has come to its end."""
+    job_folder.mkdir(exist_ok=True)
+    arguments = [folder, json.dumps(sharded), json.dumps(kill)]
+    with RankJob(job_folder, TRAINER, world_size, *arguments) as job:
+        results = job.results(90)
+    for code, out, errors in results:
+        assert code in (0, -9), f"{code}: {out[-500:]}\n{errors}"
+    return all(code == 0 for code, *_ in results)
+
+
+def check(folder, size, is_whole):
+    found = audit(folder / "ledger", size)
+    assert found.ok, found.problems
+    if is_whole:
+        assert [epoch.is_complete for epoch in found.epochs] == [True] * ledger_kills.EPOCHS
+        for epoch in found.epochs:
+            assert sum(epoch.fates.values()) == size
+            assert epoch.fates.keys() == {"trained", "dropped", "skipped (thirteenth)"}
+    return found
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_run_killed_at_any_place_trains_each_sample_once(
+    tmp_path, world_size, sharded, exhaustive
+):
+    size = ledger_kills.size_of(world_size, sharded)
+    assert run(tmp_path / "job", tmp_path / "whole", world_size, sharded, None)
+    whole = check(tmp_path / "whole", size, is_whole=True)
+    if sharded and world_size > 1:
+        assert sum(epoch.filler for epoch in whole.epochs) > 0
+    draw, kills, attempt, folder = random.Random(7), 0, 0, tmp_path / "0"
+    steps = sum(epoch.steps for epoch in whole.epochs)
+    most = 20 if exhaustive else 4 // world_size
+    while kills < most or attempt:
+        kill = {
+            "rank": draw.randrange(world_size),
+            "after_records": draw.randrange(max(2, steps // 3)),
+            "place": draw.choice([0.0, draw.random(), draw.random(), 1.0]),
+        }
+        attempt += 1
+        if run(tmp_path / "job", folder, world_size, sharded, kill if kills < most else None):
+            found = check(folder, size, is_whole=True)
+            assert [one.digest for one in found.epochs] == [one.digest for one in whole.epochs]
+            folder, attempt = tmp_path / str(kills + 1), 0
+        else:
+            kills += 1
+            if any((folder / "ledger").glob("*.ledger")):
+                check(folder, size, is_whole=False)

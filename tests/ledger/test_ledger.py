@@ -1,0 +1,315 @@
+"""What a `Ledger` writes, when, and what it does where it cannot."""
+
+import errno
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ledgers import epoch_of, info_of, pieces_of, rows_of
+
+from odb_nodes import Ledger, ODBDataLoader, Skipped, TokenBudget, audit, pop_step_info
+from odb_nodes._core.checks import MAX_KEY
+from odb_nodes.ledger.reading import RankFile
+
+KEYS = (st.integers(0, 9), st.integers(2**32 - 3, 2**32 + 3), st.integers(0, MAX_KEY))
+samples = st.tuples(
+    st.one_of(st.none(), *KEYS),
+    st.sampled_from(["", "", "web", "code/py", "\u00fc\u4e2d"]),
+    st.one_of(st.just(0), st.integers(0, 255), st.integers(0, 2**62)),
+)
+left = st.tuples(
+    st.one_of(st.none(), st.integers(0, MAX_KEY)),
+    st.sampled_from(["", "web", "dropped"]),
+    st.sampled_from(["", "dropped", "unemitted", "no image", "x" * 300]),
+)
+
+
+@given(st.lists(st.tuples(st.lists(samples, max_size=5), st.lists(left, max_size=3)), min_size=1))
+def test_everything_that_is_recorded_is_read_again(tmp_path_factory, steps):
+    folder = tmp_path_factory.mktemp("ledger")
+    expected = []
+    with Ledger(folder) as ledger:
+        for step, (rows, out) in enumerate(steps):
+            keys, sources, repeats = zip(*rows, strict=True) if rows else ((), (), ())
+            info = info_of(step, keys, sources=sources, repeats=repeats, left_out=out)
+            ledger.record(info)
+            expected.append(
+                [(*row, "") for row in rows]
+                + [(key, source, 0, reason or "skipped") for key, source, reason in out]
+            )
+    assert rows_of(folder) == expected
+    assert not RankFile(ledger.path).problems
+
+
+@pytest.mark.parametrize("number", [200, 300, 70_000])
+def test_a_step_may_have_many_sources(tmp_path, number):
+    sources = [f"source {one}" for one in range(number)]
+    with Ledger(tmp_path) as ledger:
+        ledger.record(info_of(0, range(number), sources=sources))
+    (found,) = rows_of(tmp_path)
+    assert [row[1] for row in found] == sources
+
+
+@pytest.mark.parametrize("key", [-1, 2**63, 2**70])
+def test_what_is_no_key_of_63_bits_counts_as_none(tmp_path, key):
+    with Ledger(tmp_path) as ledger:
+        ledger.record(info_of(0, [1, key, 2]))
+    assert [row[0] for row in rows_of(tmp_path)[0]] == [1, None, 2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "most"),
+    [
+        (range(16), {}, 6),
+        (range(1 << 40, (1 << 40) + 16), {}, 10),
+        (range(1 << 40, (1 << 40) + 16), {"sources": ["a", "b"] * 8, "repeats": [0, 3] * 8}, 12),
+        (range(16), {"repeats": range(10**6, 10**6 + 16)}, 12),  # a sampler that draws
+    ],
+)
+def test_a_sample_takes_at_most_12_bytes(tmp_path, keys, options, most):
+    with Ledger(tmp_path) as ledger:
+        for step in range(1000):
+            ledger.record(info_of(step, keys, **options))
+    assert ledger.path.stat().st_size / 16_000 <= most
+
+
+def test_what_was_recorded_is_in_the_file_at_once(tmp_path):
+    ledger = Ledger(tmp_path)
+    for step in range(5):
+        ledger.record(info_of(step, [step]))
+        assert len(rows_of(tmp_path)) == step + 1
+
+
+def test_an_attempt_begins_with_the_first_step_that_is_recorded(tmp_path):
+    Ledger(tmp_path).close()
+    assert (tmp_path / "rank-00000.ledger").read_bytes() == b""
+    for begin, end in ((0, 4), (2, 7)):
+        with Ledger(tmp_path) as ledger:
+            for step in range(begin, end):
+                ledger.record(info_of(step, [step], epoch=3))
+    attempts = RankFile(ledger.path).attempts
+    assert [(one.header.epoch, one.header.step) for one in attempts] == [(3, 0), (3, 2)]
+
+
+def test_a_process_that_goes_back_says_so(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        for step in range(5):
+            ledger.record(info_of(step, [step]))
+        ledger.begin_attempt()
+        for step in range(2, 6):
+            ledger.record(info_of(step, [step], ends=step == 5))
+    assert audit(tmp_path, 6).ok
+
+
+def test_a_closed_ledger_records_nothing(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.close()
+    ledger.close()
+    with pytest.raises(ValueError, match="the ledger is closed"):
+        ledger.record(info_of(0))
+
+
+def test_a_batch_is_no_step_info(tmp_path):
+    with Ledger(tmp_path) as ledger, pytest.raises(TypeError, match="`info` must be a `StepInfo`"):
+        ledger.record({"input_ids": []})
+
+
+def test_rank_and_world_size_are_those_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with Ledger(tmp_path / "new" / "folder") as ledger:
+        ledger.record(info_of(0, [1]))
+    assert ledger.path.name == "rank-00002.ledger"
+    (attempt,) = RankFile(ledger.path).attempts
+    assert (attempt.header.rank, attempt.header.world_size) == (2, 4)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_beyond_the_job_is_refused(tmp_path, rank):
+    with pytest.raises(ValueError, match="`rank` must be in 0..1"):
+        Ledger(tmp_path, rank=rank, world_size=2)
+
+
+def test_a_folder_that_is_no_path_is_refused():
+    with pytest.raises(TypeError, match="`folder` must be"):
+        Ledger(3)
+
+
+# --- where it cannot write ------------------------------------------------------------------------
+
+
+def full(file, data, free=0):
+    """`os.write` on a disk that has so many bytes left."""
+    if free:
+        os.pwrite(file, data[:free], os.fstat(file).st_size)
+        return min(free, len(data))
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("free", [0, 10])
+def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch, free):
+    ledger = Ledger(tmp_path)
+    steps = epoch_of(0, 1)
+    for info in steps[:2]:
+        ledger.record(info)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: full(file, data, free))
+        with pytest.warns(UserWarning, match="cannot be written.*No space left") as caught:
+            for info in steps[2:5]:
+                ledger.record(info)
+    assert len(caught) == 1
+    for info in steps[5:]:
+        ledger.record(info)
+    ledger.close()
+    found = audit(tmp_path, 90)
+    assert "rank 0, epoch 0: not recorded: step 2 to 4." in found.problems
+    text = "3 steps before attempt 2 (epoch 0 step 5) could not be"
+    assert any(text in one for one in found.problems)
+
+
+def test_a_disk_that_is_full_from_the_beginning_stops_no_run(tmp_path, monkeypatch):
+    def no_space(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_space)
+        with pytest.warns(UserWarning, match="cannot be written"):
+            ledger = Ledger(tmp_path / "ledger")
+        ledger.record(info_of(0, [0]))
+        ledger.sync()
+    ledger.record(info_of(1, [1]))
+    ledger.close()
+    found = audit(tmp_path / "ledger")
+    assert any("1 steps before attempt 1 (epoch 0 step 1)" in one for one in found.problems)
+
+
+def test_a_real_limit_of_the_file_size_stops_no_run(tmp_path):
+    """The kernel refuses to write more: as on a full disk, but for real."""
+    body = f"""
+import resource, signal, sys, warnings
+sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
+from ledgers import info_of
+from odb_nodes import Ledger
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+ledger = Ledger({str(tmp_path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for step in range(100):
+    ledger.record(info_of(step, [step]))
+ledger.close()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "done\n", done.stderr
+    assert done.stderr.count("cannot be written") == 1
+    found = audit(tmp_path)
+    assert found.ok and 10 < found.epochs[0].last_step < 60  # the rest of the epoch is not there
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Ledger(tmp_path / "file")
+
+
+def test_two_ledgers_do_not_write_one_file(tmp_path):
+    with Ledger(tmp_path), pytest.raises(RuntimeError, match="Give each run a folder of its own"):
+        Ledger(tmp_path)
+    with Ledger(tmp_path, rank=0, world_size=2), Ledger(tmp_path, rank=1, world_size=2):
+        pass
+
+
+def test_another_process_does_not_write_the_file_of_a_living_one(tmp_path):
+    body = f"from odb_nodes import Ledger; Ledger({str(tmp_path)!r})"
+    with Ledger(tmp_path):
+        done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert "RuntimeError: another process" in done.stderr
+    assert subprocess.run([sys.executable, "-c", body]).returncode == 0
+
+
+def test_a_forked_child_records_nothing_and_holds_no_lock(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.record(info_of(0, [0]))
+    (ready, says), (waits, ends) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(says, b"x")
+            os.read(waits, 1)
+            ledger.record(info_of(1, [1]))
+            ledger.close()
+        finally:
+            os._exit(0)
+    try:
+        os.read(ready, 1)
+        with pytest.raises(RuntimeError):  # the child has not let go of the parent's lock
+            Ledger(tmp_path)
+        ledger.record(info_of(1, [2]))
+        ledger._forget()  # as a kill does
+        with Ledger(tmp_path):  # though the child lives
+            pass
+    finally:
+        os.write(ends, b"x")
+        os.waitpid(child, 0)
+        for file in (ready, says, waits, ends):
+            os.close(file)
+    assert [row[0][0] for row in rows_of(tmp_path)] == [0, 2]
+
+
+def test_an_interrupt_within_a_write_breaks_no_chain(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path)
+    steps = epoch_of(0, 1)
+    for at, info in enumerate(steps):
+        if at == 3:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "write", lambda file, data: (full(file, data, 9**9), int("x")))
+                with pytest.raises(ValueError):
+                    ledger.record(info)
+        else:
+            ledger.record(info)
+    ledger.close()
+    found = audit(tmp_path, 90)
+    assert found.ok, found.problems
+    assert found.epochs[0].is_complete
+
+
+def test_no_file_stays_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        Ledger(tmp_path).record(info_of(0))
+    with Ledger(tmp_path) as ledger:
+        ledger.record(info_of(0))
+    del ledger
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- with a loader --------------------------------------------------------------------------------
+
+
+def text(index):
+    if index % 17 == 5:
+        return Skipped("seventeenth")
+    return {"input_ids": [1] * (90 if index in (40, 41) else 5 + index * 7 % 23)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_epoch_of_a_loader_is_complete_with_all_fates(tmp_path):
+    budget = TokenBudget(64, oversize="drop")
+    loader = ODBDataLoader(range(120), token_budget=budget, window=8, process_fn=text)
+    with Ledger(tmp_path) as ledger:
+        for _ in range(2):
+            for batch in loader:
+                ledger.record(pop_step_info(batch))
+    found = audit(tmp_path, 120)
+    assert found.ok
+    for epoch in found.epochs:
+        assert epoch.is_complete
+        assert epoch.fates == {"trained": 111, "skipped (seventeenth)": 7, "dropped": 2}
+    assert found.epochs[0].digest != found.epochs[1].digest
+    steps = sum(epoch.steps for epoch in found.epochs)
+    assert len(pieces_of(ledger.path)) == steps + 4  # with a header, two reasons, and an end

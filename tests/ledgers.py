@@ -1,0 +1,145 @@
+"""Ledgers to audit: what the ranks of a small job record, with kills and resumes; their bytes."""
+
+from itertools import pairwise
+
+from odb_nodes import Ledger, LeftOut, StepInfo, audit
+from odb_nodes.ledger.entries import Names, entries_of
+from odb_nodes.ledger.history import stretches
+from odb_nodes.ledger.reading import RankFile
+from odb_nodes.ledger.records import HEAD, HEADER_BYTES, MAGIC, record_bytes
+
+SIZE = 90
+
+
+def info_of(
+    step,
+    keys=(),
+    *,
+    epoch=0,
+    ends=False,
+    sources=None,
+    repeats=None,
+    left_out=(),
+    is_filler=False,
+    own=(),
+):
+    """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
+    keys = tuple(keys)
+    return StepInfo(
+        step=step,
+        local_samples=len(keys),
+        local_targets=len(keys),
+        all_samples_this_step=len(keys),
+        all_targets=len(keys),
+        optimizer_samples=len(keys),
+        optimizer_targets=len(keys),
+        is_filler=is_filler,
+        keys=keys,
+        row_sources=tuple(sources or [""] * len(keys)),
+        row_repeats=tuple(repeats or [0] * len(keys)),
+        left_out=tuple(
+            LeftOut(one[0], *(one[1:] if len(one) > 2 else ("", one[1]))) for one in left_out
+        ),
+        own_sources=frozenset(own),
+        epoch=epoch,
+        ends_epoch=ends,
+    )
+
+
+def epoch_of(rank, world_size, epoch=0, *, size=SIZE, per_step=4, steps=8):
+    """The steps of one rank in an epoch of keys 0..size-1, of which some are skipped or dropped.
+
+    Rank 0 has fewer samples than others where there are several, and fills its last steps.
+    """
+    keys = [(7 * key + epoch) % size for key in range(size)]
+    share = keys[rank::world_size]
+    if world_size > 1 and rank < 2:  # rank 1 has some of rank 0
+        cut = len(keys[0::world_size]) // 2
+        share = keys[0::world_size][:cut] if rank == 0 else share + keys[0::world_size][cut:]
+    left = [(key, "dropped" if key % 2 else "empty") for key in share if key % 11 == 3]
+    share = [key for key in share if key % 11 != 3]
+    groups = [share[at::steps] for at in range(steps)]
+    return [
+        info_of(
+            step,
+            group,
+            epoch=epoch,
+            ends=step == steps - 1,
+            left_out=left[step::steps],
+            is_filler=not group,
+        )
+        for step, group in enumerate(groups)
+    ]
+
+
+def write_run(folder, world_size=1, epochs=2, kills=(), *, make=epoch_of, **options):
+    """Let each rank record its epochs, killed after each number of steps and resumed three before.
+
+    Args:
+        folder: of the ledger.
+        world_size: number of ranks.
+        epochs: number of epochs.
+        kills: numbers of steps, over all epochs, after which the job is killed.
+        make: what makes the steps of an epoch of a rank.
+        options: of `make`.
+    """
+    for rank in range(world_size):
+        steps = [
+            step for epoch in range(epochs) for step in make(rank, world_size, epoch, **options)
+        ]
+        begin = 0
+        for end in [*kills, len(steps)]:
+            ledger = Ledger(folder, rank=rank, world_size=world_size)
+            for info in steps[begin : end + (rank if end < len(steps) else 0)]:
+                ledger.record(info)
+            if end == len(steps):
+                ledger.close()
+            else:
+                ledger._forget()  # as a kill does
+            begin = max(0, end - 3)
+
+
+def pieces_of(path):
+    """The headers and records of a file, one after the other, as bytes."""
+    data = path.read_bytes()
+    pieces, at = [], 0
+    while at < len(data):
+        if data[at : at + len(MAGIC)] == MAGIC:
+            size = HEADER_BYTES
+        else:
+            size = record_bytes(*HEAD.unpack_from(data, at)[1:5])
+        pieces.append(data[at : at + size])
+        at += size
+    assert b"".join(pieces) == data
+    return pieces
+
+
+def rows_of(folder):
+    """Per step that counts: (key, source, repeat, reason) of each sample."""
+    files = [RankFile(path) for path in sorted(folder.iterdir())]
+    names = Names.of(files)
+    entries = entries_of(stretches(files), names)
+    sources, reasons = list(names.sources), list(names.reasons)
+    repeats = [0] * len(entries.keys) if entries.repeats is None else entries.repeats.tolist()
+    rows = [
+        (None if key < 0 else key, sources[source][0], repeat, reasons[fate])
+        for key, source, repeat, fate in zip(
+            entries.keys.tolist(),
+            entries.sources.tolist(),
+            repeats,
+            entries.fates.tolist(),
+            strict=True,
+        )
+    ]
+    starts = [0, *entries.ends.tolist()]
+    return [rows[a:b] for a, b in pairwise(starts)]
+
+
+def check_ledger(folder, size, attempts=None, epochs=2):
+    """Each of so many samples has one fate in each of so many complete epochs."""
+    found = audit(folder, size)
+    assert found.ok, found.problems
+    assert [one.is_complete for one in found.epochs] == [True] * epochs, str(found)
+    if attempts is not None:
+        assert {len(begun) for begun in found.attempts.values()} == {attempts}
+    return found

@@ -95,12 +95,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         check_choice("uneven", uneven, get_args(Uneven))
         check_choice("loss_scaling", loss_scaling, get_args(LossScaling))
         check_seconds("timeout_s", timeout_s)
-        self._estimator = GroupCostEstimator(cost_fn or cost_below(source), modalities)
+        self.measure = GroupCostEstimator(cost_fn or cost_below(source), modalities)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self._round_size = round_up(check_count("round_size", round_size), accumulate)
         self._uneven = uneven
-        self._rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
+        self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         self._peers = Peers(process_group, timeout_s, self._round_size)
         self.replayed_samples = 0
@@ -110,7 +110,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     @property
     def accumulate(self) -> int:
         """Steps of an optimizer step."""
-        return self._rule.accumulate
+        return self.rule.accumulate
 
     @property
     def unemitted_samples(self) -> int:
@@ -143,13 +143,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def prepare_reset(self) -> None:
         """Find this rank's place among the others, and make sure that the sources share it."""
-        self._rule = replace(self._rule, world_size=self._peers.world_size)
+        self.rule = replace(self.rule, world_size=self._peers.world_size)
         self._clear()
         self._peers.check_source(self.source)
 
     def _clear(self) -> None:
         self._at = AlignerState()
-        self._reader = GroupReader(self.source, self._estimator, self._uneven == "fill")
+        self._reader = GroupReader(self.source, self.measure, self._uneven == "fill")
         self._steps = AlignedRound()
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
@@ -223,8 +223,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at.emitted, at.step = at.emitted + 1, at.step + 1
         item = self._steps.take(
             index,
-            self._rule,
-            (*self._estimator.modalities,),
+            self.rule,
+            (*self.measure.modalities,),
             step=step,
             epoch=self._epochs.epoch,
             ends_epoch=at.is_at_end(self._steps),
@@ -331,7 +331,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             at.source = self._reader.next_state
 
     def _round_steps(self) -> int:
-        at, rule = self._at, self._rule
+        at, rule = self._at, self.rule
         sizes = {"round_size": self._round_size, "accumulate": rule.accumulate}
         return round_steps(at.round, world_size=rule.world_size, **sizes)
 
@@ -342,9 +342,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "world_size": self._peers.world_size,
             "round_size": self._round_size,
             "uneven": self._uneven,
-            "loss_scaling": self._rule.scaling,
-            "accumulate": self._rule.accumulate,
+            "loss_scaling": self.rule.scaling,
+            "accumulate": self.rule.accumulate,
             "seed": self._seed,
-            "cost_fn": stable_name(self._estimator.cost_fn),
-            "modalities": list(self._estimator.modalities),
+            "cost_fn": stable_name(self.measure.cost_fn),
+            "modalities": list(self.measure.modalities),
         }

@@ -223,6 +223,11 @@ class ODBDataLoader(OptionGuard):
         )
 
     @property
+    def root(self) -> BaseNode[Any]:
+        """Last node of the graph."""
+        return self._loader.root
+
+    @property
     def accumulate(self) -> int:
         """Number of batches of an optimizer step."""
         return self._aligner.accumulate

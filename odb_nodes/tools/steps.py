@@ -1,0 +1,342 @@
+"""Make a step of a run again, of all its ranks, in one process: its samples, and its batches.
+
+python -m odb_nodes.tools.steps train:make_loader --ledger run/ledger --epoch 2 --step 1204
+python -m odb_nodes.tools.steps train:make_loader --checkpoint run/checkpoint-1200 --out step.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torchdata.nodes import BaseNode
+
+from odb_nodes._core.checks import check_count
+from odb_nodes.alignment import RankAligner
+from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.alignment.exchange.base import Exchange
+from odb_nodes.alignment.exchange.in_process import InProcessHub
+from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
+from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.state_file import load_state
+from odb_nodes.errors import StateError
+from odb_nodes.ledger.steps import StepRecord, read_steps
+from odb_nodes.loader import Loader, ODBDataLoader
+from odb_nodes.nodes import GroupCollator, WindowBucketer
+from odb_nodes.planning.alignment import FILLER
+from odb_nodes.sample import ItemKey, Sample
+from odb_nodes.step_info import StepInfo
+
+__all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
+
+_RANK_FILE = re.compile(r".*rank(\d+)-of-(\d+)\.pt")
+_TIMEOUT_S = 600.0
+
+N = TypeVar("N", bound=BaseNode[Any])
+MakeLoader = Callable[[Any], "ODBDataLoader | Loader[Any]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemadeStep:
+    """A step of one rank, made again.
+
+    Attributes:
+        rank: the rank.
+        info: its `StepInfo`; `keys`, `row_sources` and `left_out` say which samples.
+        tokens: length of each sample, in the order of the rows.
+        targets: supervised tokens of each sample.
+        batch: its batch, bit for bit; `None` of a filler step that a ledger has recorded, which
+            does not say of which sample it was.
+    """
+
+    rank: int
+    info: StepInfo
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    batch: Mapping[str, Any] | None
+
+    def __str__(self) -> str:
+        info = self.info
+        head = (
+            f"rank {self.rank}, epoch {info.epoch}, step {info.step}: {info.local_samples} samples,"
+            f" {info.local_targets} of {info.optimizer_targets} targets, "
+            f"loss_scale {info.loss_scale:.6g}{', filler' if info.is_filler else ''}"
+        )
+        rows = zip(info.row_sources, info.keys, self.tokens, self.targets, strict=True)
+        lines = [
+            f"  {f'{source} ' if source else ''}{key}: {tokens} tokens, {targets} targets"
+            for source, key, tokens, targets in rows
+        ]
+        out = [f"  left out: {one.source} {one.key} ({one.reason})" for one in info.left_out]
+        return "\n".join([head, *lines, *out])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the step as plain data and tensors."""
+        info = vars(self.info) | {
+            "own_sources": sorted(self.info.own_sources),
+            "local_sources": {name: (*one,) for name, one in self.info.local_sources.items()},
+            "left_out": [(*one,) for one in self.info.left_out],
+        }
+        return {
+            "rank": self.rank,
+            "info": info,
+            "tokens": list(self.tokens),
+            "targets": list(self.targets),
+            "batch": None if self.batch is None else dict(self.batch),
+        }
+
+
+def remake_from_ledger(
+    make_loader: MakeLoader, folder: str | os.PathLike[str], *, epoch: int, step: int
+) -> list[RemadeStep]:
+    """Make a step again whose samples a `Ledger` has recorded; one `RemadeStep` for each rank.
+
+    Its samples are read by their keys, so no checkpoint is needed, and nothing before the step is
+    made again. The loader must be the one of the run: the same data, functions, budget and seed.
+
+    Args:
+        make_loader: makes the loader of one rank, for the `process_group` that it is given.
+        folder: the folder of the ledger.
+        epoch: number of the epoch.
+        step: number of the step in it.
+
+    Raises:
+        ValueError: a source cannot read items by their keys; see `remake_from_checkpoint`.
+        StateError: the ledger has no such step, or a sample of it has no key.
+    """
+    check_count("epoch", epoch, 0)
+    check_count("step", step, 0)
+    hub = InProcessHub(1, _TIMEOUT_S)
+    with _graph(make_loader, hub.exchange(0)) as graph:
+        accumulate = 1 if graph.aligner is None else graph.aligner.accumulate
+    first = step - step % accumulate
+    records = read_steps(folder, epoch, range(first, first + accumulate))
+    if step not in records:
+        raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
+    hub = InProcessHub(len(records[step]), _TIMEOUT_S)
+    steps = [records[one] for one in sorted(records)]
+    groups: list[list[list[Sample]]] = []  # rank -> step of the optimizer step -> samples
+    for rank in range(hub.world_size):
+        with _graph(make_loader, hub.exchange(rank)) as graph:
+            begin_epoch(graph.samples, epoch)
+            groups.append([graph.recall(one[rank], hub.world_size) for one in steps])
+    remade = []
+    for rank in range(hub.world_size):
+        with _graph(make_loader, hub.exchange(rank)) as graph:
+            own = _with_info(graph, groups, steps, rank, step - first)
+            remade.append(graph.remade(rank, *own))
+    return remade
+
+
+def remake_from_checkpoint(
+    make_loader: MakeLoader, states: str | os.PathLike[str] | Sequence[Any], *, further: int = 0
+) -> list[RemadeStep]:
+    """Make the step again that follows a checkpoint; one `RemadeStep` for each rank.
+
+    All ranks run in this process, each on a thread. It works for every source, and for steps of
+    which there is no ledger.
+
+    Args:
+        make_loader: makes the loader of one rank, for the `process_group` that it is given.
+        states: the folder of a checkpoint, with a file of each rank; or the states of the ranks in
+            their order. Each is that of a loader, or holds it.
+        further: steps to go on after the first one.
+
+    Raises:
+        StateError: the folder has not one state of each rank, or a state does not fit the loader.
+    """
+    check_count("further", further, 0)
+    if isinstance(states, (str, os.PathLike)):
+        states = _states_in(Path(states))
+    hub = InProcessHub(len(states), _TIMEOUT_S)
+
+    def run(rank: int) -> RemadeStep:
+        with _graph(make_loader, hub.exchange(rank)) as graph:
+            collator = graph.collator
+            collator.reset(_part(states[rank], type(collator).__name__))
+            for _ in range(further):
+                collator.take_group()
+            group, info = collator.take_group()
+            return graph.remade(rank, group, info)
+
+    with ThreadPoolExecutor(hub.world_size) as ranks:
+        return list(ranks.map(run, range(hub.world_size)))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The graph of one rank, and the nodes of it that make a step."""
+
+    root: BaseNode[Any]
+    collator: GroupCollator
+    aligner: RankAligner | None
+    samples: BaseNode[Any]
+
+    def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
+        """Return the samples of a step of this rank."""
+        if None in record.keys:
+            raise StateError("a sample of this step has no key, so it cannot be read again.")
+        if not recalls(self.samples):
+            raise ValueError(
+                "a source of this loader cannot read items by their keys. Make the step again from "
+                "a checkpoint before it: `remake_from_checkpoint`."
+            )
+        rows = zip(record.keys, record.sources, record.repeats, record.is_own, strict=True)
+        items = [
+            ItemKey(source, key, 1 if is_own else world_size, repeat)
+            for key, source, repeat, is_own in rows
+            if key is not None
+        ]
+        return list(recall(self.samples, items))
+
+    def remade(self, rank: int, group: list[Sample], info: StepInfo) -> RemadeStep:
+        """Return a step with its batch."""
+        rows = [] if info.is_filler else group
+        batch = self.collator.collate(group, info) if group else None
+        if batch is not None:
+            info = batch.pop("odb_step_info")
+        return RemadeStep(
+            rank=rank,
+            info=info,
+            tokens=tuple(sample.tokens for sample in rows),
+            targets=tuple(sample.targets for sample in rows),
+            batch=batch,
+        )
+
+
+@contextmanager
+def _graph(make_loader: MakeLoader, exchange: Exchange) -> Iterator[_Graph]:
+    loader = make_loader(exchange)
+    root = loader.root
+    try:
+        collator = _only(root, GroupCollator)
+        aligners = [node for node in walk(root) if isinstance(node, RankAligner)]
+        yield _Graph(root, collator, (*aligners, None)[0], _only(root, WindowBucketer).source)
+    finally:
+        close_nodes(root, _TIMEOUT_S)
+
+
+def _only(root: BaseNode[Any], kind: type[N]) -> N:
+    found = [node for node in walk(root) if isinstance(node, kind)]
+    if len(found) != 1:
+        raise ValueError(f"the graph must have one `{kind.__name__}`, but has {len(found)}.")
+    return found[0]
+
+
+def _with_info(
+    graph: _Graph,
+    groups: Sequence[Sequence[list[Sample]]],
+    records: Sequence[Sequence[StepRecord]],
+    rank: int,
+    index: int,
+) -> tuple[list[Sample], StepInfo]:
+    """Return the samples of a rank at a step of an optimizer step, and its `StepInfo`.
+
+    Args:
+        graph: that of the rank.
+        groups: rank -> step of the optimizer step -> samples.
+        records: step of the optimizer step -> rank -> its record.
+        rank: the rank.
+        index: of the step in its optimizer step.
+    """
+    group, record = groups[rank][index], records[index][rank]
+    facts: dict[str, Any] = {
+        "epoch": record.epoch,
+        "ends_epoch": record.ends_epoch,
+        "left_out": record.left_out,
+    }
+    if graph.aligner is None:
+        info = StepInfo.of_one_rank(group, record.step)
+        return group, dataclasses.replace(info, **facts)
+    steps = []
+    for at, of_ranks in enumerate(zip(*groups, strict=True)):
+        costs = [graph.aligner.measure(one) for one in of_ranks if one]
+        flags = 0
+        for cost in costs:
+            flags |= cost.flags
+        own = FILLER if records[at][rank].is_filler else at
+        samples, targets = sum(c.samples for c in costs), sum(c.targets for c in costs)
+        steps.append((own, samples, targets, flags))
+    again = AlignedRound(np.array(steps, np.int64))
+    again.fill([[*one] for one in groups[rank]], None)
+    rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
+    modalities = (*graph.aligner.measure.modalities,)
+    return again.take(index, rule, modalities, step=record.step, **facts)
+
+
+def _part(state: Any, node: str) -> dict[str, Any]:
+    """Return the state of a node that is somewhere within another one."""
+    if isinstance(state, Mapping):
+        if state.get("node") == node:
+            return dict(state)
+        parts: Sequence[Any] = [*state.values()]
+    else:
+        parts = state if isinstance(state, (list, tuple)) else []
+    for part in parts:
+        if found := _part(part, node):
+            return found
+    return {}
+
+
+def _states_in(folder: Path) -> list[Any]:
+    found = {
+        int(match[1]): (file, int(match[2]))
+        for file in folder.iterdir()
+        if (match := _RANK_FILE.fullmatch(file.name))
+    }
+    sizes = {size for _, size in found.values()}
+    if len(sizes) != 1 or sorted(found) != [*range(min(sizes))]:
+        raise StateError(
+            f"`{folder}` must hold one state of each rank, but has {sorted(found)} of "
+            f"{sorted(sizes)} ranks."
+        )
+    return [load_state(found[rank][0]) for rank in sorted(found)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a step of a run on all ranks, and write it to a file.
+
+    Args:
+        arguments: of the command line; default: those of this process.
+    """
+    parser = argparse.ArgumentParser(prog="odb_nodes.tools.steps", description=main.__doc__)
+    parser.add_argument(
+        "make_loader", metavar="MODULE:FUNCTION", help="makes the loader for a `process_group`"
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--ledger", help="folder of a ledger; with --epoch and --step")
+    where.add_argument("--checkpoint", help="folder of a checkpoint; the step that follows it")
+    parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--further", type=int, default=0, help="steps after that of a checkpoint")
+    parser.add_argument("--out", help="file to write the steps of all ranks to, by `torch.save`")
+    args = parser.parse_args(arguments)
+    module, _, function = args.make_loader.partition(":")
+    sys.path.insert(0, os.getcwd())
+    make_loader = getattr(importlib.import_module(module), function)
+    if args.checkpoint:
+        remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
+    elif args.step is None:
+        parser.error("--ledger needs --step.")
+    else:
+        remade = remake_from_ledger(make_loader, args.ledger, epoch=args.epoch, step=args.step)
+    print(*remade, sep="\n")
+    if args.out:
+        torch.save([one.as_dict() for one in remade], args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -112,7 +112,7 @@ def states_at(make: Callable[[Exchange], RankAligner], steps: list[int]) -> list
 def resumed(
     make: Callable[[Exchange], RankAligner], states: list[Any]
 ) -> tuple[float, int, list[int]]:
-    """Return seconds to the first step of the slower rank, what it made again, and rank 0's step."""
+    """Return seconds to the first step of the slower rank, its samples, and rank 0's lengths."""
 
     def run(exchange: Exchange) -> tuple[float, int, list[int]]:
         node = make(exchange)

@@ -199,7 +199,15 @@ class _Graph:
             for key, source, repeat, is_own in rows
             if key is not None
         ]
-        return list(recall(self.samples, items))
+        samples = list(recall(self.samples, items))
+        for sample, key in zip(samples, record.keys, strict=True):
+            if not isinstance(sample, Sample) or sample.key != key:
+                raise StateError(
+                    f"the sample that is read for key {key} is {sample!r:.200}: the data or the "
+                    "processing changed, or keys are of your own (`Observation.key`), by which "
+                    "nothing can be read. Make the step again from a checkpoint before it."
+                )
+        return samples
 
     def remade(self, rank: int, group: list[Sample], info: StepInfo) -> RemadeStep:
         """Return a step with its batch."""

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from odb_nodes import (
     IterableSource,
     Ledger,
+    Observation,
     ODBDataLoader,
     Skipped,
     StateError,
@@ -203,6 +204,19 @@ def test_a_step_of_an_iterable_is_made_again_from_a_checkpoint_alone(tmp_path):
     remade = remake_from_checkpoint(make_loader, [rank[0, 9][2] for rank in ranks])
     for one, rank in zip(remade, ranks, strict=True):
         check(one, *rank[0, 10][:2])
+
+
+def test_a_key_of_ones_own_is_not_taken_for_that_of_another_sample(tmp_path):
+    def observe(sample):
+        return Observation(2, key=99 - sample["n"])
+
+    def make_loader(group):
+        data = [{"input_ids": [n, n], "n": n} for n in range(100)]
+        return ODBDataLoader(data, token_budget=64, window=8, observe=observe, process_group=group)
+
+    on_ranks(1, recorded(make_loader, tmp_path))
+    with pytest.raises(StateError, match=r"is read for key \d+ is Sample.*`Observation.key`"):
+        remake_from_ledger(make_loader, tmp_path, epoch=0, step=3)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.alignment import FILLER
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tools.remade_step import RemadeStep
 
 __all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
 
@@ -46,56 +47,6 @@ _TIMEOUT_S = 600.0
 
 N = TypeVar("N", bound=BaseNode[Any])
 MakeLoader = Callable[[Any], "ODBDataLoader | Loader[Any]"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemadeStep:
-    """A step of one rank, made again.
-
-    Attributes:
-        rank: the rank.
-        info: its `StepInfo`; `keys`, `row_sources` and `left_out` say which samples.
-        tokens: length of each sample, in the order of the rows.
-        targets: supervised tokens of each sample.
-        batch: its batch, bit for bit; `None` of a filler step that a ledger has recorded, which
-            does not say of which sample it was.
-    """
-
-    rank: int
-    info: StepInfo
-    tokens: tuple[int, ...]
-    targets: tuple[int, ...]
-    batch: Mapping[str, Any] | None
-
-    def __str__(self) -> str:
-        info = self.info
-        head = (
-            f"rank {self.rank}, epoch {info.epoch}, step {info.step}: {info.local_samples} samples,"
-            f" {info.local_targets} of {info.optimizer_targets} targets, "
-            f"loss_scale {info.loss_scale:.6g}{', filler' if info.is_filler else ''}"
-        )
-        rows = zip(info.row_sources, info.keys, self.tokens, self.targets, strict=True)
-        lines = [
-            f"  {f'{source} ' if source else ''}{key}: {tokens} tokens, {targets} targets"
-            for source, key, tokens, targets in rows
-        ]
-        out = [f"  left out: {one.source} {one.key} ({one.reason})" for one in info.left_out]
-        return "\n".join([head, *lines, *out])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the step as plain data and tensors."""
-        info = vars(self.info) | {
-            "own_sources": sorted(self.info.own_sources),
-            "local_sources": {name: (*one,) for name, one in self.info.local_sources.items()},
-            "left_out": [(*one,) for one in self.info.left_out],
-        }
-        return {
-            "rank": self.rank,
-            "info": info,
-            "tokens": list(self.tokens),
-            "targets": list(self.targets),
-            "batch": None if self.batch is None else dict(self.batch),
-        }
 
 
 def remake_from_ledger(
@@ -118,26 +69,22 @@ def remake_from_ledger(
     """
     check_count("epoch", epoch, 0)
     check_count("step", step, 0)
-    hub = InProcessHub(1, _TIMEOUT_S)
-    with _graph(make_loader, hub.exchange(0)) as graph:
-        accumulate = 1 if graph.aligner is None else graph.aligner.accumulate
-    first = step - step % accumulate
-    records = read_steps(folder, epoch, range(first, first + accumulate))
-    if step not in records:
+    if not (found := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
-    hub = InProcessHub(len(records[step]), _TIMEOUT_S)
-    steps = [records[one] for one in sorted(records)]
+    hub = InProcessHub(len(found[step]), _TIMEOUT_S)
     groups: list[list[list[Sample]]] = []  # rank -> step of the optimizer step -> samples
-    for rank in range(hub.world_size):
-        with _graph(make_loader, hub.exchange(rank)) as graph:
+    with ExitStack() as stack:
+        ranks = range(hub.world_size)
+        graphs = [stack.enter_context(_graph(make_loader, hub.exchange(rank))) for rank in ranks]
+        first = step - step % graphs[0].accumulate
+        records = read_steps(folder, epoch, range(first, first + graphs[0].accumulate))
+        steps = [records[one] for one in sorted(records)]
+        for rank, graph in enumerate(graphs):
             begin_epoch(graph.samples, epoch)
             groups.append([graph.recall(one[rank], hub.world_size) for one in steps])
-    remade = []
-    for rank in range(hub.world_size):
-        with _graph(make_loader, hub.exchange(rank)) as graph:
-            own = _with_info(graph, groups, steps, rank, step - first)
-            remade.append(graph.remade(rank, *own))
-    return remade
+            close_nodes(graph.samples, _TIMEOUT_S)
+        items = [_with_info(graphs[rank], groups, steps, rank, step - first) for rank in ranks]
+        return [graphs[rank].remade(rank, *items[rank]) for rank in ranks]
 
 
 def remake_from_checkpoint(
@@ -161,18 +108,30 @@ def remake_from_checkpoint(
     if isinstance(states, (str, os.PathLike)):
         states = _states_in(Path(states))
     hub = InProcessHub(len(states), _TIMEOUT_S)
+    exchanges = [hub.exchange(rank) for rank in range(hub.world_size)]
+    failures: list[BaseException] = []  # the first is the cause of the others
 
-    def run(rank: int) -> RemadeStep:
-        with _graph(make_loader, hub.exchange(rank)) as graph:
-            collator = graph.collator
-            collator.reset(_part(states[rank], type(collator).__name__))
-            for _ in range(further):
-                collator.take_group()
-            group, info = collator.take_group()
-            return graph.remade(rank, group, info)
+    def run(rank: int) -> RemadeStep | None:
+        try:
+            with _graph(make_loader, exchanges[rank]) as graph:
+                graph.collator.reset(_collator_state(states[rank], graph.collator, rank))
+                for _ in range(further):
+                    graph.collator.take_group()
+                group, info = graph.collator.take_group()
+                if graph.aligner is None:
+                    info = dataclasses.replace(info, step=info.step + further)
+                return graph.remade(rank, group, info)
+        except BaseException as error:
+            failures.append(error)
+            for exchange in exchanges:  # which would wait for this one
+                exchange.interrupt()
+            return None
 
-    with ThreadPoolExecutor(hub.world_size) as ranks:
-        return list(ranks.map(run, range(hub.world_size)))
+    with ThreadPoolExecutor(hub.world_size) as pool:
+        remade = list(pool.map(run, range(hub.world_size)))
+    if failures:
+        raise failures[0]
+    return [one for one in remade if one is not None]
 
 
 @dataclass(frozen=True)
@@ -183,6 +142,11 @@ class _Graph:
     collator: GroupCollator
     aligner: RankAligner | None
     samples: BaseNode[Any]
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of an optimizer step."""
+        return 1 if self.aligner is None else self.aligner.accumulate
 
     def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
         """Return the samples of a step of this rank."""
@@ -282,6 +246,13 @@ def _with_info(
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
     modalities = (*graph.aligner.measure.modalities,)
     return again.take(index, rule, modalities, step=record.step, **facts)
+
+
+def _collator_state(state: Any, collator: GroupCollator, rank: int) -> dict[str, Any]:
+    name = type(collator).__name__
+    if found := _part(state, name):
+        return found
+    raise StateError(f"the state of rank {rank} holds none of a `{name}`: it is {state!r:.200}.")
 
 
 def _part(state: Any, node: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,19 @@ from aligned_ranks import on_ranks
 from torch.testing import assert_close
 
 from odb_nodes import (
+    GroupCollator,
     IterableSource,
     Ledger,
+    LengthObserver,
+    Loader,
     Observation,
     ODBDataLoader,
+    ParallelProcessor,
+    ShardedSampler,
     Skipped,
     StateError,
     TokenBudget,
+    WindowBucketer,
     load_state,
     pop_step_info,
     save_rank_state,
@@ -30,6 +37,7 @@ from odb_nodes.tools import steps as tool
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 
 SIZE = 260
+BUDGET = TokenBudget(200, oversize="drop")
 
 
 def augmented(index):
@@ -229,6 +237,27 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
         remake_from_ledger(packed, tmp_path / "elsewhere", epoch=0, step=0)
     with pytest.raises(StateError, match="must hold one state of each rank"):
         remake_from_checkpoint(packed, tmp_path)
+    start_s = time.monotonic()
+    with pytest.raises(StateError, match="state of rank [01] holds none of a `GroupCollator`"):
+        remake_from_checkpoint(packed, [{"model": 1}, {"model": 2}])
+    ranks = on_ranks(2, recorded(packed, tmp_path / "other"))
+    with pytest.raises(StateError):
+        remake_from_checkpoint(packed, [ranks[0][0, 9][2], {"model": 2}])
+    assert time.monotonic() - start_s < 60  # the others do not wait for it
+
+
+def test_of_a_graph_without_an_aligner_too(tmp_path):
+    def make_loader(group):
+        node = LengthObserver(ParallelProcessor(ShardedSampler(90), augmented))
+        return Loader(GroupCollator(WindowBucketer(node, BUDGET, 8), masked, seed=3))
+
+    with pytest.warns(UserWarning):
+        (steps,) = on_ranks(1, recorded(make_loader, tmp_path))
+    for step in (0, 7, 11):
+        check(remake_from_ledger(make_loader, tmp_path, epoch=0, step=step)[0], *steps[0, step][:2])
+        state = steps[0, step][2]
+        (again,) = remake_from_checkpoint(make_loader, [state], further=2)
+        check(again, *steps[0, step + 3][:2])
 
 
 PROGRAM = """

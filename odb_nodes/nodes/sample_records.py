@@ -36,6 +36,8 @@ not 0. 16 bytes a sample, or 8 without keys; 2 more in a mixture."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, None)
 
+_NO_COLUMNS: Any = Sample(*((),) * len(Sample._fields))
+
 T = TypeVar("T")
 
 
@@ -91,8 +93,8 @@ class SampleRecords:
         Raises:
             SampleError: a sample has no item, though it must.
         """
-        columns = [*zip(*samples, strict=True)] or [()] * len(Sample._fields)
-        tokens, items, digests = columns[1], columns[7], columns[8]
+        columns: Any = Sample(*zip(*samples, strict=True)) if samples else _NO_COLUMNS
+        tokens, items, digests = columns.tokens, columns.item, columns.digest
         if None in digests:
             digests = tuple(map(digest_of, samples))
         if with_items and None in items:

@@ -36,7 +36,7 @@ not 0. 16 bytes a sample, or 8 without keys; 2 more in a mixture."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, None)
 
-_NO_COLUMNS: Any = Sample(*((),) * len(Sample._fields))
+_NO_COLUMNS = ((),) * len(Sample._fields)
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class SampleRecords:
         Raises:
             SampleError: a sample has no item, though it must.
         """
-        columns: Any = Sample(*zip(*samples, strict=True)) if samples else _NO_COLUMNS
+        columns: Any = Sample._make(zip(*samples, strict=True) if samples else _NO_COLUMNS)
         tokens, items, digests = columns.tokens, columns.item, columns.digest
         if None in digests:
             digests = tuple(map(digest_of, samples))

@@ -6,7 +6,8 @@
 First table: groups of the rolling pool beside those of sorted windows (collect a window, sort it,
 cut it longest first, start over). Second table: the state of a `WindowBucketer` over a source that
 costs next to nothing, that of a `Loader` over both, and a restore from the state of the run that
-has the most to replay.
+has the most to make again: with a source that reads items by their keys, and with one that cannot,
+from whose snapshot items are read again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -131,7 +133,7 @@ class StateCost:
         state_s: seconds of `state_dict()`, median; those of the source's own are not counted.
         loader_state_s: seconds of `state_dict()` of a `Loader`, median, its digest included.
         bytes_per_sample: pickled size per pooled sample; the source's own is not counted.
-        replayed_samples: samples that a restore processed again, from the state with the most.
+        replayed_samples: samples that a restore made again, from the state with the most.
         restore_s: seconds of that restore, median.
     """
 
@@ -142,17 +144,25 @@ class StateCost:
     restore_s: float
 
 
-def make_bucketer(lengths: list[int], window: int) -> WindowBucketer:
-    """Return a bucketer whose samples are nothing but their lengths in tokens."""
-    source = Mapper(ShardedSampler(lengths), lengths.__getitem__)
-    return WindowBucketer(LengthObserver(source, observe=int), BUDGET_TOKENS, window)
+def make_bucketer(lengths: list[int], window: int, *, by_keys: bool = True) -> WindowBucketer:
+    """Return a bucketer whose samples are nothing but indices, with their lengths in tokens.
+
+    Args:
+        lengths: tokens of each sample.
+        window: samples in the pool.
+        by_keys: whether a restore may read items by their keys.
+    """
+    indices = ShardedSampler(lengths)
+    source = indices if by_keys else Mapper(indices, int)  # torchdata's has no keys
+    observer = LengthObserver(source, observe=lengths.__getitem__)
+    return WindowBucketer(observer, BUDGET_TOKENS, window)
 
 
-def measure_state(lengths: list[int], window: int) -> StateCost:
+def measure_state(lengths: list[int], window: int, *, by_keys: bool) -> StateCost:
     """Run one epoch with a state after each group, and restore from the costliest of them."""
-    bucketer = make_bucketer(lengths, window)
+    bucketer = make_bucketer(lengths, window, by_keys=by_keys)
     seconds: list[float] = []
-    own_bytes = pooled_samples = emitted_samples = 0
+    own_bytes = pooled_samples = emitted_samples = most_samples = 0
     costliest: dict[str, Any] = {}
     for group in bucketer:
         state, state_s = timed(bucketer.state_dict)
@@ -160,11 +170,14 @@ def measure_state(lengths: list[int], window: int) -> StateCost:
         seconds.append(state_s - source_s)
         own_bytes += len(pickle.dumps(state)) - len(pickle.dumps(source_state))
         emitted_samples += len(group)
-        pooled_samples += state["pulled"] - emitted_samples
-        costliest = max(costliest, state, key=lambda saved: saved.get("pulled_since_source", -1))
-    with Loader(make_bucketer(lengths, window)) as loader:
+        pooled = state["pulled"] - emitted_samples
+        pooled_samples += pooled
+        again = pooled if by_keys else state["pulled_since_source"]
+        if again >= most_samples:
+            most_samples, costliest = again, state
+    with Loader(make_bucketer(lengths, window, by_keys=by_keys)) as loader:
         loader_seconds = [timed(loader.state_dict)[1] for _ in loader]
-    resumed = make_bucketer(lengths, window)
+    resumed = make_bucketer(lengths, window, by_keys=by_keys)
     restore_s = median(timed(resumed.reset, costliest)[1] for _ in range(REPEATS))
     return StateCost(
         state_s=median(seconds),
@@ -178,13 +191,14 @@ def measure_state(lengths: list[int], window: int) -> StateCost:
 def print_state(lengths: list[int], windows: list[int]) -> None:
     """Print the second table."""
     print(
-        f"{'window':>8}|{'us/state_dict':>14}{'of a Loader':>13}{'bytes/pooled sample':>21}"
-        f"{'most replayed':>15}{'ms/restore':>12}"
+        f"{'window':>8} {'restore from':<13}|{'us/state_dict':>14}{'of a Loader':>13}"
+        f"{'bytes/pooled sample':>21}{'most replayed':>15}{'ms/restore':>12}"
     )
-    for window in windows:
-        cost = measure_state(lengths, window)
+    for window, by_keys in product(windows, (True, False)):
+        cost = measure_state(lengths, window, by_keys=by_keys)
         print(
-            f"{window:>8}|{cost.state_s * 1e6:>14.1f}{cost.loader_state_s * 1e6:>13.1f}"
+            f"{window:>8} {'keys' if by_keys else 'a snapshot':<13}|"
+            f"{cost.state_s * 1e6:>14.1f}{cost.loader_state_s * 1e6:>13.1f}"
             f"{cost.bytes_per_sample:>21.1f}{cost.replayed_samples / window:>13.2f} W"
             f"{cost.restore_s * 1e3:>12.1f}"
         )

@@ -18,7 +18,8 @@ def content_digest(item: Any, start: int = 0) -> int:
     """Return a CRC-32 of an item: equal for equal items, in every process.
 
     Numbers, strings, bytes, tensors and arrays are digested by value, also in lists, tuples and
-    dicts, at 4 GB/s and some microseconds for each. Of other objects it is the type.
+    dicts: tensors and arrays at 4 GB/s, lists at 20 to 40 ns a number. Of other objects it is the
+    type.
 
     Args:
         item: the item.

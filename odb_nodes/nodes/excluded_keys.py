@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,15 +109,15 @@ class ExcludedKeys:
         return sum(map(len, self._keys.values()))
 
     def __repr__(self) -> str:
-        shown = (
+        named = [
             f"{source}/{key}" if source else str(key)
             for source, some in self._keys.items()
             for key in sorted(some)
-        )
-        first = [text for text, _ in zip(shown, range(_SHOWN), strict=False)]
-        return f"{len(self)} keys{':' if first else ''} {', '.join(first)}".rstrip() + (
-            ", ..." if len(self) > _SHOWN else ""
-        )
+        ]
+        if len(named) <= _SHOWN:
+            return f"[{', '.join(named)}]"
+        digest = zlib.crc32(", ".join(named).encode())
+        return f"[{', '.join(named[:_SHOWN])}, ...: {len(named)} keys, CRC-32 {digest:08x}]"
 
 
 Exclude = ExcludedKeys | Iterable[int] | Mapping[str, Iterable[int]] | str | os.PathLike[str] | None

@@ -102,18 +102,21 @@ class ResumedRound:
         at, kept, accumulate = self._at, excluded_below(self._reader.source), self._accumulate
         before = kept | ExcludedKeys.from_state(at.excluded)
         now = before | _named_below(self._reader.source)
-        if at_end:  # The next epoch excludes what is to be added.
-            at.peers_go_on |= now != kept and at.emitted < self._steps.rows
-            at.unsettled = False
+        can = callable(getattr(self._reader.source, "exclude_more", None))
+        at.unsettled = at.unsettled and not at_end
+        if now == kept or (at_end and not can):  # The next epoch excludes what is to be added.
             return
-        if now == kept:
-            return
-        if not callable(getattr(self._reader.source, "exclude_more", None)):
+        if not can:
             raise StateError(
-                f"{_NODE} cannot exclude more samples within epoch {at.epoch}: its source "
-                "must be the `WindowBucketer` itself, since a node in between may hold some. "
-                "Resume from a state that was saved after the last step of an epoch."
+                f"{_NODE} cannot exclude more samples within epoch {at.epoch}: its source must be "
+                "the `WindowBucketer` itself, since a node in between may hold some. Resume from a "
+                "state that was saved after the last step of an epoch."
             )
+        if at_end:
+            self._reader.exclude(now, ends=True)
+            at.source, at.excluded = copy_state(self._reader.source.state_dict()), {}
+            at.peers_go_on = at.peers_go_on or at.emitted < self._steps.rows
+            return
         if now != before and at.emitted % accumulate:
             raise StateError(
                 f"{_NODE} cannot exclude more samples at step {at.step} of epoch {at.epoch}: "

@@ -169,9 +169,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         Raises:
             StateError: the source does not yield it again.
         """
-        self._at, joins = state, self._uneven == "join"
-        self._steps = state.steps(ends_alone=joins)
-        resumed = ResumedRound(state, self._steps, self._reader, self._rule.accumulate, joins=joins)
+        self._at, accumulate = state, self._rule.accumulate
+        self._steps = state.steps(ends_alone=self._uneven == "join")
+        resumed = ResumedRound(state, self._steps, self._reader, accumulate, self._uneven)
         resumed.restore(self._round_size if state.drained else self._round_steps())
         self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
         self.replayed_samples = resumed.replayed_samples

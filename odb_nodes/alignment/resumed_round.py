@@ -21,7 +21,7 @@ from odb_nodes.contract.graph import walk
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
 from odb_nodes.nodes.payload import decode_sample
-from odb_nodes.planning.alignment import step_totals
+from odb_nodes.planning.alignment import Uneven, step_totals
 from odb_nodes.planning.group_costs import best_filler
 from odb_nodes.sample import LeftOut, Sample
 
@@ -36,7 +36,7 @@ class ResumedRound:
         steps: the steps of its round.
         reader: the reader of its source.
         accumulate: steps of an optimizer step.
-        joins: each rank ends with its own data (`uneven="join"`).
+        uneven: see `RankAligner`.
     """
 
     def __init__(
@@ -45,11 +45,10 @@ class ResumedRound:
         steps: AlignedRound,
         reader: GroupReader,
         accumulate: int,
-        *,
-        joins: bool,
+        uneven: Uneven,
     ) -> None:
         self._at, self._steps, self._reader = at, steps, reader
-        self._accumulate, self._joins = accumulate, joins
+        self._accumulate, self._joins, self._stops = accumulate, uneven == "join", uneven == "stop"
         self.filler: Sample | None = None
         """The sample that this rank fills with."""
         self.held: HeldSamples | None = None
@@ -161,7 +160,7 @@ class ResumedRound:
         """Take samples out of the groups and out of the source; report them where that is new."""
         at = self._at
         gone = self._steps.leave_out(at.emitted, keys)
-        gone += self._reader.exclude(keys, ends=at.last)
+        gone += self._reader.exclude(keys, ends=at.last and self._stops)
         if self._reader.ahead is None and is_new:
             # The run before has reported what came with the end of the source, if it is not new.
             at.left_out = [*at.left_out, *self._reader.left_out_ahead]
@@ -175,7 +174,8 @@ class ResumedRound:
     def _replace_filler(self, keys: ExcludedKeys) -> None:
         if self.filler is None or self.filler not in keys:
             return
-        groups = [*self._steps.groups_left(), self._reader.ahead or []]
+        ahead = [sample for sample in self._reader.ahead or [] if sample not in keys]
+        groups = [*self._steps.groups_left(), ahead]
         self.filler = best_filler(groups) if any(groups) else None
         self._steps.filler = self.filler
         self._at.filler = None

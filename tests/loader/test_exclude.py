@@ -234,7 +234,8 @@ def test_a_run_that_resumes_leaves_them_out_wherever_they_are(
     def resumed_later(exchange):
         loader = make(exchange, **options)
         loader.load_state_dict(second[exchange.rank][1][later])
-        return taken(loader), taken(loader) if goes_on else []
+        rest = taken(loader, excluded=excluded)
+        return rest, taken(loader, excluded=excluded) if goes_on else []
 
     runs = on_ranks(world_size, whole)
     first = [steps for steps, _ in runs]

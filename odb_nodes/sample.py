@@ -96,8 +96,8 @@ class LeftOut(NamedTuple):
     Attributes:
         key: which sample of its source; `None` where the source does not know.
         source: name of its source.
-        reason: that of its `Skipped`; "dropped", where it exceeds the budget; or "unemitted", where
-            another rank has ended (`uneven="stop"`).
+        reason: that of its `Skipped`; "dropped", where it exceeds the budget; "excluded", where its
+            key is; or "unemitted", where another rank has ended (`uneven="stop"`).
     """
 
     key: int | None

@@ -35,6 +35,7 @@ SLOW_PATHS = {
         "_compat/test_transformers.py",
         "collate/test_compiled_shapes.py",
         "integrations/test_accelerate.py",
+        "integrations/test_exclude_in_trainers.py",
         "integrations/test_huggingface.py",
         "integrations/test_ledgers.py",
         "integrations/test_lightning.py",

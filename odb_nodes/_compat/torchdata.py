@@ -21,6 +21,7 @@ from torchdata.nodes import (
     Prefetcher,
     SamplerWrapper,
     Stateful,
+    Unbatcher,
 )
 from torchdata.nodes.map import _ParallelMapperImpl, _ParallelMapperIter, _SingleThreadedMapper
 from torchdata.stateful_dataloader import sampler as stateful_sampler
@@ -30,6 +31,7 @@ __all__ = [
     "has_threads",
     "join_threads",
     "length_of",
+    "replays_items",
     "set_epoch",
     "signal_stop",
     "snapshot_of",
@@ -50,6 +52,11 @@ _POLL_S = 0.05
 def has_threads(node: BaseNode[Any]) -> bool:
     """Tell whether a node has started threads or workers."""
     return isinstance(getattr(node, "_it", None), (_SingleThreadedMapper, _ParallelMapperIter))
+
+
+def replays_items(node: BaseNode[Any]) -> bool:
+    """Tell whether a node takes items of its source once more when it is restored."""
+    return isinstance(node, Unbatcher) or getattr(node, "snapshot_frequency", 1) != 1
 
 
 def signal_stop(node: BaseNode[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from odb_nodes.errors import StateError
+from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning.alignment import FILLER, RoundPlan
 from odb_nodes.planning.group_costs import counted_in
 from odb_nodes.planning.table import IntArray
@@ -49,34 +50,34 @@ class AlignedRound:
     Args:
         table: a row for each step: the index of this rank's group or `FILLER`, and the samples,
             targets and flags of all ranks, (steps, 4) int64.
-        ends_alone: this rank ends with its last group, where others go on.
     """
 
     ROW_BYTES = 32
     """Size of a step in `to_bytes`."""
 
-    def __init__(self, table: IntArray | None = None, ends_alone: bool = False) -> None:
+    def __init__(self, table: IntArray | None = None) -> None:
         self._table = np.empty((0, 4), dtype=np.int64) if table is None else table
-        self._steps = self.groups_needed if ends_alone else len(self._table)
+        self._steps = self.rows
         self._groups: list[list[Sample]] = []
-        self._filler: Sample | None = None
+        self.filler: Sample | None = None
+        """The sample of the steps that this rank has no group for."""
 
     @classmethod
-    def of(cls, plan: RoundPlan, rank: int, ends_alone: bool) -> AlignedRound:
+    def of(cls, plan: RoundPlan, rank: int) -> AlignedRound:
         """Return the steps of a plan as `rank` sees them."""
-        return cls(np.column_stack((plan.groups[rank], plan.totals)), ends_alone)
+        return cls(np.column_stack((plan.groups[rank], plan.totals)))
 
     @classmethod
-    def from_bytes(cls, data: bytes | None, ends_alone: bool) -> AlignedRound:
+    def from_bytes(cls, data: bytes | None) -> AlignedRound:
         """Return the round that `to_bytes` was called on, without its groups.
 
         Raises:
             StateError: `data` is no such round.
         """
-        table = np.frombuffer(data or b"", "<i8").reshape(-1, 4)
+        table = np.frombuffer(data or b"", "<i8").reshape(-1, 4).astype(np.int64)
         if (table[:, 0] < FILLER).any() or (table[:, 1:] < 0).any():
             raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
-        return cls(table, ends_alone)
+        return cls(table)
 
     def to_bytes(self) -> bytes | None:
         """Return the round without its groups, 32 bytes a step."""
@@ -91,19 +92,35 @@ class AlignedRound:
         return self._steps
 
     @property
+    def rows(self) -> int:
+        """The steps of all ranks, where this one may have ended before."""
+        return len(self._table)
+
+    @property
     def groups_needed(self) -> int:
         """How many groups of this rank the steps refer to."""
         return int(self._table[:, 0].max(initial=FILLER)) + 1
 
     def fill(self, groups: list[list[Sample]], filler: Sample | None) -> None:
         """Give the groups that the steps refer to, and a sample for those that refer to none."""
-        self._groups, self._filler = groups, filler
+        self._groups, self.filler = groups, filler
 
     def groups(self) -> list[list[Sample]]:
         """Return the group of each step, in the order of the steps; an empty one for a filler."""
         return [[] if at == FILLER else self._groups[at] for at in self._table[:, 0].tolist()]
 
-    def fill_rest(self, emitted: int, groups: list[list[Sample]], filler: Sample | None) -> None:
+    def groups_left(self) -> list[list[Sample]]:
+        """Return the groups by number, with what is left of each."""
+        return self._groups
+
+    def fill_rest(
+        self,
+        emitted: int,
+        groups: list[list[Sample]],
+        filler: Sample | None,
+        *,
+        may_lack_filler: bool = False,
+    ) -> None:
         """Give the groups of the steps after the first `emitted`, as `groups` has returned them.
 
         Raises:
@@ -111,12 +128,56 @@ class AlignedRound:
         """
         rest = self._table[emitted:, 0].tolist()
         lacks_filler = filler is None and FILLER in rest[: self._steps - emitted]
-        if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
+        if (lacks_filler and not may_lack_filler) or [at != FILLER for at in rest] != [
+            *map(bool, groups)
+        ]:
             raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
-        self._groups, self._filler = [[] for _ in range(self.groups_needed)], filler
+        self._groups, self.filler = [[] for _ in range(self.groups_needed)], filler
         for at, group in zip(rest, groups, strict=True):
             if group:
                 self._groups[at] = group
+
+    def leave_out(self, emitted: int, keys: ExcludedKeys) -> list[Sample]:
+        """Take samples out of the groups. A step whose group becomes empty is one to fill.
+
+        Returns:
+            Those that the steps after the first `emitted` would have had.
+        """
+        step_of = {at: emitted + row for row, at in enumerate(self._table[emitted:, 0].tolist())}
+        gone = []
+        for at, group in enumerate(self._groups):
+            kept = [sample for sample in group if sample not in keys]
+            self._groups[at] = kept
+            if at in step_of:
+                gone += [sample for sample in group if sample in keys]
+                if not kept:
+                    self._table[step_of[at], 0] = FILLER
+        return gone
+
+    def forget_groups(self) -> None:
+        """Fill each step of this rank."""
+        self._table[:, 0] = FILLER
+
+    def settle(self, emitted: int, totals: IntArray, accumulate: int) -> None:
+        """Set what all ranks have in the steps after the first `emitted`.
+
+        An optimizer step that no rank has a sample for is no step any more.
+
+        Args:
+            emitted: the steps that are out: whole optimizer steps.
+            totals: samples, targets and flags of each step over all ranks, (steps, 3) int64.
+            accumulate: steps of an optimizer step.
+        """
+        self._table[emitted:, 1:] = totals
+        together = np.arange(self.rows) // accumulate
+        samples = np.bincount(together, self._table[:, 1])
+        self._table = self._table[(np.arange(self.rows) < emitted) | (samples[together] > 0)]
+        self._steps = self.rows
+
+    def end_alone(self, emitted: int) -> None:
+        """End with this rank's last group, where others go on; not before step `emitted`."""
+        own = np.flatnonzero(self._table[:, 0] != FILLER)
+        self._steps = max(emitted, int(own[-1]) + 1 if len(own) else 0)
 
     def take(
         self, index: int, rule: LossRule, modalities: tuple[str, ...], **facts: Any
@@ -134,7 +195,7 @@ class AlignedRound:
         together = self._table[index - micro_step : index - micro_step + rule.accumulate]
         is_filler = group_index == FILLER
         if is_filler:
-            group = [self._filler] if self._filler is not None else []
+            group = [self.filler] if self.filler is not None else []
         else:
             group, self._groups[group_index] = self._groups[group_index], []
         info = StepInfo(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
+from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
 
@@ -32,6 +33,10 @@ class AlignerState(EpochState):
         sizes: samples of each of these, 0 where there is none.
         left_out: key, source and reason of what is left out, and in no step yet.
         left_out_ahead: likewise, of what comes with the next round.
+        excluded: the keys that are excluded and were not yet where `source` stands, by source.
+        excluded_samples: samples that were left out of the groups of rounds by their keys.
+        unsettled: samples were excluded since the ranks told each other what the further steps of
+            the round hold.
     """
 
     source: SourceState = field(default_factory=dict)
@@ -49,6 +54,9 @@ class AlignerState(EpochState):
     sizes: list[Count] = field(default_factory=list)
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
     left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
+    excluded: ExcludedState = field(default_factory=dict)
+    excluded_samples: Count = 0
+    unsettled: bool = False
 
     def validate(self) -> None:
         """Check that the state stands within its round."""
@@ -65,8 +73,15 @@ class AlignerState(EpochState):
             raise ValueError("`held` and `sizes` do not go together.")
 
     def steps(self, *, ends_alone: bool) -> AlignedRound:
-        """Return the steps of the round, without their groups; see `AlignedRound`."""
-        return AlignedRound.from_bytes(self.plan, ends_alone)
+        """Return the steps of the round, without their groups.
+
+        Args:
+            ends_alone: a rank whose data ends in the round ends with its last group.
+        """
+        steps = AlignedRound.from_bytes(self.plan)
+        if ends_alone and self.last:
+            steps.end_alone(self.emitted)
+        return steps
 
     def is_at_end(self, steps: AlignedRound) -> bool:
         """Tell whether this is after the last step of the epoch, where `steps` are the round's."""

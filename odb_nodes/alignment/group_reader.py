@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.aligner_state import AlignerState
@@ -14,7 +15,14 @@ from odb_nodes.contract.graph import find_budget, remaining_samples
 from odb_nodes.contract.node import call_member
 from odb_nodes.contract.recall import recalls
 from odb_nodes.errors import StateError
-from odb_nodes.planning.alignment import CostReport, SplitLadder, make_report
+from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
+from odb_nodes.planning.alignment import (
+    COLUMNS,
+    CostReport,
+    GroupCost,
+    SplitLadder,
+    make_report,
+)
 from odb_nodes.planning.group_costs import (
     BudgetCost,
     CostFn,
@@ -41,7 +49,7 @@ class GroupReader:
     def __init__(
         self, source: BaseNode[list[Sample]], measure: GroupCostEstimator, may_split: bool
     ) -> None:
-        self._source, self._measure, self._may_split = source, measure, may_split
+        self.source, self._measure, self._may_split = source, measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
         self.ahead: list[Sample] | None = None
@@ -60,7 +68,7 @@ class GroupReader:
             groups.append(group)
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
         if not self.recalls:
-            self.next_state = copy_state(self._source.state_dict())
+            self.next_state = copy_state(self.source.state_dict())
         self.ahead = self._read_one() if len(groups) == most else None
         self.left_out_ahead = self._take_left_out()
         if self.ahead is None:  # The source has ended.
@@ -79,13 +87,43 @@ class GroupReader:
         """
         left = [sample for group in [*groups, self.ahead or []] for sample in group]
         left_out = [LeftOut(one.key, one.source, "unemitted") for one in left]
-        pooled = call_member(self._source, "leave_rest") or []
-        if count := len(left) + remaining_samples(self._source):
+        pooled = call_member(self.source, "leave_rest") or []
+        if count := len(left) + remaining_samples(self.source):
             warnings.warn(
                 f'`uneven="stop"`: another rank has ended, so {count} samples {of_whom}.',
                 stacklevel=2,
             )
         return count, [*left_out, *pooled]
+
+    def exclude(self, keys: ExcludedKeys, *, ends: bool) -> list[Sample]:
+        """Leave samples out of the group ahead and of what comes after it.
+
+        Args:
+            keys: their keys.
+            ends: the group ahead, and what is pooled, come to no step.
+
+        Returns:
+            Those of the group ahead, unless it is formed again.
+        """
+        exclude_more: Any = self.source.exclude_more  # type: ignore[attr-defined]
+        if ends:
+            exclude_more(keys, pooled=False)
+            return []
+        if not self.recalls and self.ahead is not None:
+            with exclude_later():
+                self.source.reset(copy_state(self.next_state))
+            self.ahead, self.left_out_ahead = [], []
+        exclude_more(keys)
+        if self.ahead is None:
+            return []
+        gone = [sample for sample in self.ahead if sample in keys]
+        self.ahead = [sample for sample in self.ahead if sample not in keys]
+        if not self.ahead:
+            if not self.recalls:
+                self.next_state = copy_state(self.source.state_dict())
+            self.ahead = self._read_one()
+            self.left_out_ahead = [*self.left_out_ahead, *self._take_left_out()]
+        return gone
 
     def see_end(self, epoch: int, node: str) -> None:
         """Let the source see its end: its next epoch follows that.
@@ -112,7 +150,7 @@ class GroupReader:
                 "the graph as it was."
             )
         held = HeldSamples.from_state(at.held, at.sizes)
-        *groups, ahead, filler = held.recall(self._source, node)
+        *groups, ahead, filler = held.recall(self.source, node)
         self.ahead = ahead or None
         self.left_out_ahead = [LeftOut(*one) for one in at.left_out_ahead]
         return groups, (*filler, None)[0]
@@ -153,7 +191,7 @@ class GroupReader:
         return split, filler
 
     def _take_left_out(self) -> list[LeftOut]:
-        return call_member(self._source, "take_left_out") or []
+        return call_member(self.source, "take_left_out") or []
 
     def report(
         self, groups: list[list[Sample]], most: int, filler: Sample | None
@@ -175,9 +213,25 @@ class GroupReader:
             tokens=tokens_of,
         )
 
+    def report_steps(
+        self, groups: list[list[Sample]], filler: Sample | None, *, ended: bool
+    ) -> CostReport:
+        """Return what this rank has in each step that is planned already.
+
+        Args:
+            groups: its group of each step; an empty one where it fills.
+            filler: the sample that it fills with.
+            ended: whether this rank settles no further round.
+        """
+        nothing = GroupCost(0, 0, 0)
+        costs = [self._measure(group) if group else nothing for group in groups]
+        rows = [(one.samples, one.targets, one.cost, 0, one.flags) for one in costs]
+        table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
+        return CostReport(table, sum(map(bool, groups)), ended, filler is not None)
+
     def _read_one(self) -> list[Sample] | None:
         try:
-            group = next(self._source)
+            group = next(self.source)
         except StopIteration:
             return None
         if group and isinstance(group, list) and all(isinstance(one, Sample) for one in group):

@@ -175,7 +175,7 @@ class Peers:
         Raises:
             SampleError: on the rank that should give one: it cannot be sent.
         """
-        if all(report.has_filler for report in reports):
+        if all(report.has_filler for report in reports) or not any(one.groups for one in reports):
             return None
         donor = next(rank for rank, report in enumerate(reports) if report.groups)
         data = b""

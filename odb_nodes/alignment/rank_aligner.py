@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -17,8 +16,8 @@ from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
+from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
 from odb_nodes.contract import EpochNode, copy_state
-from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.contract.graph import blame_sources
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError
@@ -118,6 +117,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return self._at.unemitted_samples
 
     @property
+    def excluded_samples(self) -> int:
+        """Samples of this rank and epoch that were in a round when they were excluded."""
+        return self._at.excluded_samples
+
+    @property
     def exchange_wait_s(self) -> float:
         """Seconds spent waiting for other ranks so far."""
         return self._peers.wait_s
@@ -165,33 +169,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         Raises:
             StateError: the source does not yield it again.
         """
-        self._at, name = state, type(self).__name__
+        self._at, accumulate = state, self._rule.accumulate
         self._steps = state.steps(ends_alone=self._uneven == "join")
-        self.replayed_samples = 0
-        at_end = state.is_at_end(self._steps)
-        forms_again = len(self._steps) and not at_end and state.held is None
-        # The plan of a round names groups by number: within one, they must be the same again.
-        with allow_mismatch(False) if forms_again else nullcontext():
-            self.source.reset(copy_state(state.source))
-        if at_end:
-            return
-        if state.filler is not None:
-            self._filler = decode_sample(state.filler)
-        if state.held is not None:
-            groups, filler = self._reader.recall(state, name)
-            self._filler = filler or self._filler
-            self._steps.fill_rest(state.emitted, groups, self._filler)
-            self._held = HeldSamples.from_state(state.held, state.sizes)
-            self.replayed_samples = sum(state.sizes)
-        elif state.filler is not None:
-            self._steps.fill([], self._filler)
-            self._reader.see_end(state.epoch, name)
-        elif state.drained or len(self._steps):
-            most = self._round_size if state.drained else self._round_steps()
-            needed = self._steps.groups_needed
-            groups, self._filler = self._reader.read_again(state, most, needed, name)
-            self._steps.fill(groups, self._filler)
-            self.replayed_samples = sum(map(len, groups))
+        resumed = ResumedRound(state, self._steps, self._reader, accumulate, self._uneven)
+        resumed.restore(self._round_size if state.drained else self._round_steps())
+        self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
+        self.replayed_samples = resumed.replayed_samples
 
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
@@ -216,6 +199,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """
         self._peers.check_process()
         at = self._at
+        if at.unsettled:
+            self._settle()
         while at.emitted == len(self._steps):
             self._begin_round()
         self._agree()
@@ -258,6 +243,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "epoch": self._epochs.epoch,
             "step": self._at.step,
             "totals of the round": self._steps.digest(),
+            "exclude": repr(excluded_below(self.source)),
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }
         self._peers.agree(config, self.source)
@@ -265,7 +251,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _hold(self) -> None:
         """Keep what a state has of the samples that are held from now on."""
         own = None if self._at.filler is not None else self._filler
-        self._held = self._reader.held(self._steps.groups(), own)
+        self._held = self._reader.held(self._steps.groups()[self._at.emitted :], own)
         self._at.source = copy_state(self.source.state_dict())
 
     def _begin_round(self) -> None:
@@ -300,20 +286,32 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             received = self._peers.share_filler(reports, self._filler, where)
             if received is not None:
                 at.filler, self._filler = received, decode_sample(received)
-        self._steps = AlignedRound.of(plan, self._peers.rank, self._uneven == "join")
+        at.last = plan.last or (self._uneven == "join" and report.ended)
+        self._steps = AlignedRound.of(plan, self._peers.rank)
+        if self._uneven == "join" and at.last:
+            self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
         at.splits = plan.splits[self._peers.rank]
-        at.last = plan.last or (self._uneven == "join" and report.ended)
         at.peers_go_on = not plan.last
         at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
         if self._uneven == "stop" and plan.last:
-            of_whom = f"of rank {self._peers.rank} are not emitted in epoch {self._epochs.epoch}"
-            at.unemitted_samples, rest = self._reader.leave(groups[len(self._steps) :], of_whom)
+            whose = f"of rank {self._peers.rank} are not emitted in epoch {self._epochs.epoch}"
+            at.unemitted_samples, rest = self._reader.leave(groups[len(self._steps) :], whose)
             at.left_out += rest
         if self._reader.recalls:
             self._hold()
         if not len(self._steps):
+            self._end_round()
+
+    def _settle(self) -> None:
+        """Tell the other ranks what is left of the round, where samples were excluded."""
+        self._agree()
+        self._resumed.settle(self._peers)
+        self._filler = self._resumed.filler
+        if self._reader.recalls:
+            self._hold()
+        if self._at.emitted == len(self._steps):
             self._end_round()
 
     def _end_round(self) -> None:
@@ -321,14 +319,15 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = self._at
         if at.last:
             self._steps.fill([], None)
-            self._at.source, self._held = copy_state(self.source.state_dict()), None
+            at.source, at.excluded = copy_state(self.source.state_dict()), {}
+            self._held = None
             return
         self._steps = AlignedRound()
         at.emitted, at.plan, at.splits = 0, None, 0
         at.round += 1
         at.drained = self._reader.ahead is None
         if not (self._reader.recalls or at.drained):  # Else the filler comes from the same place.
-            at.source = self._reader.next_state
+            at.source, at.excluded = self._reader.next_state, {}
 
     def _round_steps(self) -> int:
         at, rule = self._at, self.rule

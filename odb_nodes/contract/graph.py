@@ -102,6 +102,8 @@ def begin_cycle(root: BaseNode[Any]) -> None:
 
 def blame_sources(root: BaseNode[Any]) -> str:
     """Return what an error says of an epoch without an item: which nodes read the data, and how."""
+    if excluded := sum(getattr(node, "excluded_samples", 0) for node in walk(root)):
+        return f"Of what was read, `exclude` leaves out {excluded} samples: name fewer keys."
     names = [type(node).__name__ for node in walk(root) if len(list(walk(node))) == 1]
     return (
         f"What reads the data (`{'`, `'.join(names)}`) is empty, or can be read only once, such as "

@@ -25,6 +25,7 @@ from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
+from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.nodes.seeded_collate import declares_draws
 from odb_nodes.planning import TokenBudget, Uneven
@@ -82,6 +83,12 @@ class ODBDataLoader(OptionGuard):
         accumulate: number of batches of an optimizer step.
         round_size: number of steps between two messages of the ranks; see `RankAligner`.
         timeout_s: seconds to wait for another rank before it is an error.
+        exclude: keys of samples to leave out from now on, on all ranks alike: integers, as in
+            `StepInfo.keys`; where sources have names, a mapping of `row_sources` to keys; or the
+            path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
+            keeps them, so a run that resumes need not name them again. In the middle of a round of
+            several ranks, a run that resumes can exclude more only where its state was saved after
+            an optimizer step. Samples that are excluded are still processed.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
             `"proportional"` to the number of samples of each; or a `Mixing`, for shares of tokens,
             or another end of the epoch. Default: equal shares, and an epoch that ends when each
@@ -119,6 +126,7 @@ class ODBDataLoader(OptionGuard):
         accumulate: int = LoaderOptions.accumulate,
         round_size: int = LoaderOptions.round_size,
         timeout_s: float = LoaderOptions.timeout_s,
+        exclude: Exclude = LoaderOptions.exclude,
         weights: Weights | Mixing = None,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
@@ -133,7 +141,9 @@ class ODBDataLoader(OptionGuard):
             dataset, options, getattr(collate, "prepare", None) if ours else None
         )
         self._budget = options.budget
-        self._bucketer = WindowBucketer(self._samples, options.budget, window, state)
+        self._bucketer = WindowBucketer(
+            self._samples, options.budget, window, state, options.exclude
+        )
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)
         self._aligner = RankAligner(
@@ -279,6 +289,11 @@ class ODBDataLoader(OptionGuard):
     def skipped_samples(self) -> dict[str, int]:
         """Number of samples of this epoch so far that processing skipped, by reason."""
         return self._bucketer.skipped_samples
+
+    @property
+    def excluded_samples(self) -> int:
+        """Number of samples of this epoch so far that `exclude` left out."""
+        return self._bucketer.excluded_samples + self._aligner.excluded_samples
 
     @property
     def unemitted_samples(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._compat.torchdata import unrepeatable_sampler
+from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.forks import Owner
 from odb_nodes.contract import copy_state
@@ -28,6 +28,7 @@ from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState, held
 from odb_nodes.loader.ownership import claim, release
+from odb_nodes.nodes.excluded_keys import ExcludedKeys
 
 T = TypeVar("T")
 
@@ -56,8 +57,8 @@ class Loader(Generic[T]):
 
     Raises:
         TypeError: `root` is no node.
-        ValueError: a node has `in_order=False`, or a sampler that cannot yield its order again:
-            these lose and repeat items on resume.
+        ValueError: a node has `in_order=False`, a sampler that cannot yield its order again, or
+            takes items once more on resume that `exclude` changes: these lose and repeat items.
     """
 
     def __init__(
@@ -79,6 +80,13 @@ class Loader(Generic[T]):
                     f"`sampler` of `{type(node).__name__}` is a `{type(sampler).__name__}`, whose "
                     "order cannot be drawn again: a resumed run loses and repeats samples. Use "
                     "`ShardedSampler`, or a sampler that is seeded by `set_epoch`."
+                )
+            named = (getattr(one, "exclude", None) for one in walk(node))
+            if replays_items(node) and any(isinstance(one, ExcludedKeys) and one for one in named):
+                raise ValueError(
+                    f"`exclude` must be empty below a `{type(node).__name__}` that takes items of "
+                    "its source once more when it is restored, and would take others then. Leave "
+                    "`snapshot_frequency` at 1, and `prebatch` at None."
                 )
         self.root = root
         self._restart = restart_on_stop_iteration

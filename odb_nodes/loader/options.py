@@ -18,6 +18,7 @@ from odb_nodes.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.nodes.bucketer_state import PoolState
+from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
@@ -44,6 +45,7 @@ class BatchOptions(PlanOptions):
     state: PoolState = "replay"
     workers: WorkerOptions | None = None
     timeout_s: float = PEER_TIMEOUT_S
+    exclude: Exclude = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +59,7 @@ class BatchOptions(PlanOptions):
         remedy = "For 4 worker processes, pass `WorkerOptions(num_workers=4)`."
         check_type("workers", self.workers, WorkerOptions | None, remedy)
         check_seconds("timeout_s", self.timeout_s)
+        object.__setattr__(self, "exclude", ExcludedKeys.of(self.exclude))
 
     @property
     def budget(self) -> TokenBudget:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 
 from odb_nodes.contract import Count, NodeState, RowsOf, SourceState
+from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
 PoolState = Literal["replay", "payload"]
@@ -29,6 +30,8 @@ class BucketerState(NodeState):
         waiting: `"replay"`: a bit for each of the samples last pulled, the last one first: whether
             it is pooled.
         payload: `"payload"`: ordinal and encoding of each pooled sample.
+        excluded: the keys that are excluded, by source.
+        excluded_samples: samples that were left out by their keys in the epoch.
         dropped_samples: samples that `oversize="drop"` left out in the epoch.
         oversize_samples: samples that exceeded the budget on their own.
         skipped_samples: samples that processing skipped, by reason.
@@ -43,6 +46,8 @@ class BucketerState(NodeState):
     pool: RecordsState
     waiting: Annotated[bytes | None, RowsOf(1)]
     payload: list[tuple[int, bytes]] | None
+    excluded: ExcludedState
+    excluded_samples: Count
     dropped_samples: Count
     oversize_samples: Count
     skipped_samples: dict[str, Count]

@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 import warnings
-from typing import TypeGuard
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 from odb_nodes.errors import SampleError
+from odb_nodes.nodes.bucketer_state import BucketerState
+from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
 
 
 class ExclusionCounter:
-    """The samples of an epoch that processing skipped, or that exceed the budget on their own.
+    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
 
     Args:
         budget: the budget that groups are formed under.
+        keys: the keys that are excluded.
 
     Attributes:
+        keys: the keys that are excluded.
+        excluded: samples that were left out by their keys.
         oversize: samples that exceed the budget on their own.
         dropped: oversize samples that `oversize="drop"` left out.
         skipped: reason -> samples that processing `Skipped`.
         left_out: the samples themselves, until they are taken.
     """
 
-    def __init__(self, budget: TokenBudget) -> None:
+    def __init__(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
         self._budget = budget
+        self.keys = keys
+        self.excluded = 0
         self.oversize = 0
         self.dropped = 0
         self.skipped: dict[str, int] = {}
         self.left_out: list[LeftOut] = []
+
+    def restore(self, state: BucketerState) -> None:
+        """Go on from a state."""
+        self.keys = ExcludedKeys.from_state(state.excluded)
+        self.excluded = state.excluded_samples
+        self.dropped = state.dropped_samples
+        self.oversize = state.oversize_samples
+        self.skipped = state.skipped_samples
+        self.left_out = [LeftOut(*one) for one in state.left_out]
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the fields of a `BucketerState` that `restore` needs."""
+        return {
+            "excluded": self.keys.to_state(),
+            "excluded_samples": self.excluded,
+            "dropped_samples": self.dropped,
+            "oversize_samples": self.oversize,
+            "skipped_samples": self.skipped,
+            "left_out": [(*one,) for one in self.left_out],
+        }
+
+    def exclude(self, samples: Sequence[Sample | Skipped]) -> None:
+        """Count samples that are left out by their keys."""
+        self.excluded += len(samples)
+        self.left_out += [LeftOut(one.key, one.source, "excluded") for one in samples]
 
     def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
         """Tell whether a sample goes into the pool; count it, and warn of the first of its kind.
@@ -40,6 +73,9 @@ class ExclusionCounter:
         Raises:
             SampleError: it is too large, under `oversize="error"`.
         """
+        if sample in self.keys:
+            self.exclude([sample])
+            return False
         if isinstance(sample, Skipped):
             self._skip(sample, ordinal)
             return False
@@ -93,10 +129,11 @@ class ExclusionCounter:
             samples: the number of samples of the epoch.
 
         Raises:
-            SampleError: all of them were left out.
+            SampleError: all of them were left out, beside those that are excluded.
         """
+        samples -= self.excluded
         skipped = sum(self.skipped.values())
-        if not samples or self.dropped + skipped != samples:
+        if samples <= 0 or self.dropped + skipped != samples:
             return
         if skipped:
             raise SampleError(

@@ -12,15 +12,17 @@ from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import call_member, check_node
+from odb_nodes.contract.node import check_node
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
+from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
 from odb_nodes.nodes.exclusions import ExclusionCounter
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
-from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords, with_progress
+from odb_nodes.nodes.replay import expect_end, pull_again
+from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.options import PlanOptions
@@ -49,6 +51,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
         state: `"replay"` or `"payload"`.
+        exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
     """
 
     STATE = BucketerState
@@ -60,6 +63,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         budget: int | TokenBudget,
         window: int = PlanOptions.window,
         state: PoolState = "replay",
+        exclude: Exclude = None,
     ) -> None:
         super().__init__()
         check_choice("state", state, get_args(PoolState))
@@ -70,6 +74,9 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._mode = state
         self._name = type(self).__name__
         self._pool_check = PoolCheck(self._budget, self._window)
+        self.exclude = ExcludedKeys.of(exclude)
+        """The keys that the argument names. A state may name others beside them."""
+        self._exclusions = ExclusionCounter(self._budget, self.exclude)
         self._summary = ""  # of the exclusions of the last epoch
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
@@ -79,6 +86,16 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def budget(self) -> TokenBudget:
         """What a group may cost."""
         return self._budget
+
+    @property
+    def excluded(self) -> ExcludedKeys:
+        """The keys that are excluded: those of the argument, and those of a loaded state."""
+        return self._exclusions.keys
+
+    @property
+    def excluded_samples(self) -> int:
+        """Samples of this epoch that were left out by their keys so far."""
+        return self._exclusions.excluded
 
     @property
     def dropped_samples(self) -> int:
@@ -123,6 +140,20 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         pooled = self._pool.items().values()
         return [LeftOut(sample.key, sample.source, "unemitted") for sample in pooled]
 
+    def exclude_more(self, keys: ExcludedKeys | None = None, *, pooled: bool = True) -> None:
+        """Exclude what the argument names, and further keys.
+
+        Args:
+            keys: the further keys.
+            pooled: whether to take samples out of the pool, too, and count them.
+        """
+        counter = self._exclusions
+        counter.keys = counter.keys | self.exclude | (keys or ExcludedKeys())
+        if pooled and counter.keys:
+            waiting = self._pool.items().items()
+            gone = [ordinal for ordinal, sample in waiting if sample in counter.keys]
+            counter.exclude(self._pool.remove(gone))
+
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with an empty pool."""
         self._clear()
@@ -157,15 +188,20 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         else:
             kept = {}
         missing = [ordinal for ordinal in waiting if ordinal not in kept]
-        kept |= self._pull_again(state.pulled - since, state.pulled, missing, records)
+        start = state.pulled - since
+        again, pulled = pull_again(
+            self.source, self._snapshots, start, state.pulled, missing, records, self._name
+        )
+        kept |= again
+        self.replayed_samples += pulled
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
-        self._exclusions.dropped = state.dropped_samples
-        self._exclusions.oversize = state.oversize_samples
-        self._exclusions.skipped = state.skipped_samples
-        self._exclusions.left_out = [LeftOut(*one) for one in state.left_out]
+        self._exclusions.restore(state)
         if state.ended:
-            self._expect_end()
+            expect_end(self.source, state.pulled, self._name)
+            self._ended = True
+        if not excludes_later():
+            self.exclude_more()
 
     def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
@@ -183,10 +219,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             pool=recipe,
             waiting=waiting,
             payload=None if replay else self._encoded(),
-            dropped_samples=self._exclusions.dropped,
-            oversize_samples=self._exclusions.oversize,
-            skipped_samples=self._exclusions.skipped,
-            left_out=[(*one,) for one in self._exclusions.left_out],
+            **self._exclusions.to_state(),
         )
 
     def next(self) -> list[Sample]:
@@ -218,7 +251,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
-        self._exclusions = ExclusionCounter(self._budget)
+        self._exclusions = ExclusionCounter(self._budget, self.excluded | self.exclude)
         self._by_key = self.recalls
         self._keeps_present = self._by_key or self._mode == "payload"
         self._records = PoolRecords(self._pool, with_items=self._by_key)
@@ -287,52 +320,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 f"{self._name} cannot restore its pool: the state has keys of its samples, but "
                 "the source cannot read items by their keys any more. Build the graph as it was."
             )
-
-    def _pull_again(
-        self, base: int, stop: int, wanted: Sequence[int], records: SampleRecords
-    ) -> dict[int, Sample]:
-        """Bring the source from sample `base` of the epoch to `stop`.
-
-        Returns:
-            The wanted samples on the way, by ordinal.
-
-        Raises:
-            StateError: one of them is not what it was, or the source has ended before.
-        """
-        is_wanted = [False] * (stop - base)
-        for ordinal in wanted:
-            is_wanted[ordinal - base] = True
-        selects = call_member(self.source, "select", is_wanted)
-        ordinals = wanted if selects else range(base, stop)
-        self.replayed_samples += len(ordinals)
-        kept: dict[int, Sample] = {}
-        for ordinal in with_progress(ordinals, len(ordinals)):
-            self._snapshots.take_if_due(ordinal)
-            try:
-                sample: Sample | Skipped = next(self.source)
-            except StopIteration:
-                raise StateError(
-                    f"{self._name} cannot restore its pool: the source ended before sample "
-                    f"{ordinal} of the epoch, which it had yielded when the state was saved. "
-                    "Resume over the data that the state was saved on."
-                ) from None
-            if is_wanted[ordinal - base]:
-                name = f"sample {ordinal} of the epoch"
-                kept[ordinal] = records.checked(len(kept), sample, self._name, name)
-        return kept
-
-    def _expect_end(self) -> None:
-        """Bring the source to where it had ended: one call after its last sample."""
-        try:
-            next(self.source)
-        except StopIteration:
-            self._ended = True
-            return
-        raise StateError(
-            f"{type(self).__name__} cannot restore its pool: the source had ended after "
-            f"{self._pool.pulled} samples when the state was saved, but has more now. Resume over "
-            "the data that the state was saved on."
-        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -232,13 +232,28 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
     else:
         order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
-    totals = (
-        chosen[:, :, SAMPLES].sum(axis=0),
-        chosen[:, :, TARGETS].sum(axis=0),
-        np.bitwise_or.reduce(chosen[:, :, FLAGS], axis=0),
-    )
     groups = np.where(order < sizes, order, FILLER)
-    return RoundPlan(np.stack(totals, axis=1), groups, chosen[:, :, COST], splits, last)
+    return RoundPlan(_totals(chosen), groups, chosen[:, :, COST], splits, last)
+
+
+def step_totals(reports: Sequence[CostReport], steps: int) -> IntArray:
+    """Return samples, targets and flags of steps over all ranks, (steps, 3) int64.
+
+    Args:
+        reports: the reports of all ranks, with a row for each step; a rank that has ended may
+            report none.
+        steps: the number of the steps.
+    """
+    tables = np.zeros((len(reports), steps, COLUMNS), dtype=np.int64)
+    for table, report in zip(tables, reports, strict=True):
+        table[: len(report.table)] = report.table
+    return _totals(tables)
+
+
+def _totals(pieces: IntArray) -> IntArray:
+    samples, targets = pieces[:, :, SAMPLES].sum(axis=0), pieces[:, :, TARGETS].sum(axis=0)
+    flags = np.bitwise_or.reduce(pieces[:, :, FLAGS], axis=0)
+    return np.stack((samples, targets, flags), axis=1)
 
 
 def shuffled(count: int, key: int) -> IntArray:

@@ -87,6 +87,13 @@ class RollingPool(Generic[T]):
         # Stable, so that equal lengths stay in order of age; fast, since most is in order already.
         self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
 
+    def remove(self, ordinals: Sequence[int]) -> list[T]:
+        """Remove samples and return them: no group will hold them."""
+        self._tail = None
+        is_left = np.isin(self._table[ORDINALS], ordinals, invert=True)
+        self._table = self._table[:, is_left]
+        return [self._items.pop(ordinal) for ordinal in ordinals]
+
     def take(self, *, draining: bool = False) -> list[T]:
         """Remove and return the next group, oldest sample first.
 

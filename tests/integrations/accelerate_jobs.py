@@ -37,6 +37,7 @@ def train(
     resume=None,
     scale="ours",
     ledger=None,
+    exclude=None,
 ):
     """Train as a user would; records into `folder/name-rank.jsonl`. Returns the final weights."""
     folder = Path(folder)
@@ -44,9 +45,8 @@ def train(
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     raw = getattr(language_models, model)()
     optimizer = torch.optim.SGD(raw.parameters(), lr=LR, momentum=0.9)
-    loader = ODBDataLoader(
-        Texts(size), token_budget=token_budget, window=12, round_size=4, accumulate=accumulate
-    )
+    options = {"window": 12, "round_size": 4, "accumulate": accumulate, "exclude": exclude}
+    loader = ODBDataLoader(Texts(size), token_budget=token_budget, **options)
     loader = configure_accelerator(accelerator, loader, ledger)
     model, optimizer, loader = accelerator.prepare(raw, optimizer, loader)
     first_epoch = step = 0

@@ -169,7 +169,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         Raises:
             StateError: the source does not yield it again.
         """
-        self._at, accumulate = state, self._rule.accumulate
+        self._at, accumulate = state, self.rule.accumulate
         self._steps = state.steps(ends_alone=self._uneven == "join")
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self._uneven)
         resumed.restore(self._round_size if state.drained else self._round_steps())

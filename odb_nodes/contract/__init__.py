@@ -3,6 +3,7 @@
 from odb_nodes.contract.epochs import EpochNode, EpochState
 from odb_nodes.contract.fields import Count, InRange, RowsOf, SourceState, SourceStates
 from odb_nodes.contract.node import StatefulNode
+from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.contract.state import NodeState, copy_state
 
 __all__ = [
@@ -16,4 +17,6 @@ __all__ = [
     "SourceStates",
     "StatefulNode",
     "copy_state",
+    "recall",
+    "recalls",
 ]

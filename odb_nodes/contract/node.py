@@ -34,6 +34,10 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     - An error in `next` is raised again until the next reset, so the item that caused it cannot
       pass unseen; and no state is given out that would stand after that item.
 
+    A node that reads data may define `read(key) -> item` beside `item_key`: a restore then reads
+    just the items that it needs. A node in between may pass that on by `recalls`, `recall(items)`
+    and `select(wanted)`, as `LengthObserver` does.
+
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
 

@@ -86,13 +86,10 @@ class ODBDataLoader(OptionGuard):
         exclude: keys of samples to leave out from now on, on all ranks alike: integers, as in
             `StepInfo.keys`; where sources have names, a mapping of `row_sources` to keys; or the
             path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
-            keeps them, so a run that resumes need not name them again. In the middle of a round of
-            several ranks, a run that resumes can exclude more only where its state was saved after
-            an optimizer step. Samples that are excluded are still processed.
+            keeps them. Excluded samples are still processed.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
-            `"proportional"` to the number of samples of each; or a `Mixing`, for shares of tokens,
-            or another end of the epoch. Default: equal shares, and an epoch that ends when each
-            sample was emitted once.
+            `"proportional"` to the samples of each; or a `Mixing`, for shares of tokens, or another
+            end of the epoch. Default: equal shares; each sample is emitted once in an epoch.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
@@ -213,10 +210,8 @@ class ODBDataLoader(OptionGuard):
             done = f"{self.samples_done} samples"
         mixers = [one for one in walk(self._samples) if isinstance(one, SourceMixer)]
         data = mixers[0] if mixers else type(self.dataset).__name__
-        return (
-            f"{type(self).__name__}({data}, {self._budget}, "
-            f"epoch {self.epoch}, step {self.step}: {done} done)"
-        )
+        where = f"epoch {self.epoch}, step {self.step}: {done} done"
+        return f"{type(self).__name__}({data}, {self._budget}, {where})"
 
     def __bool__(self) -> bool:
         return True  # and not `len`
@@ -312,7 +307,7 @@ class ODBDataLoader(OptionGuard):
         return [pid for one in processors for pid in one.worker_pids]
 
     def trust_labels(self) -> None:
-        """Do not warn of weights: the trainer counts the labels of each batch itself."""
+        """Do not warn of weights: see `GroupCollator.trust_labels`."""
         self._collator.trust_labels()
 
     def set_epoch(self, epoch: int) -> None:

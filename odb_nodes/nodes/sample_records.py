@@ -213,15 +213,19 @@ class SampleRecords:
         what = "has other content"
         if tokens != sample.tokens:
             what = f"had {tokens} tokens when saved, but has {sample.tokens}"
-        message = (
-            f"{node} cannot be restored: {name}{name_of(sample)} {what} now. The order of the "
-            "source is not seeded (seed it: no state helps against that), processing is not "
-            "deterministic (`ParallelProcessor(seed=...)` seeds the global generators; for others "
-            'there is `state="payload"`), or the data changed.'
+        found = f"{name}{name_of(sample)} {what} now"
+        order = "The order of the source is not seeded (seed it: no state helps against that), "
+        causes = (
+            f"{'Either ' if self._keys is not None else order}processing is not deterministic "
+            "(`ParallelProcessor(seed=...)` seeds the global generators; for others there is "
+            '`state="payload"`), or the data changed.'
         )
         if not mismatch_is_allowed():
-            raise StateError(f"{message} If the change is meant, load with `strict=False`.")
+            raise StateError(
+                f"{node} cannot be restored: {found}. {causes} If the change is meant, load with "
+                "`strict=False`."
+            )
         if not self._warned:
-            warnings.warn(f"{message} Further ones are not named.", stacklevel=2)
+            warnings.warn(f"{found}. {causes} Further ones are not named.", stacklevel=2)
         self._warned = True
         return sample

@@ -255,12 +255,14 @@ def test_a_run_that_resumes_leaves_them_out_wherever_they_are(
         after = [steps for steps, *_ in second]
         check_counts(after)
         gone = check_once(before, after, range(SIZE), excluded, stops)
-        if any(after):
-            assert sum(count for *_, count, _ in second) == len(gone)
+        count = sum(count for *_, count, _ in second)
+        # Where ranks stop, what the last one has read may be in no step.
+        assert count == len(gone) or not any(after) or (stops and count > len(gone))
         next_epoch = [steps for *_, steps in second]
-        check_counts(next_epoch)
-        gone = check_once([], next_epoch, range(SIZE), excluded, stops)
-        assert stops or gone == excluded
+        if goes_on:
+            check_counts(next_epoch)
+            gone = check_once([], next_epoch, range(SIZE), excluded, stops)
+            assert stops or gone == excluded
         ends = list(range(len(after[0]) + 1))
         for later in ends if exhaustive else rng.sample(ends, 1):
             for rank, (rest, epoch) in enumerate(on_ranks(world_size, resumed_later)):

@@ -139,3 +139,18 @@ def test_bounded_shapes_cost_little_padding():
     ]
     assert len(ladder.shape_ladder()) <= 60
     assert padded[1] / padded[0] <= 1.06
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_what_is_removed_comes_out_no_more_also_of_the_tail(layout):
+    lengths = [3 + n * 7 % 23 for n in range(40)]
+    pool = RollingPool(TokenBudget(64, layout=layout), 64)
+    pool.add([*range(40)], lengths, [0] * 40, [*range(40)])
+    out = pool.take(draining=True)
+    gone = [one for one in range(40) if one not in out][:-3]  # whole groups of the tail
+    assert pool.remove(gone) == gone
+    while len(pool):
+        group = pool.take(draining=True)
+        assert group
+        out += group
+    assert sorted([*out, *gone]) == [*range(40)]

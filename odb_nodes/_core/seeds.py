@@ -66,9 +66,8 @@ def own_rngs(limit_s: float) -> Iterator[None]:
     global _turn_limit_s
     start_s = time.monotonic()
     while not _turn.acquire(timeout=_POLL_S):
-        # That of the thread that has them is 0 in between: it has just let go of them.
-        most_s = max(limit_s, _turn_limit_s)
-        if time.monotonic() - start_s > most_s:
+        most_s = _turn_limit_s  # 0 where the thread that had them has just let go of them
+        if 0 < most_s < time.monotonic() - start_s:
             raise WorkerError(
                 f"no turn with the global random generators within `timeout_s`={most_s}: a thread "
                 "that processes a sample hangs, or needs a longer limit. Use processes, or "

@@ -77,7 +77,8 @@ class GroupReader:
 
     def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
         """Return what a state holds of the groups of a round, the one ahead, and the filler."""
-        return HeldSamples.of([*groups, self.ahead or [], [] if filler is None else [filler]])
+        waiting = [*groups, self.ahead or [], [] if filler is None else [filler]]
+        return HeldSamples.of(waiting, self.left_out_ahead)
 
     def leave(self, groups: list[list[Sample]], of_whom: str) -> tuple[int, list[LeftOut]]:
         """Leave groups out, and what comes after them, with a warning.
@@ -149,7 +150,7 @@ class GroupReader:
                 "of its samples, but its source cannot make samples again by their keys. Build "
                 "the graph as it was."
             )
-        held = HeldSamples.from_state(at.held, at.sizes)
+        held = HeldSamples.from_state(at)
         *groups, ahead, filler = held.recall(self.source, node)
         self.ahead = ahead or None
         self.left_out_ahead = [LeftOut(*one) for one in at.left_out_ahead]

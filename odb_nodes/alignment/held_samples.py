@@ -8,8 +8,9 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
-from odb_nodes.sample import Sample
+from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords
+from odb_nodes.sample import LeftOut, Sample
 
 
 class HeldSamples:
@@ -19,29 +20,38 @@ class HeldSamples:
         records: the records of their samples.
         sizes: the samples of each: of the groups of the steps of a round, in their order; of that
             of the next round; and 1 or 0, for the sample to fill with.
+        left_out_ahead: samples that were left out, and come with the next round.
     """
 
-    def __init__(self, records: SampleRecords, sizes: Sequence[int]) -> None:
-        self._records, self._sizes = records, sizes
+    def __init__(
+        self, records: SampleRecords, sizes: Sequence[int], left_out_ahead: Sequence[LeftOut]
+    ) -> None:
+        self._records, self._sizes, self._left_out_ahead = records, sizes, left_out_ahead
         self._starts = [*accumulate(sizes, initial=0)]
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[Sample]]) -> HeldSamples:
+    def of(
+        cls, groups: Sequence[Sequence[Sample]], left_out_ahead: Sequence[LeftOut]
+    ) -> HeldSamples:
         """Return the records of groups of samples that know their items."""
-        return cls(SampleRecords.of([*chain(*groups)], with_items=True), [*map(len, groups)])
+        records = SampleRecords.of([*chain(*groups)], with_items=True)
+        return cls(records, [*map(len, groups)], [*left_out_ahead])
 
     @classmethod
-    def from_state(cls, held: RecordsState, sizes: Sequence[int]) -> HeldSamples:
-        """Return what `to_state` was called on."""
-        return cls(SampleRecords.from_state(held), sizes)
+    def from_state(cls, at: AlignerState) -> HeldSamples:
+        """Return what a state holds."""
+        left_out_ahead = [LeftOut(*one) for one in at.left_out_ahead]
+        return cls(SampleRecords.from_state(at.held or NO_RECORDS), at.sizes, left_out_ahead)
 
     def after(self, groups: int) -> HeldSamples:
         """Return the records without those of the first `groups`."""
-        return HeldSamples(self._records[self._starts[groups] :], self._sizes[groups:])
+        records, sizes = self._records[self._starts[groups] :], self._sizes[groups:]
+        return HeldSamples(records, sizes, self._left_out_ahead)
 
-    def to_state(self) -> tuple[RecordsState, list[int]]:
-        """Return `held` and `sizes` of an `AlignerState`."""
-        return self._records.to_state(), [*self._sizes]
+    def put_into(self, at: AlignerState) -> None:
+        """Let a state hold them."""
+        at.held, at.sizes = self._records.to_state(), [*self._sizes]
+        at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
 
     def recall(self, source: BaseNode[Any], node: str) -> list[list[Sample]]:
         """Return the groups, whose samples the source makes again.

@@ -181,8 +181,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
         at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
-            at.held, at.sizes = self._held.to_state()
-            at.left_out_ahead = [(*one,) for one in self._reader.left_out_ahead]
+            self._held.put_into(at)
         return at
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
@@ -251,8 +250,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _hold(self) -> None:
         """Keep what a state has of the samples that are held from now on."""
         own = None if self._at.filler is not None else self._filler
-        self._held = self._reader.held(self._steps.groups()[self._at.emitted :], own)
-        self._at.source = copy_state(self.source.state_dict())
+        held = self._reader.held(self._steps.groups()[self._at.emitted :], own)
+        self._at.source, self._held = copy_state(self.source.state_dict()), held
 
     def _begin_round(self) -> None:
         """Settle the next round with the other ranks.

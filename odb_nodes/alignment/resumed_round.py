@@ -82,10 +82,12 @@ class ResumedRound:
         if at.filler is not None:
             self.filler = decode_sample(at.filler)
         if at.held is not None:
-            groups, own = self._reader.recall(at, _NODE)
+            in_round = at.emitted < steps.rows  # whose totals all ranks have counted
+            with allow_mismatch(False) if in_round else nullcontext():
+                groups, own = self._reader.recall(at, _NODE)
             self.filler = own or self.filler
             steps.fill_rest(at.emitted, groups, self.filler, may_lack_filler=at.unsettled)
-            self.held = HeldSamples.from_state(at.held, at.sizes)
+            self.held = HeldSamples.from_state(at)
             self.replayed_samples = sum(at.sizes)
         elif at.filler is not None:
             steps.fill([], self.filler)

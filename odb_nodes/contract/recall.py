@@ -7,6 +7,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes.contract.node import StatefulNode
 from odb_nodes.sample import ItemKey
 
 __all__ = ["recall", "recalls"]
@@ -19,7 +20,9 @@ def recalls(node: BaseNode[Any]) -> bool:
     """
     if isinstance(said := getattr(node, "recalls", None), bool):
         return said
-    return callable(getattr(node, "read", None)) and callable(getattr(node, "item_key", None))
+    item_key = getattr(type(node), "item_key", None)
+    tells_keys = item_key is not None and item_key is not StatefulNode.item_key
+    return tells_keys and callable(getattr(node, "read", None))
 
 
 def recall(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from odb_nodes.ledger.entries import TRAINED, Entries, Names, entries_of
-from odb_nodes.ledger.history import stretches
+from odb_nodes.ledger.history import Block, stretches
 from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, STEP
 from odb_nodes.sample import LeftOut
@@ -30,6 +30,7 @@ class StepRecord:
         left_out: samples that were left out before the step.
         is_filler: whether it had no sample of its own.
         ends_epoch: whether the rank took no further step in the epoch.
+        is_over: whether the rank had taken its last step before this one (`uneven="join"`).
     """
 
     epoch: int
@@ -41,6 +42,7 @@ class StepRecord:
     left_out: tuple[LeftOut, ...]
     is_filler: bool
     ends_epoch: bool
+    is_over: bool = False
 
 
 def read_steps(
@@ -48,7 +50,8 @@ def read_steps(
 ) -> dict[int, list[StepRecord]]:
     """Return what is recorded of some steps of an epoch: step -> the record of each rank.
 
-    A step that a rank has no record of is left out.
+    A step that a rank has no record of is left out, unless the rank has ended before: then it has
+    `is_over`, and no samples.
 
     Raises:
         FileNotFoundError: there is no ledger in the folder.
@@ -70,10 +73,38 @@ def read_steps(
                     alone = replace(part, blocks={rank: [one]}, replaced={})
                     record = _record(entries_of([alone], names), one.attempt.heads[indices[at]])
                     by_rank[rank][record.step] = replace(record, epoch=epoch)
+        ends = {rank: _end_of(part.blocks.get(rank, [])) for rank in by_rank}
         for step in steps:
+            for rank, records in by_rank.items():
+                if step > ends[rank] and any(step in others for others in by_rank.values()):
+                    records[step] = _over(epoch, step)
             if all(step in records for records in by_rank.values()):
                 found[step] = [records[step] for records in by_rank.values()]
     return found
+
+
+def _end_of(blocks: Sequence[Block]) -> int:
+    """Return the step that ends the epoch on a rank; a number above all steps where none does."""
+    for block in blocks:
+        kinds = block.attempt.heads["kind"][block.indices].astype(np.int64) - STEP
+        if len(ends := block.steps[kinds & ENDS_EPOCH > 0]):
+            return int(ends[-1])
+    return 1 << 62
+
+
+def _over(epoch: int, step: int) -> StepRecord:
+    return StepRecord(
+        epoch=epoch,
+        step=step,
+        keys=(),
+        sources=(),
+        repeats=(),
+        is_own=(),
+        left_out=(),
+        is_filler=True,
+        ends_epoch=True,
+        is_over=True,
+    )
 
 
 def _record(entries: Entries, head: np.void) -> StepRecord:

@@ -138,7 +138,7 @@ def _source(name: str, source: Any) -> str:
 
 def _read(path: Path) -> dict[str, list[int]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"`exclude` must name a file in JSON Lines, but {str(path)!r} cannot be read: {error}."

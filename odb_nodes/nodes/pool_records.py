@@ -22,21 +22,21 @@ class PoolRecords:
 
     def __init__(self, pool: RollingPool[Sample], *, with_items: bool) -> None:
         self._pool, self._with_items = pool, with_items
-        self._records = SampleRecords.of([], with_items=with_items)
-        self._ordinals = np.empty(0, np.int64)  # of these, ascending
+        none = SampleRecords.of([], with_items=with_items)
+        self._kept = none, np.empty(0, np.int64)  # of the last state, and their ordinals, ascending
 
     def to_state(self) -> tuple[RecordsState, bytes | None]:
         """Return `pool` and `waiting` of a `BucketerState`."""
-        pool, before = self._pool, self._ordinals
+        pool, (known, before) = self._pool, self._kept
         back = pool.pulled - 1 - pool.table()[ORDINALS]
         oldest = min([pool.oldest, *before[:1].tolist()])
         bits = np.zeros(pool.pulled - oldest, np.uint8)
         bits[back] = 1
-        waiting = np.flatnonzero(bits)[::-1]
-        self._ordinals = pool.pulled - 1 - waiting
-        new = len(back) - int(np.searchsorted(self._ordinals, before[-1:].max(initial=-1), "right"))
+        ordinals = pool.pulled - 1 - np.flatnonzero(bits)[::-1]
+        new = len(back) - int(np.searchsorted(ordinals, before[-1:].max(initial=-1), "right"))
         samples = [*islice(reversed(pool.items().values()), new)][::-1]
-        left = self._records[bits[pool.pulled - 1 - before].astype(bool)]
-        self._records = SampleRecords.of(samples, with_items=self._with_items, before=left)
+        left = known[bits[pool.pulled - 1 - before].astype(bool)]
+        records = SampleRecords.of(samples, with_items=self._with_items, before=left)
         packed = np.packbits(bits[: pool.pulled - pool.oldest]).tobytes()
-        return self._records.to_state(), packed or None
+        self._kept = records, ordinals  # both or, where this is interrupted, neither
+        return records.to_state(), packed or None

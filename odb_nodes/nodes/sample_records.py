@@ -27,11 +27,12 @@ RecordsState = tuple[
     Annotated[bytes | None, RowsOf(8)],
     list[tuple[str, Count]],
     Annotated[bytes | None, RowsOf(2)],
-    Annotated[bytes | None, RowsOf(8)],
+    Annotated[bytes | None, RowsOf(1)],
 ]
 """`SampleRecords` as the field of a state: tokens and digests; keys; source and world size of each
 origin; the number of its origin for each sample, where there are several; repeats, where some are
-not 0. 16 bytes a sample, or 8 without keys; 2 more in a mixture."""
+not 0, in the fewest bytes. 16 bytes a sample, or 8 without keys; 2 more in a mixture, and 1, 2, 4
+or 8 for repeats."""
 
 
 NO_RECORDS: RecordsState = (None, None, [], None, None)
@@ -47,6 +48,8 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 def with_progress(samples: Iterable[T], total: int) -> Iterator[T]:
     """Yield what is made again for a restore, and show how far it is."""
+    if not total:
+        return
     logger.info("making %d samples again to restore a state", total)
     bar = _Bar(samples, "restoring samples", total, leave=False, disable=None)
     progress = SlowProgress("samples made again to restore a state", total)
@@ -144,7 +147,8 @@ class SampleRecords:
         if self._keys is None or not len(self):
             return costs, None, [], None, None
         keys = self._keys.tobytes()
-        repeats = self._repeats.tobytes() if self._repeats.any() else None
+        narrow = np.min_scalar_type(self._repeats.max())
+        repeats = self._repeats.astype(narrow).tobytes() if self._repeats.any() else None
         if len(self._origins) == 1:
             return costs, keys, [*self._origins], None, repeats
         used = sorted({*map(self._origins.__getitem__, np.unique(self._numbers).tolist())})
@@ -164,7 +168,9 @@ class SampleRecords:
             raise ValueError("a sample has no tokens.")
         n = len(costs)
         keys = np.frombuffer(state[1] or b"", "<i8")
-        repeats = np.frombuffer(state[4] or bytes(8 * n), "<i8")
+        width = len(state[4] or b"") // n if n else 0
+        narrow = f"<u{width}" if width in (1, 2, 4) else "<i8"
+        repeats = np.frombuffer(state[4] or bytes(8 * n), narrow).astype("<i8")
         numbers = np.frombuffer(state[3] or bytes(2 * n), "<u2")
         if not len(repeats) == len(numbers) == n or len(keys) != n * bool(origins):
             raise ValueError("samples and their keys are not of one number.")
@@ -223,7 +229,8 @@ class SampleRecords:
         if not mismatch_is_allowed():
             raise StateError(
                 f"{node} cannot be restored: {found}. {causes} If the change is meant, load with "
-                "`strict=False`."
+                "`strict=False`; within a round of steps, which is planned by its samples, that "
+                "does not help, but a state that was saved after the last step of an epoch does."
             )
         if not self._warned:
             warnings.warn(f"{found}. {causes} Further ones are not named.", stacklevel=2)

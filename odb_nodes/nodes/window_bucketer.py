@@ -315,7 +315,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
 
     def _check_recalls(self) -> None:
-        if not self._by_key:
+        if not recalls(self.source):
             raise StateError(
                 f"{self._name} cannot restore its pool: the state has keys of its samples, but "
                 "the source cannot read items by their keys any more. Build the graph as it was."

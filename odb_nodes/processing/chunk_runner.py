@@ -117,6 +117,7 @@ class ChunkRunner:
         """
         task, future = submitted
         if future is None:
+            self.check()
             result = self._processor.run(task)
             return result.results, result.failure
         waiting, limit_s = (future, self._interruption), self._options.timeout_s

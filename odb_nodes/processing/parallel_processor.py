@@ -203,18 +203,20 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             SampleError, WorkerError: see `next`.
         """
-        again = recall(self.source, items)
+        again, size = recall(self.source, items), self._workers.chunk_size
         waiting: deque[Submitted] = deque()
-        size = self._workers.chunk_size
-        for start in range(0, len(items), size):
-            keys = items[start : start + size]
-            positions = range(start, start + len(keys))
-            task = self._task(list(islice(again, size)), keys, positions)
-            waiting.append(self._runner.submit(task))
-            if len(waiting) > self._workers.chunks_ahead:
+        try:
+            for start in range(0, len(items), size):
+                keys = items[start : start + size]
+                task = self._task(list(islice(again, size)), keys, range(start, start + len(keys)))
+                waiting.append(self._runner.submit(task))
+                if len(waiting) > self._workers.chunks_ahead:
+                    yield from self._recalled(waiting.popleft())
+            while waiting:
                 yield from self._recalled(waiting.popleft())
-        for submitted in waiting:
-            yield from self._recalled(submitted)
+        finally:
+            if waiting:  # Nobody waits for them any more.
+                self._runner.discard()
 
     def select(self, wanted: Sequence[bool]) -> bool:
         """Process of the next `len(wanted)` items only those that are wanted. After a reset only.

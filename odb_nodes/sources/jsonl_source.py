@@ -222,7 +222,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             with open(self._paths[file], "rb") as lines:
                 lines.seek(offset)
                 return json.loads(lines.readline().decode("utf-8-sig"))
-        except (IndexError, ValueError, RecursionError) as error:
+        except (IndexError, OSError, ValueError, RecursionError) as error:
             path = self._paths[file] if file < len(self._paths) else f"file {file}"
             raise StateError(
                 f"there is no record at byte {offset} of {path}: {error}. Resume over the files "

@@ -240,9 +240,9 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             yield item.of_source(name) if is_sample else SourceItem(name, item)
 
     def _source_of(self, item: ItemKey) -> str:
-        for name in self.sources:
-            if f"{item.source}/".startswith(f"{name}/"):
-                return name
+        names = [name for name in self.sources if f"{item.source}/".startswith(f"{name}/")]
+        if names:
+            return max(names, key=len)  # a name may be the beginning of another
         raise StateError(
             f"there is no source of {item.source!r}: there are {sorted(self.sources)}. Resume with "
             "the sources that the state was saved with."

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.alignment import FILLER
 from odb_nodes.sample import ItemKey, Sample
-from odb_nodes.step_info import StepInfo
+from odb_nodes.step_info import AlignedGroup, StepInfo
 from odb_nodes.tools.remade_step import RemadeStep
 
 __all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
@@ -56,6 +57,8 @@ def remake_from_ledger(
 
     Its samples are read by their keys, so no checkpoint is needed, and nothing before the step is
     made again. The loader must be the one of the run: the same data, functions, budget and seed.
+    Where the ledger lacks steps of the same optimizer step, as where a run was stopped within one,
+    `loss_scale` is NaN, and the totals of the optimizer step are 0: nobody can know them.
 
     Args:
         make_loader: makes the loader of one rank, for the `process_group` that it is given.
@@ -79,12 +82,26 @@ def remake_from_ledger(
         first = step - step % graphs[0].accumulate
         records = read_steps(folder, epoch, range(first, first + graphs[0].accumulate))
         steps = [records[one] for one in sorted(records)]
+        is_whole = len(steps) == graphs[0].accumulate or (
+            [*records] == [*range(first, first + len(steps))]
+            and all(one.ends_epoch for one in steps[-1])
+        )
         for rank, graph in enumerate(graphs):
             begin_epoch(graph.samples, epoch)
             groups.append([graph.recall(one[rank], hub.world_size) for one in steps])
             close_nodes(graph.samples, _TIMEOUT_S)
-        items = [_with_info(graphs[rank], groups, steps, rank, step - first) for rank in ranks]
-        return [graphs[rank].remade(rank, *items[rank]) for rank in ranks]
+        index = sorted(records).index(step)
+        taking = [rank for rank in ranks if not records[step][rank].is_over]
+        items = {rank: _with_info(graphs[rank], groups, steps, rank, index) for rank in taking}
+        remade = [graphs[rank].remade(rank, *items[rank]) for rank in taking]
+        return remade if is_whole else [_without_weight(one) for one in remade]
+
+
+def _without_weight(remade: RemadeStep) -> RemadeStep:
+    info = dataclasses.replace(
+        remade.info, loss_scale=nan, optimizer_samples=0, optimizer_targets=0
+    )
+    return dataclasses.replace(remade, info=info)
 
 
 def remake_from_checkpoint(
@@ -108,23 +125,19 @@ def remake_from_checkpoint(
     if isinstance(states, (str, os.PathLike)):
         states = _states_in(Path(states))
     hub = InProcessHub(len(states), _TIMEOUT_S)
-    exchanges = [hub.exchange(rank) for rank in range(hub.world_size)]
     failures: list[BaseException] = []  # the first is the cause of the others
 
     def run(rank: int) -> RemadeStep | None:
         try:
-            with _graph(make_loader, exchanges[rank]) as graph:
+            with _graph(make_loader, hub.exchange(rank)) as graph:
                 graph.collator.reset(_collator_state(states[rank], graph.collator, rank))
-                for _ in range(further):
-                    graph.collator.take_group()
-                group, info = graph.collator.take_group()
+                group, info = _group_after(graph.collator, further)
                 if graph.aligner is None:
                     info = dataclasses.replace(info, step=info.step + further)
                 return graph.remade(rank, group, info)
         except BaseException as error:
             failures.append(error)
-            for exchange in exchanges:  # which would wait for this one
-                exchange.interrupt()
+            hub.abort()  # The others would wait for this one.
             return None
 
     with ThreadPoolExecutor(hub.world_size) as pool:
@@ -164,8 +177,8 @@ class _Graph:
             if key is not None
         ]
         samples = list(recall(self.samples, items))
-        for sample, key in zip(samples, record.keys, strict=True):
-            if not isinstance(sample, Sample) or sample.key != key:
+        for sample, key, source in zip(samples, record.keys, record.sources, strict=True):
+            if not isinstance(sample, Sample) or (sample.key, sample.source) != (key, source):
                 raise StateError(
                     f"the sample that is read for key {key} is {sample!r:.200}: the data or the "
                     "processing changed, or keys are of your own (`Observation.key`), by which "
@@ -246,6 +259,18 @@ def _with_info(
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
     modalities = (*graph.aligner.measure.modalities,)
     return again.take(index, rule, modalities, step=record.step, **facts)
+
+
+def _group_after(collator: GroupCollator, further: int) -> AlignedGroup:
+    for taken in range(further + 1):
+        try:
+            group = collator.take_group()
+        except StopIteration:
+            raise StateError(
+                f"the epoch has {taken} steps after this state, but step {further + 1} was asked "
+                "for."
+            ) from None
+    return group
 
 
 def _collator_state(state: Any, collator: GroupCollator, rank: int) -> dict[str, Any]:

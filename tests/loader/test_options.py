@@ -103,7 +103,6 @@ INVALID = [
     ("process_group", "x", TypeError, "must be a process group"),
     ("sharded", 1, TypeError, "must be True or False"),
     ("loss_scaling", None, ValueError, 'must be one of .*"approx"'),
-    ("exclude", 3, TypeError, "must be integers, a mapping .* but is 3 instead"),
     ("weights", 3, ValueError, "must be None, unless `dataset` is a dict"),
 ]
 

@@ -246,7 +246,6 @@ def changed_at(data, key, how, rng):
 
 
 def test_data_that_changed_are_found_100_of_100(tmp_path):
-    found = 0
     for seed in range(100):
         rng = random.Random(seed)
         data = data_of(seed)
@@ -269,8 +268,6 @@ def test_data_that_changed_are_found_100_of_100(tmp_path):
         again.load_state_dict(state)
         with pytest.raises(StateError, match=r"\(key \d+\) (has other content|had \d+ tokens)"):
             iter(again)
-        found += 1
-    assert found == 100
 
 
 def test_a_sample_that_is_held_for_the_round_is_compared_too():

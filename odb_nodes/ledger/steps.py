@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from odb_nodes.errors import StateError
 from odb_nodes.ledger.entries import TRAINED, Entries, Names, entries_of
 from odb_nodes.ledger.history import Block, stretches
 from odb_nodes.ledger.reading import RankFile
@@ -55,10 +56,16 @@ def read_steps(
 
     Raises:
         FileNotFoundError: there is no ledger in the folder.
+        StateError: it is damaged, or has a gap.
     """
     files = [RankFile(path) for path in sorted(Path(folder).glob("rank-*.ledger"))]
     if not files:
         raise FileNotFoundError(f"`{folder}` has no ledger: no file `rank-00000.ledger`.")
+    if problems := [text for file in files for text in file.problems]:
+        raise StateError(
+            f"the ledger in `{folder}` is damaged, so nothing is made of it: {problems[0]} See its "
+            "audit."
+        )
     names = Names.of(files)
     found: dict[int, list[StepRecord]] = {}
     for part in stretches(files):

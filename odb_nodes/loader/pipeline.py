@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
+from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
@@ -79,6 +81,8 @@ def sample_node(
     check_no_columns(dataset)
     pipeline = _Pipeline(options, prepare)
     named = isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
+    if named or not isinstance(dataset, BaseNode):  # which may have sources of any name
+        _check_excluded(ExcludedKeys.of(options.exclude), [*dataset] if named else [])
     if not named:
         return pipeline.of_one(dataset)
     if type(dataset) is not dict:
@@ -158,6 +162,24 @@ class _Pipeline:
         check_is_dataset(dataset)
         source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
         return source, SampleProcess(items, process_fn, options.observe, self._prepare)
+
+
+def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
+    """Raise a ValueError for keys of a source that there is not; warn where none have names."""
+    for source in exclude.sources:
+        if source in names or any(source.startswith(f"{name}/") for name in names):
+            continue
+        if names:
+            raise ValueError(
+                f"`exclude` has keys of source {source!r}, but the sources are {sorted(names)}. "
+                "Pass a dict of source -> keys, with the names that `StepInfo.row_sources` shows."
+            )
+        if source:
+            warnings.warn(
+                f"`exclude` has keys of source {source!r}, but `dataset` is no dict of sources, so "
+                "they exclude nothing unless processing names that source.",
+                stacklevel=2,
+            )
 
 
 def _size_of(name: str, dataset: Any) -> int:

@@ -82,6 +82,11 @@ class ExcludedKeys:
         """Return what `to_state` was called on."""
         return cls({source: _from_bytes(some) for source, some in state.items()})
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources that have keys."""
+        return [*self._keys]
+
     def to_state(self) -> ExcludedState:
         """Return the keys as plain data."""
         return {**self._state}

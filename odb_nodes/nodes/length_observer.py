@@ -13,7 +13,7 @@ from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, check_node
-from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.recall import checked_key, recall, recalls
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import made_of, observe_sample
 from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
@@ -81,7 +81,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
                 sample cannot pass unseen.
         """
         data = next(self.source)
-        item: ItemKey | None = call_member(self.source, "item_key")
+        item = checked_key(self.source, call_member(self.source, "item_key"))
         sample = self._observed(data, item, f"sample {self._position} of the epoch")
         self._position += 1
         return sample

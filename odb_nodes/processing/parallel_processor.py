@@ -17,7 +17,7 @@ from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_s
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
 from odb_nodes.contract.node import check_node, member
-from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.recall import checked_key, recall, recalls
 from odb_nodes.errors import StateError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
@@ -310,7 +310,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         try:
             while len(items) < self._workers.chunk_size:
                 item = next(self.source)
-                keys.append(key_of())
+                keys.append(checked_key(self.source, key_of()))
                 locations.append(location_of())
                 items.append(item)
                 gap = self._gaps.popleft() if self._gaps else 0

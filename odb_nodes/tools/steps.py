@@ -300,6 +300,8 @@ def _states_in(folder: Path) -> list[Any]:
         for file in folder.iterdir()
         if (match := _RANK_FILE.fullmatch(file.name))
     }
+    if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
+        raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")
     sizes = {size for _, size in found.values()}
     if len(sizes) != 1 or sorted(found) != [*range(min(sizes))]:
         raise StateError(

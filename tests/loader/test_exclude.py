@@ -444,7 +444,8 @@ def test_a_file_names_keys_and_sources(tmp_path):
         assert ExcludedKeys.of(given) == expected
     assert ExcludedKeys.from_state(expected.to_state()) == expected
     assert not ExcludedKeys.of(None)
-    taken(loader_of(exclude=path), excluded=[17])
+    with pytest.warns(UserWarning, match="keys of source 'ocr', but `dataset` is no dict"):
+        taken(loader_of(exclude=path), excluded=[17])
 
 
 BAD_ARGUMENTS = [
@@ -569,3 +570,15 @@ def test_over_real_ranks(tmp_path, num_workers):
     """
     steps = run_ranks(tmp_path, body, 2, Path(__file__).parent, num_workers)
     assert steps[0] == steps[1] > 3
+
+
+@pytest.mark.parametrize(
+    ("data", "exclude"),
+    [
+        ({"a": range(9), "b": range(9)}, [3]),
+        ({"a": range(9), "b": range(9)}, {"A": [3]}),
+    ],
+)
+def test_keys_of_a_source_that_there_is_not_are_an_error(data, exclude):
+    with pytest.raises(ValueError, match="`exclude` has keys of source .*, but the sources are"):
+        ODBDataLoader(data, token_budget=64, exclude=exclude)

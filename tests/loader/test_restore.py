@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
@@ -26,7 +27,8 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.contract import EpochNode, EpochState
+from odb_nodes.contract import EpochNode, EpochState, recalls
+from odb_nodes.nodes.sample_records import SampleRecords
 from odb_nodes.testing import assert_resumes_exactly
 
 ROUND = 8
@@ -355,3 +357,102 @@ def test_a_state_has_at_most_20_bytes_a_pooled_sample(window, mixed):
         state = loader._bucketer.state_dict()
     parts = [part for part in (*state["pool"], state["waiting"]) if isinstance(part, bytes)]
     assert sum(map(len, parts)) <= 20 * len(loader._bucketer._pool)
+
+
+# --- what a review has found ----------------------------------------------------------------------
+
+
+def test_a_state_that_was_interrupted_leaves_the_next_one_right(monkeypatch):
+    def make():
+        node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
+        return WindowBucketer(node, 256, 32)
+
+    node = make()
+    node.reset(None)
+    for _ in range(9):
+        next(node)
+        node.state_dict()
+    for _ in range(3):
+        next(node)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(SampleRecords, "_and", interrupt)
+            node.state_dict()
+    state = node.state_dict()
+    again = make()
+    again.reset(state)
+    assert [next(again) for _ in range(20)] == [next(node) for _ in range(20)]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_of_two_names_of_which_one_begins_the_other_each_has_its_own_samples():
+    def make():
+        data = {"web": range(100), "web/en": range(1000, 1100)}
+        return ODBDataLoader(data, token_budget=128, window=16, process_fn=Counting())._loader.root
+
+    assert_resumes_exactly(make, every=3, horizon=9)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ItemKey("", -5, 1),
+        ItemKey("", 5, 0),
+        ItemKey("", 2**63, 1),
+        ItemKey("", 5, 1, -1),
+        ItemKey(None, 5, 1),
+        ItemKey("", "5", 1),
+        5,
+    ],
+)
+def test_a_key_that_is_none_names_the_node_that_told_it(key):
+    class Wrong(Shelf):
+        def item_key(self):
+            return key
+
+    for make in (lambda node: node, lambda node: ParallelProcessor(node, int)):
+        node = LengthObserver(make(Wrong()), lambda n: 30)
+        with pytest.raises(SampleError, match=r"`item_key\(\)` of `Wrong` must return an"):
+            next(node)
+
+
+def test_a_key_may_be_an_integer_of_numpy():
+    class Numpy(Shelf):
+        def item_key(self):
+            return ItemKey("", np.int64(self.position * 3), 1)
+
+    node = LengthObserver(Numpy(), lambda n: 30)
+    assert type(next(node).key) is int
+
+
+def test_a_method_that_is_called_read_makes_no_source_readable():
+    class Reader(Shelf):
+        item_key = EpochNode.item_key
+
+    assert not recalls(Reader())
+    assert recalls(Shelf())
+
+
+def test_within_a_round_not_even_a_change_that_is_meant_is_taken():
+    data = data_of(0, 1000)
+
+    def make(exchange, data):
+        return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
+
+    def run(exchange):
+        loader = Loader(make(exchange, data))
+        it = iter(loader)
+        steps = [next(it) for _ in range(14)]
+        return loader.state_dict(), steps
+
+    def resume(exchange):
+        loader = Loader(make(exchange, [[n + 1 for n in one] for one in data]))
+        loader.load_state_dict(ranks[exchange.rank][0], strict=False)
+        with pytest.warns(UserWarning), pytest.raises(StateError, match="within a round of steps"):
+            iter(loader)
+        return True
+
+    ranks = on_ranks(2, run)
+    assert all(on_ranks(2, resume))

@@ -424,7 +424,7 @@ def test_a_loader_counts_them_and_keeps_them_in_its_state(num_workers):
 
 def test_of_a_mixture_those_of_one_source_go_however_often_they_come():
     data = {"long": range(60), "short": range(7)}
-    options = {"weights": Mixing(stop="cycle"), "exclude": {"short": [3], "other": [1]}}
+    options = {"weights": Mixing(stop="cycle"), "exclude": {"short": [3]}}
     steps = taken(loader_of(data, **options))
     rows = Counter(pair for info in steps for pair in zip(info.row_sources, info.keys, strict=True))
     assert rows["short", 4] > 3

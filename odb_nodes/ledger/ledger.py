@@ -127,7 +127,11 @@ class Ledger:
                 self._warn(error)
 
     def close(self) -> None:
-        """Record that the attempt ends here, and close the file. Idempotent."""
+        """Record that the attempt ends here, and close the file. Idempotent.
+
+        `with` does so where its block ends; where that raises, it closes the file without a record,
+        since the other ranks may then be some steps behind or ahead.
+        """
         if not self._owner.is_here:
             self._forget()
         if self._file is not None and self._encoder is not None:
@@ -145,6 +149,8 @@ class Ledger:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._encoder = None
         self.close()
 
     def __del__(self) -> None:

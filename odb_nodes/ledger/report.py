@@ -21,8 +21,8 @@ class EpochAudit:
         world_sizes: numbers of ranks that it was trained with; more than one where that changed.
         is_complete: whether all of its steps are recorded, on all ranks, from the first to the one
             that ends it.
-        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"unemitted"`, or
-            `"skipped (reason)"`.
+        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
+            `"unemitted"`, or `"skipped (reason)"`.
         filler: number of steps of a rank that had no sample of its own.
         digest: the Merkle root over the steps, 64 hexadecimal digits: equal where two runs had the
             same samples with the same fates at every step of every rank.
@@ -87,7 +87,7 @@ class Audit:
         for starts, ranks in begun.items():
             places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            lines.append(f"{who}: {_count(len(starts), 'attempt')}, from {places}")
+            lines.append(f"{who}: {_count(len(starts), 'attempt')}{places and ', from '}{places}")
         lines += [str(epoch) for epoch in self.epochs]
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"PROBLEM: {text}" for text in self.problems]

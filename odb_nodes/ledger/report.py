@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._core.checks import check_count
 from odb_nodes.ledger.entries import merkle_root
 
 
@@ -44,8 +45,14 @@ class EpochAudit:
 
         Two runs whose digests differ had the same steps up to the one before it differs: find it by
         halves.
+
+        Args:
+            steps: number of steps; all where fewer are recorded.
+
+        Raises:
+            TypeError, ValueError: `steps` is not a number of at least 0.
         """
-        return merkle_root(self.leaves[:steps]).hex()
+        return merkle_root(self.leaves[: check_count("steps", steps, 0)]).hex()
 
     def __str__(self) -> str:
         extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"

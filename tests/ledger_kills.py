@@ -22,7 +22,7 @@ def size_of(world_size, sharded):
     return sum(SIZES[:world_size]) if sharded else 97
 
 
-def train(folder, rank, world_size, pids, sharded, kill):
+def train(folder, rank, world_size, pids, sharded, kill, meet):
     """Train from the newest checkpoint on, with a checkpoint every few steps.
 
     Args:
@@ -33,6 +33,7 @@ def train(folder, rank, world_size, pids, sharded, kill):
         kill: `None`; or `rank`, the one that does it; `after_records`; and `place`: of the record
             after those, the part of its bytes that is written before; 1.0: all of them, and a part
             of a checkpoint.
+        meet: waits for all ranks; called before the ledger is closed.
     """
     size = SIZES[rank] if sharded else size_of(world_size, sharded)
     loader = ODBDataLoader(
@@ -57,6 +58,7 @@ def train(folder, rank, world_size, pids, sharded, kill):
                 if step % SAVE_EVERY == 0:
                     checkpoints.save(step)
             done["epoch"] += 1
+        meet()
     return step
 
 

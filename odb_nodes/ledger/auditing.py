@@ -22,38 +22,71 @@ MOST_PROBLEMS = 100
 """Problems that are named of the steps of an epoch."""
 
 
+MOST_STEPS_BEHIND = 16
+"""Steps that the file of a killed rank may lack of those of another.
+
+Ranks meet at each optimizer step, so that one is ahead of another by a few steps at most.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     """What is known of all epochs.
 
     Attributes:
         last_epochs: rank -> the last epoch that it has recorded; of ranks that have a file.
-        last_epoch: of all ranks.
+        may_be_killed: ranks that have so few steps less than another that they may have been
+            killed before they recorded them.
         has_ends: whether any step is known to end its epoch.
     """
 
     last_epochs: dict[int, int]
-    last_epoch: int
+    may_be_killed: frozenset[int]
     has_ends: bool
 
     @classmethod
     def of(cls, files: Sequence[RankFile], parts: Sequence[Stretch]) -> _Run:
         """Return what is known of all epochs."""
-        first, last = (parts[0].epoch, parts[-1].epoch) if parts else (0, 0)
-        last_epochs = {file.rank: first - 1 for file in files}
-        for part in parts:
-            last_epochs.update(dict.fromkeys(part.blocks, part.epoch))
+        last_epochs = {file.rank: parts[0].epoch - 1 if parts else 0 for file in files}
+        done = {file.rank: parts[0].first if parts else 0 for file in files}
+        begun = before = 0  # steps, as those of `done`, are counted over epochs
+        for epoch, group in groupby(parts, key=lambda one: one.epoch):
+            own = list(group)
+            extents = {rank: extent_of(part, rank) for part in own for rank in part.blocks}
+            stop = before + 1 + max(one.last for one in extents.values())
+            for rank, one in extents.items():
+                last_epochs[rank] = epoch
+                done[rank] = stop if one.ends else before + one.last + 1
+            headers = [
+                block.attempt.header
+                for part in own
+                for blocks in part.blocks.values()
+                for block in blocks
+            ]
+            starts = [before + header.step for header in headers if header.epoch == epoch]
+            begun, before = max([begun, *starts]), stop
+        closed = [
+            done[file.rank] for file in files if file.attempts and file.attempts[-1].is_closed
+        ]
+        # A checkpoint that an attempt begins at is of all ranks; so is the end of a run.
+        least = max([begun, before - MOST_STEPS_BEHIND, *closed])
         heads = [attempt.heads for file in files for attempt in file.attempts]
-        has_ends = any(bool(((head["kind"] - STEP) & ENDS_EPOCH).any()) for head in heads)
-        return cls(last_epochs=last_epochs, last_epoch=last, has_ends=has_ends)
+        return cls(
+            last_epochs=last_epochs,
+            may_be_killed=frozenset(rank for rank, steps in done.items() if steps >= least),
+            has_ends=any(bool(((head["kind"] - STEP) & ENDS_EPOCH).any()) for head in heads),
+        )
 
     def may_be_behind(self, rank: int, epoch: int) -> bool:
         """Tell whether a rank that was killed may have no further record from this epoch on.
 
         Others may have gone on by some steps, perhaps into the next epoch.
         """
-        own = self.last_epochs.get(rank)
-        return own is not None and own <= epoch and self.last_epoch <= own + 1
+        return rank in self.may_be_killed and self.last_epochs[rank] <= epoch
+
+    def lacks_steps(self, rank: int, epoch: int) -> bool:
+        """Tell whether a rank has its last record in this epoch, too far behind others."""
+        return rank not in self.may_be_killed and self.last_epochs.get(rank) == epoch
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
@@ -87,6 +120,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     ]
     found.notes += [text for file in files for text in _begun_anew(file)]
     parts = stretches(files)
+    if not parts and (total := sum(size.values()) if isinstance(size, Mapping) else size):
+        found.problems.append(f"no sample has a fate, of {total:,}: nothing is recorded.")
     run = _Run.of(files, parts)
     epochs: list[EpochAudit] = []
     names = Names.of(files)
@@ -191,7 +226,7 @@ def _check_steps(
             f"epoch {epoch}: rank {ranges(np.array(left))}: the epoch has no end: it was left, "
             "or its last steps are not recorded"
         )
-        if run.has_ends:
+        if run.has_ends or any(run.lacks_steps(rank, epoch) for rank in left):
             problems.append(f"{text}.")
         else:
             found.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes.ledger.entries import TRAINED, Entries, Ints
 from odb_nodes.ledger.history import ranges
@@ -92,25 +93,32 @@ def _check_source(entries: Entries, name: str, number: int, found: Findings) -> 
         has_several = several[nearest] == keys
         del nearest  # 8 bytes a sample, as all that is deleted here
         at = np.flatnonzero(is_own)[has_several]
-        if entries.repeats is not None and entries.repeats[is_own].any():
-            at = _not_told_apart(entries, name, at, len(several), found)
+        if (repeats := entries.repeats) is not None and repeats[is_own].any():
+            at = _not_told_apart(entries, repeats, name, at, len(several), found)
         else:
             at = at[np.argsort(entries.keys[at], kind="stable")]
         _name_several(entries, name, at, found)
     return _Keys(distinct, without)
 
 
-def _not_told_apart(entries: Entries, name: str, at: Ints, several: int, found: Findings) -> Ints:
+def _not_told_apart(
+    entries: Entries,
+    all_repeats: npt.NDArray[np.signedinteger],
+    name: str,
+    at: Ints,
+    several: int,
+    found: Findings,
+) -> Ints:
     """Return which samples with the same key have the same repeat, too, by key.
 
     Args:
         entries: the samples of the epoch.
+        all_repeats: their repeats, (n,).
         name: of the source.
         at: which of them have a key that comes more than once, (n,) int64.
         several: number of those keys.
         found: what a note is added to.
     """
-    assert entries.repeats is not None
     is_trained = entries.fates[at] == TRAINED
     found.notes.append(
         f"{several:,} keys{_of(name)} come more than once by intent: their source begins again, or "
@@ -118,7 +126,7 @@ def _not_told_apart(entries: Entries, name: str, at: Ints, several: int, found: 
         f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
     )
     at = at[is_trained]
-    keys, repeats = entries.keys[at], entries.repeats[at]
+    keys, repeats = entries.keys[at], all_repeats[at]
     order = np.lexsort((repeats, keys))
     keys = keys[order]
     is_same = keys[1:] == keys[:-1]

@@ -95,16 +95,16 @@ class Ledger:
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
             raise ValueError("the ledger is closed: it records nothing. Make a new one.")
-        if not self._owner.is_here or (self._file is None and not self._reopened()):
+        if not self._owner.is_here or (file := self._opened()) is None:
             return
         # Until the bytes are written, an interrupt leaves the chain in doubt: begin a new one then.
         encoder, self._encoder = self._encoder, None
         start = b""
         try:
             if encoder is None:
-                start, crc = self._header(info)
+                start, crc = self._header(file, info)
                 encoder = Encoder(crc, self._world_size)
-            self._write(start + encoder.step(info))
+            self._write(file, start + encoder.step(info))
         except OSError as error:
             self._lost += 1
             self._warn(error)
@@ -127,12 +127,16 @@ class Ledger:
                 self._warn(error)
 
     def close(self) -> None:
-        """Record that the attempt ends here, and close the file. Idempotent."""
+        """Record that the attempt ends here, and close the file. Idempotent.
+
+        `with` does so where its block ends; where that raises, it closes the file without a record,
+        since the other ranks may then be some steps behind or ahead.
+        """
         if not self._owner.is_here:
             self._forget()
         if self._file is not None and self._encoder is not None:
             try:
-                self._write(self._encoder.end())
+                self._write(self._file, self._encoder.end())
             except OSError as error:
                 self._warn(error)
         if self._file is not None and fcntl is not None:
@@ -145,6 +149,8 @@ class Ledger:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._encoder = None
         self.close()
 
     def __del__(self) -> None:
@@ -168,31 +174,30 @@ class Ledger:
                 "before it makes another."
             ) from None
 
-    def _reopened(self) -> bool:
-        """Try once more to make the file, where the disk was full; tell whether there is one."""
-        try:
-            self._open()
-        except (OSError, RuntimeError):
-            self._lost += 1
-        return self._file is not None
+    def _opened(self) -> int | None:
+        """Return the file; try once more to make it, where the disk was full; `None` if it is."""
+        if self._file is None:
+            try:
+                self._open()
+            except (OSError, RuntimeError):
+                self._lost += 1
+        return self._file
 
-    def _header(self, info: StepInfo) -> tuple[bytes, int]:
-        assert self._file is not None
+    def _header(self, file: int, info: StepInfo) -> tuple[bytes, int]:
         header = Header(
             version=VERSION,
             rank=self._rank,
             world_size=self._world_size,
             lost=self._lost,
-            offset=os.lseek(self._file, 0, os.SEEK_END),
+            offset=os.lseek(file, 0, os.SEEK_END),
             time_s=time.time(),
             epoch=info.epoch,
             step=info.step,
         )
         return pack_header(header)
 
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
-        if os.write(self._file, data) < len(data):
+    def _write(self, file: int, data: bytes) -> None:
+        if os.write(file, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _warn(self, error: OSError) -> None:

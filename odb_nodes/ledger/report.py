@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._core.checks import check_count
 from odb_nodes.ledger.entries import merkle_root
 
 
@@ -21,8 +22,8 @@ class EpochAudit:
         world_sizes: numbers of ranks that it was trained with; more than one where that changed.
         is_complete: whether all of its steps are recorded, on all ranks, from the first to the one
             that ends it.
-        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"unemitted"`, or
-            `"skipped (reason)"`.
+        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
+            `"unemitted"`, or `"skipped (reason)"`.
         filler: number of steps of a rank that had no sample of its own.
         digest: the Merkle root over the steps, 64 hexadecimal digits: equal where two runs had the
             same samples with the same fates at every step of every rank.
@@ -44,8 +45,14 @@ class EpochAudit:
 
         Two runs whose digests differ had the same steps up to the one before it differs: find it by
         halves.
+
+        Args:
+            steps: number of steps; all where fewer are recorded.
+
+        Raises:
+            TypeError, ValueError: `steps` is not a number of at least 0.
         """
-        return merkle_root(self.leaves[:steps]).hex()
+        return merkle_root(self.leaves[: check_count("steps", steps, 0)]).hex()
 
     def __str__(self) -> str:
         extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"
@@ -87,7 +94,7 @@ class Audit:
         for starts, ranks in begun.items():
             places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            lines.append(f"{who}: {_count(len(starts), 'attempt')}, from {places}")
+            lines.append(f"{who}: {_count(len(starts), 'attempt')}{places and ', from '}{places}")
         lines += [str(epoch) for epoch in self.epochs]
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"PROBLEM: {text}" for text in self.problems]

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from odb_nodes._core.checks import check_count
 from odb_nodes.ledger import audit
 
 __all__ = ["main"]
@@ -29,15 +30,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="samples of the data; once for each source where several are mixed",
     )
     parser.add_argument(
-        "--steps", type=int, help="also print the digest of the first so many steps of each epoch"
+        "--steps",
+        type=_steps,
+        help="also print the digest of the first so many steps of each epoch",
     )
     args = parser.parse_args(arguments)
     found = audit(args.folder, _size_of(parser, args.size))
     print(found)
     for epoch in found.epochs if args.steps is not None else ():
         digest = epoch.digest_of_first(args.steps)
-        print(f"epoch {epoch.epoch}, first {args.steps:,} steps: digest {digest}")
+        which = f"first {args.steps:,} steps"
+        if args.steps > epoch.steps:
+            which = f"all {epoch.steps:,} steps, of {args.steps:,} asked for"
+        print(f"epoch {epoch.epoch}, {which}: digest {digest}")
     return 0 if found.ok else 1
+
+
+def _steps(text: str) -> int:
+    """Return the number of steps that the command line names."""
+    try:
+        return check_count("--steps", int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, but is {text!r}.") from None
 
 
 def _size_of(

@@ -4,12 +4,15 @@ import pytest
 from ledgers import SIZE, epoch_of, info_of, write_run
 
 from odb_nodes import Ledger, audit
+from odb_nodes.ledger.auditing import MOST_STEPS_BEHIND
 
 
-def record(folder, *steps, rank=0, world_size=1):
+def record(folder, *steps, rank=0, world_size=1, is_killed=False):
     with Ledger(folder, rank=rank, world_size=world_size) as ledger:
         for info in steps:
             ledger.record(info)
+        if is_killed:
+            ledger._forget()
 
 
 @pytest.mark.parametrize("kills", [(), (1,), (5, 9, 12), (8,), (9,), (5, 5, 5)])
@@ -43,7 +46,7 @@ def test_the_report_reads_well(tmp_path):
 def test_a_partial_epoch_is_said_to_be_partial(tmp_path):
     write_run(tmp_path, 2, epochs=1, steps=20)
     for rank, end in ((0, 4), (1, 6)):
-        record(tmp_path / "cut", *epoch_of(rank, 2)[:end], rank=rank, world_size=2)
+        record(tmp_path / "cut", *epoch_of(rank, 2)[:end], rank=rank, world_size=2, is_killed=True)
     found = audit(tmp_path / "cut", SIZE)
     assert found.ok
     assert not found.epochs[0].is_complete
@@ -54,8 +57,8 @@ def test_a_partial_epoch_is_said_to_be_partial(tmp_path):
 
 
 def test_a_rank_may_be_killed_before_its_first_step_of_an_epoch(tmp_path):
-    record(tmp_path, *epoch_of(0, 2), rank=0, world_size=2)
-    record(tmp_path, *epoch_of(1, 2), *epoch_of(1, 2, 1)[:1], rank=1, world_size=2)
+    record(tmp_path, *epoch_of(0, 2), rank=0, world_size=2, is_killed=True)
+    record(tmp_path, *epoch_of(1, 2), *epoch_of(1, 2, 1)[:1], rank=1, world_size=2, is_killed=True)
     found = audit(tmp_path, SIZE)
     assert found.ok, found.problems
     assert [one.is_complete for one in found.epochs] == [True, False]
@@ -91,7 +94,8 @@ def test_fillers_are_counted(tmp_path):
 
 def test_a_rank_may_be_killed_before_its_last_step_where_another_has_gone_on(tmp_path):
     record(tmp_path, *epoch_of(0, 2)[:-1], rank=0, world_size=2)
-    record(tmp_path, *epoch_of(1, 2), *epoch_of(1, 2, 1)[:2], rank=1, world_size=2)
+    steps = [*epoch_of(1, 2), *epoch_of(1, 2, 1)[:2]]
+    record(tmp_path, *steps, rank=1, world_size=2, is_killed=True)
     found = audit(tmp_path, SIZE)
     assert found.ok, found.problems
     assert [one.is_complete for one in found.epochs] == [False, False]
@@ -99,6 +103,57 @@ def test_a_rank_may_be_killed_before_its_last_step_where_another_has_gone_on(tmp
     problems = audit(tmp_path, SIZE).problems  # an epoch later, that is no excuse
     assert "epoch 0: rank 0: the epoch has no end" in problems[0]
     assert "epoch 1: rank 0 of 2 has no record" in problems[1]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("behind", [1, MOST_STEPS_BEHIND, MOST_STEPS_BEHIND + 1, 40])
+def test_a_rank_may_have_been_killed_a_few_steps_before_another(tmp_path, behind, is_killed):
+    """But not before one that has closed its ledger: ranks take the same steps."""
+    steps = [epoch_of(rank, 2, steps=60) for rank in range(2)]
+    record(tmp_path, *steps[0][:50], rank=0, world_size=2, is_killed=is_killed)
+    record(tmp_path, *steps[1][: 50 - behind], rank=1, world_size=2, is_killed=True)
+    found = audit(tmp_path, SIZE)
+    assert not found.epochs[0].is_complete
+    if is_killed and behind <= MOST_STEPS_BEHIND:
+        assert found.ok, found.problems
+    else:
+        (problem,) = found.problems
+        assert problem.startswith("epoch 0: rank 1: the epoch has no end: it was left, or its last")
+        assert f"rank 0 50, rank 1 {50 - behind}" in found.notes[0]
+
+
+@pytest.mark.parametrize("steps", [MOST_STEPS_BEHIND, MOST_STEPS_BEHIND + 1])
+def test_a_rank_may_have_been_killed_before_its_first_record(tmp_path, steps):
+    record(tmp_path, *epoch_of(0, 2, steps=60)[:steps], rank=0, world_size=2, is_killed=True)
+    Ledger(tmp_path, rank=1, world_size=2).close()
+    found = audit(tmp_path, SIZE)
+    assert "rank 1: nothing is recorded." in found.notes
+    if steps <= MOST_STEPS_BEHIND:
+        assert found.ok, found.problems
+    else:
+        assert "epoch 0: rank 1 of 2 has no record" in found.problems[0]
+
+
+def test_a_rank_has_all_steps_before_a_checkpoint_that_another_has_resumed_from(tmp_path):
+    steps = [epoch_of(rank, 2, steps=60) for rank in range(2)]
+    record(tmp_path, *steps[0][:20], rank=0, world_size=2, is_killed=True)
+    record(tmp_path, *steps[0][20:22], rank=0, world_size=2, is_killed=True)
+    record(tmp_path / "hole", *steps[0][:20], rank=0, world_size=2, is_killed=True)
+    record(tmp_path / "hole", *steps[0][20:22], rank=0, world_size=2, is_killed=True)
+    record(tmp_path, *steps[1][:20], rank=1, world_size=2, is_killed=True)
+    record(tmp_path / "hole", *steps[1][:19], rank=1, world_size=2, is_killed=True)
+    assert audit(tmp_path, SIZE).ok
+    assert "rank 1: the epoch has no end" in audit(tmp_path / "hole", SIZE).problems[0]
+
+
+def test_a_block_that_raises_leaves_the_attempt_as_a_kill_does(tmp_path):
+    for rank in range(2):
+        with pytest.raises(KeyboardInterrupt), Ledger(tmp_path, rank=rank, world_size=2) as ledger:
+            for info in epoch_of(rank, 2)[: 5 - rank]:
+                ledger.record(info)
+            raise KeyboardInterrupt
+    found = audit(tmp_path, SIZE)
+    assert found.ok, found.problems
 
 
 # --- what is wrong --------------------------------------------------------------------------------
@@ -208,7 +263,7 @@ def test_what_a_rank_leaves_out_before_its_first_sample_is_its_own_too(tmp_path)
     for rank in range(2):
         left = info_of(0, is_filler=True, left_out=[(0, "empty")])
         rest = [left] if rank else [left, info_of(1, [1], own=[""], ends=True)]
-        record(tmp_path, *rest, rank=rank, world_size=2)
+        record(tmp_path, *rest, rank=rank, world_size=2, is_killed=True)
     assert audit(tmp_path).ok
 
 
@@ -263,6 +318,10 @@ def test_a_ledger_without_a_record_is_said_to_be_empty(tmp_path):
     found = audit(tmp_path)
     assert found.ok and not found.epochs
     assert found.notes == ("rank 0: nothing is recorded.",)
+    assert "rank 0: 0 attempts\n" in str(found)
+    problems = ("no sample has a fate, of 5: nothing is recorded.",)
+    assert audit(tmp_path, 5).problems == audit(tmp_path, {"a": 2, "b": 3}).problems == problems
+    assert audit(tmp_path, 0).ok
 
 
 # --- another number of ranks ----------------------------------------------------------------------

@@ -18,7 +18,8 @@ TRAINER = """
     warnings.simplefilter("ignore")
     folder, sharded, kill = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
     pids = r.gathered(os.getpid())
-    r.finish(ledger_kills.train(folder, rank, world_size, pids, sharded, kill))
+    meet = lambda: r.gathered(None)
+    r.finish(ledger_kills.train(folder, rank, world_size, pids, sharded, kill, meet))
 """
 
 

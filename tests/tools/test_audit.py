@@ -36,6 +36,19 @@ def test_the_digest_of_the_first_steps(tmp_path, capsys):
     assert main([str(tmp_path), "--steps", "3"]) == 0
     digest = audit(tmp_path).epochs[0].digest_of_first(3)
     assert capsys.readouterr().out.endswith(f"\nepoch 0, first 3 steps: digest {digest}\n")
+    assert main([str(tmp_path), "--steps", "9"]) == 0
+    whole = f"\nepoch 0, all 8 steps, of 9 asked for: digest {audit(tmp_path).epochs[0].digest}\n"
+    assert capsys.readouterr().out.endswith(whole)
+
+
+@pytest.mark.parametrize("steps", ["-5", "0", "1.5", "x"])
+def test_a_number_of_steps_that_is_none_is_refused(tmp_path, steps, capsys):
+    write_run(tmp_path, epochs=1)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--steps", steps])
+    assert f"--steps: must be a number above 0, but is '{steps}'." in capsys.readouterr().err
+    with pytest.raises((TypeError, ValueError), match="`steps`"):
+        audit(tmp_path).epochs[0].digest_of_first(-5)
 
 
 @pytest.mark.parametrize("size", ["x", "a=", "1.5", "-3"])

@@ -35,7 +35,9 @@ def run(job_folder, folder, world_size, sharded, kill):
 
 
 def check(folder, size, is_whole):
-    found = audit(folder / "ledger", size)
+    found = audit(folder / "ledger")
+    if found.epochs:  # else it was killed within its first record
+        found = audit(folder / "ledger", size)
     assert found.ok, found.problems
     if is_whole:
         assert [epoch.is_complete for epoch in found.epochs] == [True] * ledger_kills.EPOCHS
@@ -72,5 +74,5 @@ def test_a_run_killed_at_any_place_trains_each_sample_once(
             folder, attempt = tmp_path / str(kills + 1), 0
         else:
             kills += 1
-            if any(path.stat().st_size for path in (folder / "ledger").glob("*.ledger")):
+            if any((folder / "ledger").glob("*.ledger")):
                 check(folder, size, is_whole=False)

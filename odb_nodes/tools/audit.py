@@ -35,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="also print the digest of the first so many steps of each epoch",
     )
     args = parser.parse_args(arguments)
-    found = audit(args.folder, _size_of(parser, args.size))
+    try:
+        found = audit(args.folder, _size_of(parser, args.size))
+    except (OSError, ValueError) as error:  # Exit code 2: it says nothing of the samples.
+        parser.error(str(error))
     print(found)
     for epoch in found.epochs if args.steps is not None else ():
         digest = epoch.digest_of_first(args.steps)

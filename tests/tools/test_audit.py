@@ -56,3 +56,10 @@ def test_a_size_that_is_none_is_refused(tmp_path, size, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--size", size])
     assert "--size" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_ledger_has_another_exit_code_than_a_hole(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([str(tmp_path)])
+    assert left.value.code == 2
+    assert "has no ledger" in capsys.readouterr().err

@@ -82,12 +82,9 @@ def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
 def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
     kind = value.dtype
     if kind.isbuiltin == 1 and not kind.hasobject:
-        crc = zlib.crc32(
-            b"%d %d" % (kind.num, len(value))
-            if value.ndim == 1
-            else repr((kind.num, *value.shape)).encode(),
-            crc,
-        )
+        is_row = value.ndim == 1  # as most are; the text of a shape takes longer
+        form = b"%d %d" % (kind.num, len(value)) if is_row else b"%d %a" % (kind.num, value.shape)
+        crc = zlib.crc32(form, crc)
         return zlib.crc32(value.data if value.flags.c_contiguous else value.tobytes(), crc)
     crc = zlib.crc32(f"{kind.str} {value.shape}".encode(), crc)
     return crc if kind.hasobject else zlib.crc32(value.tobytes(), crc)

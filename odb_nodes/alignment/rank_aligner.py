@@ -157,6 +157,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._steps = AlignedRound()
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
+        self._resumed: ResumedRound  # where a state was restored: no other round is unsettled
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""

@@ -12,7 +12,7 @@ from odb_nodes.contract.node import StatefulNode
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import ItemKey
 
-__all__ = ["recall", "recalls"]
+__all__ = ["checked_key", "recall", "recalls"]
 
 
 def recalls(node: BaseNode[Any]) -> bool:

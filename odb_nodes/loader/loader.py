@@ -237,7 +237,7 @@ class Loader(Generic[T]):
             if state is None and before is not None:
                 before = replace(before, left=True)
             self._pending = before
-            close_nodes(self.root, self._stop_timeout_s)  # as after an exception in `next`
+            self._suspend()  # as after an exception in `next`
             raise
         finally:
             self._leaving = False

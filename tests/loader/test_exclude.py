@@ -444,6 +444,9 @@ def test_a_file_names_keys_and_sources(tmp_path):
         assert ExcludedKeys.of(given) == expected
     assert ExcludedKeys.from_state(expected.to_state()) == expected
     assert not ExcludedKeys.of(None)
+    path.write_text("\ufeff17\n" + json.dumps({"key": 4, "note": "a\u2028b"}, ensure_ascii=False))
+    assert ExcludedKeys.of(path) == ExcludedKeys({"": [17, 4]})
+    path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.warns(UserWarning, match="keys of source 'ocr', but `dataset` is no dict"):
         taken(loader_of(exclude=path), excluded=[17])
 

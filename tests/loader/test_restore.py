@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +19,11 @@ from odb_nodes import (
     Mixing,
     ODBDataLoader,
     ParallelProcessor,
+    PeerError,
     RankAligner,
     SampleError,
     ShardedSampler,
+    Skipped,
     SourceMixer,
     StateError,
     WindowBucketer,
@@ -272,29 +275,36 @@ def test_data_that_changed_are_found_100_of_100(tmp_path):
             iter(again)
 
 
-def test_a_sample_that_is_held_for_the_round_is_compared_too():
-    data = data_of(0, 1000)
+def on_two_ranks(exchange, data):
+    return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
 
-    def make(exchange, data):
-        return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
+
+def states_within_a_round(data):
+    """The state of each of two ranks after 14 steps, and the steps after it."""
 
     def run(exchange):
-        loader = Loader(make(exchange, data))
+        loader = Loader(on_two_ranks(exchange, data))
         it = iter(loader)
-        steps = [next(it) for _ in range(14)]  # 4 + 8 steps are two rounds
-        return loader.state_dict()["root"], steps, [next(it) for _ in range(6)]
+        for _ in range(14):  # 4 + 8 steps are two rounds
+            next(it)
+        return loader.state_dict(), [next(it) for _ in range(6)]
+
+    return on_ranks(2, run)
+
+
+def test_a_sample_that_is_held_for_the_round_is_compared_too():
+    data = data_of(0, 1000)
+    ranks = states_within_a_round(data)
 
     def resume(exchange):
-        state, _, rest = ranks[exchange.rank]
+        state, rest = ranks[exchange.rank]
         key = rest[-1][0][0].key
         changed = [list(one) for one in data]
         changed[key][0] += 1
-        root = make(exchange, changed)
         with pytest.raises(StateError, match=rf"RankAligner cannot be restored: .*\(key {key}\)"):
-            root.reset(state)
+            on_two_ranks(exchange, changed).reset(state["root"])
         return True
 
-    ranks = on_ranks(2, run)
     assert all(on_ranks(2, resume))
 
 
@@ -321,6 +331,9 @@ def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
     for key in (3, 10**6, 1 << 40):
         with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
             source.read(key)
+    path.unlink()
+    with pytest.raises(StateError, match="there is no record at byte 0 of .*No such file"):
+        source.read(0)
     with pytest.raises(StateError, match="there is no sample 50: the data have 50 now"):
         ShardedSampler(50).read(50)
 
@@ -341,25 +354,7 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
         make().source.reset(states[1])
 
 
-# --- the size of a state --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("window", [256, 4096])
-def test_a_state_has_at_most_20_bytes_a_pooled_sample(window, mixed):
-    size = 3 * window
-    data = {"web": range(size), "ocr": range(size)} if mixed else range(size)
-    options = {"process_fn": Counting(), "window": window}
-    with ODBDataLoader(data, token_budget=4096, **options) as loader:
-        it = iter(loader)
-        for _ in range(8):
-            next(it)
-        state = loader._bucketer.state_dict()
-    parts = [part for part in (*state["pool"], state["waiting"]) if isinstance(part, bytes)]
-    assert sum(map(len, parts)) <= 20 * len(loader._bucketer._pool)
-
-
-# --- what a review has found ----------------------------------------------------------------------
+# --- what does not go well ------------------------------------------------------------------------
 
 
 def test_a_state_that_was_interrupted_leaves_the_next_one_right(monkeypatch):
@@ -438,22 +433,114 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
 @pytest.mark.filterwarnings("ignore:.*has other content now")
 def test_within_a_round_not_even_a_change_that_is_meant_is_taken():
     data = data_of(0, 1000)
-
-    def make(exchange, data):
-        return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
-
-    def run(exchange):
-        loader = Loader(make(exchange, data))
-        it = iter(loader)
-        steps = [next(it) for _ in range(14)]
-        return loader.state_dict(), steps
+    ranks = states_within_a_round(data)
 
     def resume(exchange):
-        loader = Loader(make(exchange, [[n + 1 for n in one] for one in data]))
+        loader = Loader(on_two_ranks(exchange, [[n + 1 for n in one] for one in data]))
         loader.load_state_dict(ranks[exchange.rank][0], strict=False)
         with pytest.raises(StateError, match="within a round of steps"):
             iter(loader)
         return True
 
-    ranks = on_ranks(2, run)
     assert all(on_ranks(2, resume))
+
+
+def test_a_round_that_failed_leaves_the_state_as_it_was():
+    """What is left out ahead of the next round comes once, also where that round is tried again."""
+
+    def text(index):
+        return Skipped("third") if index % 3 == 0 else {"input_ids": [index] * length(index)}
+
+    def run(exchange):
+        shard = {"rank": exchange.rank, "world_size": exchange.world_size}
+        node = LengthObserver(ParallelProcessor(ShardedSampler(900, **shard), text, **shard))
+        node = RankAligner(WindowBucketer(node, 256, 16), exchange, ROUND, timeout_s=1.0)
+        node.reset(None)
+        if exchange.rank == 1:
+            return [next(node) for _ in range(12)]  # and comes to no third round
+        before = None
+        with pytest.raises(PeerError):
+            while True:
+                before = node.state_dict()
+                next(node)
+        return node.state_dict() == before and before["left_out_ahead"]
+
+    assert on_ranks(2, run, 1.0)[0]
+
+
+@pytest.mark.workers
+def test_a_restore_that_is_refused_leaves_no_worker_behind():
+    data = data_of(2)
+
+    def make(data):
+        options = {"process_fn": Counting(data), "window": 24, "num_workers": 2}
+        return ODBDataLoader(range(200), token_budget=200, **options)
+
+    with make(data) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with make([[n + 1 for n in one] for one in data]) as again:
+        again.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(StateError, match="has other content"):
+                iter(again)
+            assert again.worker_pids == []
+
+
+def test_what_a_restore_was_to_make_is_not_made_where_nobody_waits_for_it():
+    started = []
+
+    def slow(item):
+        started.append(item)
+        time.sleep(0.01)
+        return {"input_ids": [item]}
+
+    workers = WorkerOptions(num_workers=1, chunk_size=2, in_flight_samples=200, method="thread")
+    node = ParallelProcessor(ShardedSampler(200, shuffle=False), slow, seed=None, workers=workers)
+    node.reset(None)
+    again = node.recall([ItemKey("", n, 1) for n in range(200)])
+    next(again)
+    again.close()
+    assert next(node)["input_ids"] == [0]
+    assert len(started) < 100
+    node.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*`state` was")
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [("replay", "payload", "Build the graph as it was"), ("payload", "replay", "could not replay")],
+)
+def test_keys_are_not_restored_where_samples_are_carried_nor_the_other_way(before, after, message):
+    def make(state):
+        options = {"process_fn": Counting(), "window": 24, "state": state}
+        return ODBDataLoader(range(200), token_budget=200, **options)
+
+    loader = make(before)
+    next(iter(loader))
+    other = make(after)
+    other.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.raises(StateError, match=message):
+        iter(other)
+
+
+# --- the size of a state --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["one", "mixed", "cycle"])
+@pytest.mark.parametrize("window", [256, 4096])
+def test_a_state_has_at_most_20_bytes_a_pooled_sample(window, kind):
+    size = 3 * window
+    few = size if kind == "mixed" else 50
+    data = range(size) if kind == "one" else {"web": range(size), "ocr": range(few)}
+    options = {"process_fn": Counting(), "window": window}
+    if kind == "cycle":
+        options["weights"] = Mixing(weights={"web": 1, "ocr": 1}, stop="cycle")
+    with ODBDataLoader(data, token_budget=4096, **options) as loader:
+        it = iter(loader)
+        for _ in range(8):
+            next(it)
+        state = loader._bucketer.state_dict()
+    parts = [part for part in (*state["pool"], state["waiting"]) if isinstance(part, bytes)]
+    assert sum(map(len, parts)) <= 20 * len(loader._bucketer._pool)
+    assert (state["pool"][4] is not None) == (kind == "cycle")

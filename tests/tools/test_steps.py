@@ -127,6 +127,12 @@ def with_images(group):
     )
 
 
+JOBS = [
+    *((world_size, make) for world_size in (1, 2, 4) for make in (padded, packed, mixed, uneven)),
+    *((world_size, with_images) for world_size in (2, 4)),
+]
+
+
 def recorded(make_loader, folder, epochs=1):
     """What each rank had at each step, and its state after it; recorded in a ledger."""
 
@@ -159,11 +165,8 @@ def check(remade, info, batch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make_loader", [padded, packed, mixed, uneven, with_images])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "make_loader"), JOBS)
 def test_a_step_is_made_again_from_a_ledger(world_size, make_loader, tmp_path):
-    if make_loader is with_images and world_size == 1:
-        pytest.skip("with ranks")
     ranks = on_ranks(world_size, recorded(make_loader, tmp_path, epochs=2))
     places = random.Random(world_size).sample([*ranks[0]], 5)
     for epoch, step in [*places, max(ranks[0])]:
@@ -227,11 +230,8 @@ def test_where_ranks_end_apart_those_that_go_on_are_made_again(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make_loader", [padded, packed, mixed, uneven, with_images])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "make_loader"), JOBS)
 def test_the_step_after_a_checkpoint_is_made_again(world_size, make_loader, tmp_path):
-    if make_loader is with_images and world_size == 1:
-        pytest.skip("with ranks")
     ranks = on_ranks(world_size, recorded(make_loader, tmp_path / "ledger"))
     rng = random.Random(world_size)
     for number, (_, step) in enumerate(rng.sample([*ranks[0]][:-3], 4)):
@@ -280,10 +280,20 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
     for epoch, step in ((0, 999), (1, 0)):
         with pytest.raises(StateError, match=f"has no step {step} of epoch {epoch}"):
             remake_from_ledger(packed, tmp_path, epoch=epoch, step=step)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in tmp_path.glob("*.ledger"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        (damaged / path.name).write_bytes(content)
+    with pytest.raises(StateError, match="is damaged, so nothing is made of it"):
+        remake_from_ledger(packed, damaged, epoch=0, step=0)
     with pytest.raises(FileNotFoundError, match="has no ledger"):
         remake_from_ledger(packed, tmp_path / "elsewhere", epoch=0, step=0)
-    with pytest.raises(StateError, match="must hold one state of each rank"):
+    with pytest.raises(StateError, match=r"has no states, but folders \['damaged'\]"):
         remake_from_checkpoint(packed, tmp_path)
+    with pytest.raises(StateError, match="must hold one state of each rank"):
+        remake_from_checkpoint(packed, damaged)
     with pytest.raises(StateError, match="state of rank [01] holds none of a `GroupCollator`"):
         remake_from_checkpoint(packed, [{"model": 1}, {"model": 2}])
     ranks = on_ranks(2, recorded(packed, tmp_path / "other"))

@@ -41,7 +41,7 @@ _NODE_KEY = "node"
 _CONFIG_KEY = "config"
 _DIGEST_KEY = "digest"
 ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
-_PLAIN = (int, str, bytes, float, bool, type(None))
+_PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
 
 
 def copy_state(state: Any) -> Any:
@@ -50,13 +50,14 @@ def copy_state(state: Any) -> Any:
     if kind in _PLAIN:
         return state
     if kind is dict:
-        return {key: copy_state(value) for key, value in state.items()}
+        return {
+            key: value if type(value) in _PLAIN else copy_state(value)
+            for key, value in state.items()
+        }
     if kind is list:
         return [copy_state(value) for value in state]
     if kind is tuple:
-        if all(type(value) in _PLAIN for value in state):
-            return state
-        return tuple([copy_state(value) for value in state])
+        return state if _PLAIN.issuperset(map(type, state)) else tuple(map(copy_state, state))
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     return copy.deepcopy(state)

@@ -313,9 +313,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 keys.append(checked_key(self.source, key_of()))
                 locations.append(location_of())
                 items.append(item)
-                gap = self._gaps.popleft() if self._gaps else 0
-                steps.append(1 + gap)
-                self._skip(gap, sum(steps))
+                steps.append(1)
+                if self._gaps and (gap := self._gaps.popleft()):
+                    steps[-1] += gap
+                    self._skip(gap, sum(steps))
         except StopIteration:
             self._source_ended = True
         except Exception as caught:

@@ -72,6 +72,8 @@ class StepInfo:
         local_targets: supervised tokens of this rank; 0 in a filler step.
         all_samples_this_step: samples of all ranks.
         all_targets: supervised tokens of all ranks.
+        most_cost: the cost of the dearest batch of the step, of whichever rank, in the unit of
+            `cost_fn` of the `RankAligner`: by default that of `TokenBudget.tokens`.
         loss_scale: factor for this rank's mean loss over its supervised tokens. With it, the mean
             of the gradients over ranks, summed over the micro-steps, is the gradient of the mean
             loss over all supervised tokens of the optimizer step. NaN times 0 is NaN: if a batch
@@ -109,6 +111,7 @@ class StepInfo:
     local_targets: int
     all_samples_this_step: int
     all_targets: int
+    most_cost: int = 0
     loss_scale: float = 1.0
     is_filler: bool = False
     micro_step: int = 0

@@ -17,6 +17,7 @@ from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo, facts_of_rows
 
 LossScaling = Literal["exact", "approx", "none"]
+_COLUMNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,14 @@ class AlignedRound:
 
     Args:
         table: a row for each step: the index of this rank's group or `FILLER`, and the samples,
-            targets and flags of all ranks, (steps, 4) int64.
+            targets, flags and highest cost of all ranks, (steps, 5) int64.
     """
 
-    ROW_BYTES = 32
+    ROW_BYTES = 40
     """Size of a step in `to_bytes`."""
 
     def __init__(self, table: IntArray | None = None) -> None:
-        self._table = np.empty((0, 4), dtype=np.int64) if table is None else table
+        self._table = np.empty((0, _COLUMNS), dtype=np.int64) if table is None else table
         self._steps = self.rows
         self._groups: list[list[Sample]] = []
         self.filler: Sample | None = None
@@ -74,13 +75,13 @@ class AlignedRound:
         Raises:
             StateError: `data` is no such round.
         """
-        table = np.frombuffer(data or b"", "<i8").reshape(-1, 4).astype(np.int64)
+        table = np.frombuffer(data or b"", "<i8").reshape(-1, _COLUMNS).astype(np.int64)
         if (table[:, 0] < FILLER).any() or (table[:, 1:] < 0).any():
             raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
         return cls(table)
 
     def to_bytes(self) -> bytes | None:
-        """Return the round without its groups, 32 bytes a step."""
+        """Return the round without its groups, 40 bytes a step."""
         # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return self._table.astype("<i8").tobytes() or None
 
@@ -165,7 +166,8 @@ class AlignedRound:
 
         Args:
             emitted: the steps that are out: whole optimizer steps.
-            totals: samples, targets and flags of each step over all ranks, (steps, 3) int64.
+            totals: samples, targets, flags and highest cost of each step over all ranks, (steps, 4)
+                int64.
             accumulate: steps of an optimizer step.
         """
         self._table[emitted:, 1:] = totals
@@ -190,7 +192,7 @@ class AlignedRound:
             modalities: names of the bits of the flags.
             facts: the fields of the `StepInfo` that the round does not know.
         """
-        group_index, samples, targets, flags = self._table[index].tolist()
+        group_index, samples, targets, flags, most_cost = self._table[index].tolist()
         micro_step = index % rule.accumulate
         together = self._table[index - micro_step : index - micro_step + rule.accumulate]
         is_filler = group_index == FILLER
@@ -203,6 +205,7 @@ class AlignedRound:
             local_targets=0 if is_filler else sum(sample.targets for sample in group),
             all_samples_this_step=samples,
             all_targets=targets,
+            most_cost=most_cost,
             is_filler=is_filler,
             micro_step=micro_step,
             micro_steps=min(len(together), self._steps - index + micro_step),

@@ -34,7 +34,7 @@ __all__ = [
     "unseal_whole",
 ]
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 _VERSION_KEY = "version"
 _NODE_KEY = "node"

@@ -178,7 +178,8 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         if info is None:
             info = StepInfo.of_one_rank(group, self._step, self._epochs.epoch)
             left_out = call_member(self.source, "take_left_out") or ()
-            info = replace(info, left_out=tuple(left_out))
+            cost = 0 if self._budget is None else self._budget.cost([one.tokens for one in group])
+            info = replace(info, left_out=tuple(left_out), most_cost=cost)
         return AlignedGroup(group, info)
 
     def _batch(

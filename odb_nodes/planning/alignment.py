@@ -90,7 +90,8 @@ class RoundPlan:
     """The steps of a round.
 
     Attributes:
-        totals: samples, targets and flags of each step over all ranks, (steps, 3) int64.
+        totals: samples, targets, flags and highest cost of each step over all ranks, (steps, 4)
+            int64.
         groups: index of the group of each rank and step, or `FILLER`, (ranks, steps) int64.
         costs: cost of the group of each rank and step, (ranks, steps) int64.
         splits: number of splits that each rank has to make.
@@ -237,7 +238,7 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
 
 
 def step_totals(reports: Sequence[CostReport], steps: int) -> IntArray:
-    """Return samples, targets and flags of steps over all ranks, (steps, 3) int64.
+    """Return samples, targets, flags and highest cost of steps over all ranks, (steps, 4) int64.
 
     Args:
         reports: the reports of all ranks, with a row for each step; a rank that has ended may
@@ -253,7 +254,8 @@ def step_totals(reports: Sequence[CostReport], steps: int) -> IntArray:
 def _totals(pieces: IntArray) -> IntArray:
     samples, targets = pieces[:, :, SAMPLES].sum(axis=0), pieces[:, :, TARGETS].sum(axis=0)
     flags = np.bitwise_or.reduce(pieces[:, :, FLAGS], axis=0)
-    return np.stack((samples, targets, flags), axis=1)
+    most_cost = pieces[:, :, COST].max(axis=0, initial=0)
+    return np.stack((samples, targets, flags, most_cost), axis=1)
 
 
 def shuffled(count: int, key: int) -> IntArray:

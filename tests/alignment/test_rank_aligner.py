@@ -21,6 +21,7 @@ from odb_nodes import (
     ShardedSampler,
     SourceMixer,
     StateError,
+    TokenBudget,
     WindowBucketer,
     pop_step_info,
 )
@@ -610,3 +611,15 @@ def test_one_rank_resumes_exactly(state, sampled):
     assert_resumes_exactly(make, epochs=3, **sampled(horizon=12, chain=1))
     sizes = [pop_step_info(batch).micro_steps for batch in make()]
     assert set(sizes[:-3]) == {3}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_rank_knows_what_the_dearest_batch_of_a_step_costs(world_size):
+    def run(exchange):
+        return [*graph(exchange, shard(exchange.rank, 30 + 9 * exchange.rank))]
+
+    budget = TokenBudget(60)
+    for items in zip(*on_ranks(world_size, run), strict=True):
+        batches = [item.samples for item in items if not item.info.is_filler]
+        most = max(budget.cost([sample.tokens for sample in batch]) for batch in batches)
+        assert [item.info.most_cost for item in items] == [most] * world_size

@@ -15,14 +15,14 @@ def round_of(sizes):
     keys = iter(range(sum(sizes)))
     groups = [[Sample(None, 5, 4, key=next(keys)) for _ in range(size)] for size in sizes]
     numbers = iter(range(len(sizes)))
-    rows = [(next(numbers) if size else FILLER, size, 4 * size, 0) for size in sizes]
+    rows = [(next(numbers) if size else FILLER, size, 4 * size, 0, 5 * size) for size in sizes]
     steps = AlignedRound(np.array(rows, np.int64))
     steps.fill([group for group in groups if group], Sample(None, 1, 1))
     return steps
 
 
 def report_of(steps):
-    rows = [(len(group), 4 * len(group), 0, 0, 0) for group in steps.groups()]
+    rows = [(len(group), 4 * len(group), 5 * len(group), 0, 0) for group in steps.groups()]
     return CostReport(np.array(rows, np.int64), len(rows), ended=True)
 
 
@@ -31,7 +31,7 @@ def test_a_group_that_becomes_empty_is_one_to_fill():
     gone = steps.leave_out(1, ExcludedKeys({"": [0, 2, 4]}))
     assert [one.key for one in gone] == [2, 4]  # the first step is out: what it had stays counted
     assert [len(group) for group in steps.groups()[1:]] == [0, 2]
-    assert np.frombuffer(steps.to_bytes(), "<i8").reshape(-1, 4)[:, 0].tolist() == [0, FILLER, 2]
+    assert np.frombuffer(steps.to_bytes(), "<i8").reshape(-1, 5)[:, 0].tolist() == [0, FILLER, 2]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_optimizer_steps_that_nobody_has_a_sample_for_are_dropped_as_a_whole(
     steps = round_of(sizes)
     totals = step_totals([report_of(steps)] * 2, len(sizes))[emitted:]
     steps.settle(emitted, totals, accumulate)
-    table = np.frombuffer(steps.to_bytes(), "<i8").reshape(-1, 4)
+    table = np.frombuffer(steps.to_bytes(), "<i8").reshape(-1, 5)
     expected = [1, 1, 1] if left is None else left
     assert table[emitted:, 1].tolist() == [2 * size for size in expected[emitted:]]
     assert table[:, 0].tolist().count(FILLER) == expected.count(0)

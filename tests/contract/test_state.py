@@ -39,7 +39,7 @@ def test_a_state_is_copied_whole():
         ([1], "but is list"),
         ({"model": 1, "optimizer": 2}, r"a dict with keys \['model', 'optimizer'\]"),
         (seal("Other", {}, {"x": 1}), "saved by `Other`, but is loaded into `Node`"),
-        ({**seal("Node", {}, {"x": 1}), "version": 99}, "has `version` 99, but .* reads 5"),
+        ({**seal("Node", {}, {"x": 1}), "version": 99}, "has `version` 99, but .* reads 6"),
         (seal("Node", {}, {}), "lacks `x`: it is incomplete"),
         (seal("Node", {"k": 1}, {"x": 1}), "`k` was 1 when saved, but is 'absent' now"),
     ],

@@ -1,6 +1,6 @@
 """Errors of this library, besides `TypeError` and `ValueError` for bad arguments."""
 
-__all__ = ["PeerError", "SampleError", "StateError", "WorkerError"]
+__all__ = ["PeerError", "SampleError", "StateError", "StepMemoryError", "WorkerError"]
 
 
 class PeerError(RuntimeError):
@@ -23,6 +23,10 @@ class SampleError(ValueError):
 
 class StateError(ValueError):
     """A state does not fit the graph, is incomplete, or does not reproduce what it recorded."""
+
+
+class StepMemoryError(RuntimeError):
+    """A step of training ran out of memory, and nothing can be done about it within the step."""
 
 
 class WorkerError(RuntimeError):

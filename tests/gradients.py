@@ -22,24 +22,31 @@ _HIDDEN = 10
 
 
 class LanguageModel(nn.Module):
-    """Each position sees the mean of those before it. (B, T) -> (B, T, vocabulary)."""
+    """Each position sees the mean of those before it. (B, T) -> (B, T, vocabulary).
 
-    def __init__(self):
+    In a packed row, where `position_ids` begin anew with each sample, of those of its own sample.
+    """
+
+    def __init__(self, vocabulary=_VOCABULARY):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(_VOCABULARY, _HIDDEN, dtype=torch.float64)
+        self.embedding = nn.Embedding(vocabulary, _HIDDEN, dtype=torch.float64)
         self.hidden = nn.Linear(_HIDDEN, _HIDDEN, dtype=torch.float64)
-        self.head = nn.Linear(_HIDDEN, _VOCABULARY, dtype=torch.float64)
+        self.head = nn.Linear(_HIDDEN, vocabulary, dtype=torch.float64)
 
-    def forward(self, input_ids):
-        positions = torch.arange(1, input_ids.shape[1] + 1)[:, None]
-        seen = self.embedding(input_ids).cumsum(1) / positions
+    def forward(self, input_ids, position_ids=None):
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        positions = places if position_ids is None else position_ids
+        sums = nn.functional.pad(self.embedding(input_ids).cumsum(1), (0, 0, 1, 0))
+        before = (places - positions)[..., None].expand(-1, -1, sums.shape[-1])
+        seen = (sums[:, 1:] - sums.gather(1, before)) / (positions[..., None] + 1)
         return self.head(torch.tanh(self.hidden(seen)))
 
 
 def mean_loss(model, batch):
     """The mean over supervised tokens; 0 where there are none."""
-    logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+    logits = model(batch["input_ids"], batch.get("position_ids"))[:, :-1]
+    labels = batch["labels"][:, 1:]
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / max(1, int((labels != -100).sum()))
 

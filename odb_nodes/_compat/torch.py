@@ -1,6 +1,43 @@
 """What we rely on inside of torch."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["pin_memory"]
+__all__ = ["is_sharded", "pin_memory", "without_ddp_sync"]
+
+
+@contextmanager
+def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
+    """Within this context a DDP model has no collective, in forward or in backward.
+
+    `no_sync` alone would let the first forward in it broadcast the buffers once more.
+    """
+    before = model.require_forward_param_sync
+    model.require_forward_param_sync = False
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        model.require_forward_param_sync = before
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether ranks compute a model together: FSDP, or parameters that are `DTensor`s."""
+    classes: list[type] = []
+    for module, names in (
+        ("torch.distributed.fsdp", ("FullyShardedDataParallel", "FSDPModule")),
+        ("torch.distributed.tensor", ("DTensor",)),
+    ):
+        if (loaded := sys.modules.get(module)) is not None:  # else nobody has made one
+            classes += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
+    kinds = tuple(classes)
+    return any(isinstance(one, kinds) for one in (*model.modules(), *model.parameters()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,13 @@ def store_host() -> str:
     It is the agent of torchrun, or else rank 0, unless the program has made the store itself.
     """
     return "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+
+
+def abort_groups() -> None:
+    """Break all connections of this process: collectives over NCCL fail then, those of gloo not."""
+    for group in [*dist.distributed_c10d._world.pg_names]:
+        with suppress(RuntimeError):
+            group.abort()
 
 
 def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:

@@ -72,6 +72,10 @@ class Peers:
         """Whether `agree` has been called since `begin`."""
         return self._channel.agreed
 
+    def new_exchange(self) -> Exchange:
+        """Return another exchange among the same ranks. All of them make one, in the same order."""
+        return resolve_exchange(self._process_group, self._timeout_s)
+
     def check_process(self) -> None:
         """Check that the connections are of this process.
 

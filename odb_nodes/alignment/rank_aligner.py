@@ -13,6 +13,7 @@ from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
@@ -184,6 +185,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self._held is not None:
             self._held.put_into(at)
         return at
+
+    def new_exchange(self) -> Exchange:
+        """Return another exchange among the ranks. All of them make one, in the same order."""
+        return self._peers.new_exchange()
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""

@@ -99,6 +99,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         self._fresh = True  # no batch since the reset
         self._step = self._samples = 0
         self._held: AlignedGroup | None = None  # taken from the source, and not out yet
+        self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
 
     def trust_labels(self) -> None:
         """Do not warn of weights: the trainer counts the labels of each batch itself."""
@@ -108,9 +109,29 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
         self._read_ahead = True
 
+    def keep_samples(self) -> None:
+        """From now on, keep the samples of each batch that is out, until `take_samples`."""
+        self._kept = self._kept or {}
+
+    def take_samples(self, info: StepInfo) -> list[Sample]:
+        """Return the samples of the batch of a step, and keep them no longer.
+
+        Raises:
+            StateError: they are not kept.
+        """
+        kept = self._kept or {}
+        if (samples := kept.pop((info.epoch, info.step), None)) is None:
+            raise StateError(
+                f"the samples of step {info.step} of epoch {info.epoch} are not kept: the loader "
+                "was reset since, or its batches are taken by somebody else, too."
+            )
+        return samples
+
     def prepare_reset(self) -> None:
-        """Note on which thread the trainer is."""
+        """Note on which thread the trainer is, and let go of samples of batches that are out."""
         self._thread, self._fresh = threading.get_ident(), True
+        if self._kept:
+            self._kept.clear()
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
@@ -132,7 +153,10 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         if self._held is None:
             self._held = self.take_group()
         batch: Any = self._batch(*self._held)
-        self._samples += self._held.info.local_samples
+        group, info = self._held
+        if self._kept is not None:
+            self._kept[info.epoch, info.step] = group
+        self._samples += info.local_samples
         self._step += 1
         self._held, self._fresh = None, False
         return batch  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""Gradients of a step that may be computed again: kept on this rank, then averaged once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from odb_nodes._compat.torch import is_sharded, without_ddp_sync
+
+Kind = Literal["local", "ddp", "sharded"]
+"""Who computes a step: this rank alone; this rank, and then all average their gradients; or all
+ranks together, in collectives within forward and backward."""
+
+
+def kind_of(model: nn.Module) -> Kind:
+    """Return who computes a step of a model.
+
+    Raises:
+        TypeError: it is no `nn.Module`, or one whose backward is not torch's.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an `nn.Module`, but is `{type(model).__name__}` instead.")
+    if callable(getattr(model, "backward", None)):
+        raise TypeError(
+            f"`{type(model).__name__}` has a `backward` of its own, which cannot be computed in "
+            "parts. Pass a plain module, DDP or FSDP."
+        )
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    return "sharded" if is_sharded(model) else "local"
+
+
+@contextmanager
+def local_gradients(model: nn.Module) -> Iterator[None]:
+    """Within this context a model has no collective, in forward or in backward."""
+    if isinstance(model, DistributedDataParallel):
+        with without_ddp_sync(model):
+            yield
+    else:
+        yield
+
+
+def check_no_gradients(model: nn.Module) -> None:
+    """Raise a `RuntimeError` if a parameter has a gradient that is not 0."""
+    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    if grads and any(bool(grad.any()) for grad in grads):
+        raise RuntimeError(
+            "the parameters have gradients before `step.backward`, which a step that is computed "
+            "again would lose. Call `optimizer.zero_grad()` at the end of each step."
+        )
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """Free the gradients of a model."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply the gradients of a model."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def average_gradients(model: DistributedDataParallel) -> None:
+    """Average the gradients over the ranks of a model, as its own backward would have."""
+    group, ranks = model.process_group, dist.get_world_size(model.process_group)
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if not parameters:
+        return
+    device = parameters[0].device
+    has_one = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+    has_one = has_one.to(device)
+    dist.all_reduce(has_one, dist.ReduceOp.MAX, group=group)
+    works = []
+    for parameter, has in zip(parameters, has_one.tolist(), strict=True):
+        if not has:  # on no rank
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(ranks)
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for work in works:
+        work.wait()

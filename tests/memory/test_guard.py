@@ -1,0 +1,228 @@
+"""A guarded step has the gradients of the whole, whatever has run out of memory in it."""
+
+import pytest
+import torch
+from gradients import LanguageModel, OneProcess, gradient_of, relative_error, samples_of
+from memory_faults import PLACES, FailingModel, above, at_call, loss_of, never
+from torch import nn
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import (
+    GroupCollator,
+    Ledger,
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    SampleError,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+    WorkerOptions,
+    audit,
+)
+from odb_nodes.errors import StepMemoryError
+from odb_nodes.memory import OomGuard
+
+SAMPLES = 60
+LAYOUTS = ("padded", "packed")
+
+
+def loader_of(layout="padded", accumulate=1, **options):
+    budget = TokenBudget(96, layout=layout)
+    options = {"token_budget": budget, "window": 16, "accumulate": accumulate, **options}
+    return ODBDataLoader(samples_of(0, SAMPLES), **options)
+
+
+def epoch(loader, model, ledger=None, **options):
+    """Of each optimizer step: gradient, loss, keys, and the loader's state after it."""
+    guard, found = OomGuard(loader, **options), []
+    for step in guard:
+        loss = float(step.backward(model, loss_of(model)))
+        keys = [info.keys for info in step.infos]
+        found.append((gradient_of(model), loss, keys, loader.state_dict()))
+        for info in step.infos if ledger else ():
+            ledger.record(info)
+        model.zero_grad()
+    return guard, found
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one[0], other[0]) < 1e-12
+        assert one[1] == pytest.approx(other[1], rel=1e-12)
+        assert one[2:] == other[2:]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("most", [70, 40, 25])
+def test_what_does_not_fit_is_computed_in_parts(layout, accumulate, place, most):
+    _, expected = epoch(loader_of(layout, accumulate), FailingModel(never))
+    guard, found = epoch(loader_of(layout, accumulate), FailingModel(above(most), place))
+    check_equal(found, expected)
+    assert guard.ooms > 0 < guard.split_steps <= len(found)
+    assert guard.skipped_samples == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_at_every_step_memory_may_run_out_by_chance(accumulate, place, sampled):
+    model = FailingModel(never)
+    _, expected = epoch(loader_of(accumulate=accumulate), model)
+    several = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
+    for number in several[:: sampled(every=7).get("every", 1)]:
+        guard, found = epoch(
+            loader_of(accumulate=accumulate), FailingModel(at_call({number}), place)
+        )
+        check_equal(found, expected)
+        assert guard.ooms == 1
+
+
+def test_a_sample_alone_is_tried_twice_since_memory_may_have_been_in_pieces():
+    _, expected = epoch(loader_of(), FailingModel(never))
+    failed = []
+
+    def once(rows, width):
+        failed.append((rows, width))
+        return rows == 1 and failed.count((rows, width)) == 1
+
+    guard, found = epoch(loader_of(), FailingModel(once), limit=8)
+    check_equal(found, expected)
+    assert guard.ooms > 0
+
+
+def test_batches_that_are_made_ahead_by_workers_keep_their_samples():
+    workers = WorkerOptions(num_workers=1, method="thread")
+    _, expected = epoch(loader_of(), FailingModel(never))
+    with loader_of(workers=workers) as loader:
+        _, found = epoch(loader, FailingModel(above(40)))
+    check_equal(found, expected)
+
+
+def test_a_run_that_resumes_goes_on_alike():
+    _, expected = epoch(loader_of(), FailingModel(never))
+    for place in range(0, len(expected), 4):
+        loader = loader_of()
+        loader.load_state_dict(expected[place][3])
+        for one, other in zip(
+            epoch(loader, FailingModel(above(40)))[1], expected[place + 1 :], strict=True
+        ):
+            assert relative_error(one[0], other[0]) < 1e-12
+            assert one[2] == other[2]
+
+
+def test_steps_above_the_limit_are_computed_in_parts_from_the_beginning():
+    _, expected = epoch(loader_of(), FailingModel(never))
+    guard, found = epoch(loader_of(), FailingModel(above(40)), limit=40)
+    check_equal(found, expected)
+    assert guard.ooms == 0 < guard.split_steps
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_path):
+    samples = samples_of(0, SAMPLES)
+    whole = OneProcess([SAMPLES])
+    loader = loader_of(accumulate=accumulate)
+    with Ledger(tmp_path) as ledger:
+        guard, found = epoch(loader, FailingModel(above(20)), ledger, on_oom="skip")
+    seen = []
+    for gradient, _, keys, _ in found:
+        ids = [samples[key]["id"] for some in keys for key in some]
+        seen += ids
+        if ids:
+            assert relative_error(gradient, whole.gradient([ids], "exact")) < 1e-12
+    left = {one["id"] for one in samples} - {*seen}
+    assert len(left) == guard.skipped_samples
+    assert left == {one["id"] for one in samples if len(one["input_ids"]) > 20}
+    report = audit(tmp_path, SAMPLES)
+    assert report.ok
+    assert f"{len(left)} skipped (out of memory)" in str(report)
+
+
+def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
+    longest = max(enumerate(samples_of(0, SAMPLES)), key=lambda one: len(one[1]["input_ids"]))
+    tokens = len(longest[1]["input_ids"])
+    message = rf"step \d+ of epoch 0, rank 0: a sample \(key \d+\) with {tokens} tokens .* alone"
+    with pytest.raises(StepMemoryError, match=message):
+        epoch(loader_of(), FailingModel(above(tokens - 1)))
+
+
+def test_the_models_own_error_is_raised_where_that_is_asked_for():
+    with pytest.raises(torch.OutOfMemoryError):
+        epoch(loader_of(), FailingModel(above(40)), on_oom="raise")
+
+
+def test_another_error_is_raised_as_it_is():
+    def fails(rows, width):
+        raise KeyError("of the model")
+
+    with pytest.raises(KeyError, match="of the model"):
+        epoch(loader_of(), FailingModel(fails))
+
+
+def test_of_a_graph_without_an_aligner_too():
+    def make():
+        source = LengthObserver(IterableWrapper(samples_of(0, SAMPLES)))
+        return Loader(GroupCollator(WindowBucketer(source, 96, 16)))
+
+    _, expected = epoch(make(), FailingModel(never))
+    _, found = epoch(make(), FailingModel(above(40)))
+    check_equal(found, expected)
+
+
+def test_what_is_not_for_a_guard_is_refused():
+    loader = loader_of()
+    with pytest.raises(ValueError, match="`on_oom` must be one of .*but is \"?'?halve"):
+        OomGuard(loader, "halve")
+    with pytest.raises(ValueError, match="`guard_above` must be in 0..1, but is 2 instead"):
+        OomGuard(loader, guard_above=2)
+    with pytest.raises(ValueError, match="`limit` must be"):
+        OomGuard(loader, limit=0)
+    with pytest.raises(TypeError, match="its graph has 0"):
+        OomGuard(Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16)))
+
+
+def test_what_is_not_for_a_step_is_refused():
+    model = LanguageModel()
+    steps = iter(OomGuard(loader_of()))
+    step = next(steps)
+    with pytest.raises(TypeError, match="`model` must be an `nn.Module`, but is `function`"):
+        step.backward(loss_of, loss_of(model))
+    with pytest.raises(TypeError, match="`loss_fn` must return the mean loss"):
+        step.backward(model, lambda batch: 1.0)
+    with pytest.raises(RuntimeError, match="was called before for this step"):
+        step.backward(model, loss_of(model))
+    step = next(steps)
+    step.backward(model, loss_of(model))
+    with pytest.raises(RuntimeError, match="the parameters have gradients before"):
+        next(steps).backward(model, loss_of(model))
+    model.zero_grad(set_to_none=False)
+    next(steps).backward(model, loss_of(model))
+
+    class Engine(nn.Linear):
+        def backward(self, loss):
+            """As DeepSpeed's has."""
+
+    with pytest.raises(TypeError, match="`Engine` has a `backward` of its own"):
+        next(steps).backward(Engine(1, 1), loss_of(model))
+
+
+def test_samples_of_a_loader_that_was_reset_are_not_kept():
+    loader = loader_of()
+    collator = loader.root
+    step = next(iter(OomGuard(loader)))
+    next(iter(loader))
+    with pytest.raises(StateError, match=r"the samples of step 9 of epoch 1 are not kept"):
+        collator.take_samples(
+            step.infos[0].__class__(**{**vars(step.infos[0]), "step": 9, "epoch": 1})
+        )
+    assert len(collator._kept) == 1  # of the batch that is out, and not one more
+
+
+def test_a_collate_function_that_fails_is_not_taken_for_a_lack_of_memory():
+    def collate(samples):
+        raise SampleError("bad")
+
+    with pytest.raises(SampleError):
+        epoch(loader_of(collate_fn=collate), FailingModel(never))

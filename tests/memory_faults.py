@@ -1,0 +1,60 @@
+"""Models that run out of memory where a test wants them to."""
+
+import torch
+from gradients import LanguageModel, mean_loss
+from torch import nn
+
+PLACES = ("forward", "backward")
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("out of memory, as the test wants it")
+
+
+class FailingModel(nn.Module):
+    """A language model that runs out of memory for some batches.
+
+    Args:
+        fails: called with (rows, width) of each batch: whether it runs out of memory.
+        place: where, "forward" or "backward".
+    """
+
+    def __init__(self, fails, place="forward"):
+        super().__init__()
+        self.inner = LanguageModel()
+        self.fails, self.place = fails, place
+        self.calls = []
+
+    def forward(self, input_ids, position_ids=None):
+        self.calls.append(tuple(input_ids.shape))
+        fails = self.fails(*input_ids.shape)
+        hidden = self.inner(input_ids, position_ids)
+        if fails and self.place == "forward":
+            raise torch.OutOfMemoryError("out of memory, as the test wants it")
+        return _FailsInBackward.apply(hidden) if fails else hidden
+
+
+def never(rows, width):
+    """No batch runs out of memory."""
+    return False
+
+
+def above(cost):
+    """Batches of more tokens than this, padding included, run out of memory."""
+    return lambda rows, width: rows * width > cost
+
+
+def at_call(numbers):
+    """Batches of several samples run out of memory in the calls of these numbers."""
+    calls = iter(range(1 << 30))
+    return lambda rows, width: next(calls) in numbers and rows > 1
+
+
+def loss_of(model):
+    return lambda batch: mean_loss(model, batch)

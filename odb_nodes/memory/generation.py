@@ -1,0 +1,207 @@
+"""Generation that does not end where memory runs out, and batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from odb_nodes._core.checks import check_callable, check_count
+from odb_nodes._core.ranks import resolve_rank
+from odb_nodes.collate import PaddingCollate
+from odb_nodes.collate.protocol import Collate
+from odb_nodes.errors import SampleError
+from odb_nodes.memory.failures import free_memory, is_out_of_memory
+from odb_nodes.planning import TokenBudget
+from odb_nodes.processing.observation import observe_sample
+from odb_nodes.sample import Observe, Sample
+
+__all__ = ["LongestFirst", "generate_in_parts"]
+
+
+def generate_in_parts(
+    model: Any, batch: Mapping[str, Any], *, pad_token_id: int | None = None, **options: Any
+) -> tuple[torch.Tensor, int]:
+    """Generate for a batch; where memory runs out, for its halves, and so on.
+
+    Args:
+        model: has a `generate`, as the models of transformers have.
+        batch: its arguments: tensors whose first dimension is that of `input_ids`, (B, T), and
+            anything that is no tensor.
+        pad_token_id: fills the rows of shorter parts, on the right. Default: that of the model's
+            `generation_config`, or else its first end-of-sequence token.
+        options: further arguments of `generate`.
+
+    Returns:
+        What `generate` returns for the whole batch, (B, S), or (B * `num_return_sequences`, S); and
+        the number of parts.
+
+    Raises:
+        TypeError: the batch has no `input_ids`, or `generate` returns no tensor.
+        ValueError: a tensor has another first dimension, so rows cannot be told apart; or there is
+            no padding token.
+        torch.OutOfMemoryError: one row alone does not fit.
+    """
+    if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
+        raise TypeError("`batch` must have `input_ids`, a tensor of shape (B, T).")
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (value.ndim == 0 or len(value) != len(ids)):
+            raise ValueError(
+                f"`{name}` of shape {tuple(value.shape)} is not of the {len(ids)} rows of "
+                "`input_ids`, so the batch cannot be halved. Generate with smaller batches."
+            )
+    done: list[torch.Tensor] = []
+    waiting = [range(len(ids))]
+    while waiting:
+        rows = waiting.pop(0)
+        found = _generate(model, batch, rows, options)
+        if found is None:
+            middle = (len(rows) + 1) // 2
+            waiting[:0] = [rows[:middle], rows[middle:]]
+        else:
+            done.append(found)
+    width = max(found.shape[1] for found in done)
+    if any(found.shape[1] < width for found in done):
+        fill = _padding_of(model) if pad_token_id is None else pad_token_id
+        done = [torch.nn.functional.pad(one, (0, width - one.shape[1]), value=fill) for one in done]
+    return torch.cat(done), len(done)
+
+
+def _generate(
+    model: Any, batch: Mapping[str, Any], rows: range, options: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Return what is generated for some rows; `None` where memory ran out."""
+    part = {
+        name: value[rows.start : rows.stop] if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+    try:
+        found = model.generate(**part, **options)
+    except (RuntimeError, MemoryError) as error:
+        if len(rows) < 2 or not is_out_of_memory(error):
+            raise
+        free_memory(error)
+        return None
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(
+            f"`generate` must return a tensor, but returned `{type(found).__name__}`. Leave out "
+            "`return_dict_in_generate`."
+        )
+    return found
+
+
+def _padding_of(model: Any) -> int:
+    config = getattr(model, "generation_config", None)
+    for name in ("pad_token_id", "eos_token_id"):
+        value: Any = getattr(config, name, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        if value is not None:
+            return int(value)
+    raise ValueError("the model has no padding token: pass `pad_token_id`.")
+
+
+class OrderedBatch(NamedTuple):
+    """A batch, and where its samples are in the data.
+
+    Attributes:
+        batch: what the collate function returned.
+        indices: index of each sample, in the order of the rows.
+    """
+
+    batch: Any
+    indices: list[int]
+
+
+class LongestFirst:
+    """Batches for inference, longest samples first: what does not fit fails at once.
+
+        batches = LongestFirst(prompts, 16_384, new_tokens=256, process_fn=tokenize)
+        results = [None] * len(batches.dataset)
+        for batch, indices in batches:
+            rows, _ = generate_in_parts(model, batch, max_new_tokens=256)
+            for index, row in zip(indices, rows):
+                results[index] = row
+
+    All samples are processed when this is made, and kept. With several ranks each has a part of the
+    batches; their number differs by one at most.
+
+    Args:
+        dataset: a sequence of items.
+        token_budget: padded tokens of a batch, those to be generated included; or a `TokenBudget`.
+        new_tokens: most tokens that are generated for each sample.
+        process_fn: item -> processed sample. Default: the items are processed samples.
+        observe: processed sample -> its tokens, see `LengthObserver`.
+        collate_fn: list of processed samples -> batch. Default: a `PaddingCollate` that pads on the
+            left, as models that go on from the last token need.
+        rank, world_size: this rank and the number of ranks. Default: those of the job.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+        SampleError: a sample has no length, or is `Skipped`.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        token_budget: int | TokenBudget,
+        *,
+        new_tokens: int = 0,
+        process_fn: Callable[[Any], Any] | None = None,
+        observe: Observe | None = None,
+        collate_fn: Collate | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        check_callable("process_fn", process_fn)
+        budget = TokenBudget.of(token_budget, "token_budget")
+        if budget.layout != "padded":
+            raise ValueError(
+                'the `layout` of `token_budget` must be "padded": rows generate apart.'
+            )
+        self.dataset = dataset
+        self._new_tokens = check_count("new_tokens", new_tokens, 0)
+        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
+        side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
+        self._collate = side if collate_fn is None else collate_fn
+        own_rank, ranks = resolve_rank(rank, world_size)
+        self._samples: list[Sample] = []
+        for index in tqdm(range(len(dataset)), "processing", disable=None, leave=False):
+            item = dataset[index]
+            sample = observe_sample(item if process_fn is None else process_fn(item), observe)
+            if not isinstance(sample, Sample):
+                raise SampleError(f"item {index} is skipped: {sample.why}")
+            self._samples.append(sample)
+        self._groups = self._grouped(budget)[own_rank::ranks]
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[OrderedBatch]:
+        for indices in self._groups:
+            samples = [self._samples[index].data for index in indices]
+            yield OrderedBatch(self._collate(samples), indices)
+
+    def _grouped(self, budget: TokenBudget) -> list[list[int]]:
+        """Return the indices of each batch: runs of like length, the longest first."""
+        lengths = [sample.tokens + self._new_tokens for sample in self._samples]
+        groups: list[list[int]] = []
+        for index in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+            last = groups[-1] if groups else []
+            group = [self._samples[one] for one in (*last, index)]
+            if last and _fits(budget, group, lengths[last[0]]):
+                last.append(index)
+            else:
+                groups.append([index])
+        return groups
+
+
+def _fits(budget: TokenBudget, samples: Sequence[Sample], longest: int) -> bool:
+    patches = sum(sample.patches for sample in samples)
+    return (
+        budget.cost([longest] * len(samples)) <= budget.tokens
+        and (budget.max_samples is None or len(samples) <= budget.max_samples)
+        and (budget.max_patches is None or patches <= budget.max_patches)
+    )

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes.planning.attention import longest_within, with_attention
+from odb_nodes.planning.row_sizes import RowSizes, allowed_rows
 
 Layout = Literal["padded", "packed"]
 Oversize = Literal["alone", "error", "drop"]
@@ -19,7 +22,7 @@ Shape = tuple[int, int]
 LADDER_SPAN = 512
 """The widest shape of a ladder is this many times as wide as the narrowest."""
 
-_LATER_FIELDS = ("attention_tokens",)
+_LATER_FIELDS = ("attention_tokens", "row_sizes")
 """Fields that a state of the present version may have been saved without."""
 
 
@@ -48,6 +51,9 @@ class TokenBudget:
         attention_tokens: length of a row, in tokens, at which the part of a step that grows with
             the square of the length (attention) needs as much as the part that grows with the
             length: time or memory, whichever `tokens` is to bound. `None`: attention costs nothing.
+        row_sizes: numbers of rows that padded batches may have, where kernels are slow for others:
+            `"any"`; `"even"`, 1 and all even ones; `"friendly"`, 2**n and 3 * 2**n. Others occur
+            only where `RankAligner` splits a group, and under `max_patches` at the end of an epoch.
 
     Raises:
         TypeError, ValueError: a field is not valid; names it and its value.
@@ -61,6 +67,7 @@ class TokenBudget:
     oversize: Oversize = "alone"
     shapes: int | None = None
     attention_tokens: int | None = None
+    row_sizes: RowSizes = "any"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "pad_to_multiple_of"):
@@ -70,6 +77,10 @@ class TokenBudget:
                 object.__setattr__(self, name, check_count(name, value))
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("oversize", self.oversize, get_args(Oversize))
+        check_choice("row_sizes", self.row_sizes, get_args(RowSizes))
+        self._check_fields_together()
+
+    def _check_fields_together(self) -> None:
         if self.pad_to_multiple_of > self.tokens:
             raise ValueError(
                 f"`pad_to_multiple_of` must be at most `tokens` ({self.tokens}), "
@@ -80,6 +91,11 @@ class TokenBudget:
             raise ValueError(
                 f"`tokens` must be at least {row}, what the shortest row costs with "
                 f"`attention_tokens={self.attention_tokens}`, but is {self.tokens} instead."
+            )
+        if self.layout == "packed" and self.row_sizes != "any":
+            raise ValueError(
+                f'`row_sizes` must be "any" where `layout` is "packed", whose batches have one '
+                f"row, but is {self.row_sizes!r} instead. Leave it out."
             )
 
     @classmethod
@@ -144,7 +160,8 @@ class TokenBudget:
     def shape_ladder(self) -> tuple[Shape, ...]:
         """Return the shapes that batches may have, from the narrowest up; none without `shapes`.
 
-        The widths go up by a constant factor, and each has as many rows as the budget holds.
+        The widths go up by a constant factor, and each has as many rows as the budget holds, or
+        the next smaller number in `row_sizes`.
         """
         if self.shapes is None:
             return ()
@@ -215,4 +232,6 @@ def _ladder(budget: TokenBudget, shapes: int) -> tuple[Shape, ...]:
     steps = (max(int(widest * factor**step), 1) for step in range(shapes))
     widths = sorted({round_up(step, multiple) for step in steps})
     limit = budget.tokens if budget.max_samples is None else budget.max_samples
-    return tuple((min(budget.tokens // budget.row_cost(width), limit), width) for width in widths)
+    most = [min(budget.tokens // budget.row_cost(width), limit) for width in widths]
+    rows = allowed_rows(np.array(most), budget.row_sizes)
+    return tuple(zip(rows.tolist(), widths, strict=True))

@@ -6,6 +6,7 @@ import numpy as np
 
 from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.row_sizes import allowed_rows
 from odb_nodes.planning.table import ORDINALS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1
@@ -79,8 +80,13 @@ class LengthRuns:
             total = np.concatenate(([0], np.cumsum(patches)))
             fits = np.searchsorted(total, total[1:] - budget.max_patches, side="left")
             first = np.maximum(first, np.minimum(fits, last))
-        # On a ladder, a run that does not fill its shape costs as much as one that does.
-        rows = last + 1 - first if budget.shapes is None else capacities
+        rows = last + 1 - first
+        if budget.shapes is None:
+            rows = allowed_rows(rows, budget.row_sizes)
+            first = last + 1 - rows
+        else:
+            # On a ladder, a run that does not fill its shape costs as much as one that does.
+            rows = capacities
         return first, rows * with_attention(widths, budget.attention_tokens)
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:

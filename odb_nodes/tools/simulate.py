@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
 from odb_nodes.planning.budget import Layout
+from odb_nodes.planning.row_sizes import RowSizes
 from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.report import SimulationReport, markdown_table
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             layout=args.layout,
             shapes=shapes,
             attention_tokens=args.attention_tokens,
+            row_sizes=args.row_sizes,
         )
         for shapes in ([None] if args.shapes is None else [args.shapes, None])
     ]
@@ -116,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
     parser.add_argument(
         "--attention-tokens", type=int, help="length at which attention doubles a row's cost"
+    )
+    parser.add_argument(
+        "--row-sizes",
+        choices=get_args(RowSizes),
+        default=TokenBudget.row_sizes,
+        help="numbers of rows of batches",
     )
     parser.add_argument("--layout", choices=get_args(Layout), default=TokenBudget.layout)
     parser.add_argument(

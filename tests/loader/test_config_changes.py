@@ -59,6 +59,7 @@ CHANGES = [
     (bucketed, "budget.oversize", {"oversize": "drop"}),
     (bucketed, "budget.shapes", {"shapes": 60}),
     (bucketed, "budget.attention_tokens", {"attention_tokens": 64}),
+    (bucketed, "budget.row_sizes", {"row_sizes": "even"}),
     (bucketed, "window", {"window": 25}),
     (bucketed, "state", {"state": "payload"}),
     (bucketed, "observe", {"observe": by_id}),

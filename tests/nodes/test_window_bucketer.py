@@ -75,6 +75,7 @@ def test_it_resumes_exactly_for_any_lengths(
         {"layout": "packed", "shapes": 60},
         {"shapes": 6},
         {"attention_tokens": 100},
+        {"row_sizes": "friendly"},
         {"layout": "packed", "attention_tokens": 100},
     ],
     ids=str,

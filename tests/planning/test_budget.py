@@ -33,6 +33,12 @@ def test_an_integer_stands_for_padded_tokens():
         ),
         ({"tokens": 8, "shapes": 0}, ValueError, "`shapes`"),
         ({"tokens": 8, "oversize": "skip"}, ValueError, "`oversize`"),
+        ({"tokens": 8, "row_sizes": "odd"}, ValueError, r"`row_sizes` must be one of"),
+        (
+            {"tokens": 8, "row_sizes": "even", "layout": "packed"},
+            ValueError,
+            '`row_sizes` must be "any" where `layout` is "packed"',
+        ),
         ({"tokens": 8, "attention_tokens": 0}, ValueError, "`attention_tokens`"),
         ({"tokens": 8, "attention_tokens": 0.5}, TypeError, "`attention_tokens`"),
         (
@@ -112,10 +118,20 @@ def test_with_attention_a_ladder_has_fewer_rows_of_long_samples():
     assert packed.cost([1500, 500]) == 2000 + 2250 + 250
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [("any", [1, 4, 23, 63, 63]), ("even", [1, 4, 22, 62, 62]), ("friendly", [1, 4, 16, 48, 48])],
+)
+def test_the_shapes_of_a_ladder_have_rows_of_the_sizes_asked_for(sizes, rows):
+    ladder = TokenBudget(645, shapes=5, max_samples=63, row_sizes=sizes).shape_ladder()
+    assert [count for count, _ in reversed(ladder)] == rows
+
+
 def test_a_field_that_states_were_saved_without_is_in_the_fingerprint_where_it_is_set():
     before = {"max_samples", "max_patches", "pad_to_multiple_of", "layout", "oversize", "shapes"}
     assert set(TokenBudget(9).fingerprint()) == {"tokens", *before}
     assert TokenBudget(9, attention_tokens=4).fingerprint()["attention_tokens"] == 4
+    assert TokenBudget(9, row_sizes="even").fingerprint()["row_sizes"] == "even"
 
 
 @given(
@@ -144,6 +160,7 @@ budgets = st.builds(
     max_samples=st.none() | st.integers(1, 300),
     pad_to_multiple_of=st.sampled_from([1, 8, 64]),
     shapes=st.integers(1, 80),
+    row_sizes=st.sampled_from(["any", "even", "friendly"]),
 )
 
 

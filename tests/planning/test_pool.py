@@ -159,13 +159,14 @@ GOLDEN = [
 GOLDEN_COUNT = 24
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "even", "friendly"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_patches": 10}, {"max_samples": 3}, {"shapes": 4}, {"attention_tokens": 30}],
 )
 def test_the_tail_of_a_restored_pool_is_that_of_the_pool(layout, options):
-    rng, budget = np.random.default_rng(0), TokenBudget(500, layout=layout, **options)
+    field = "layout" if layout in ("padded", "packed") else "row_sizes"
+    rng, budget = np.random.default_rng(0), TokenBudget(500, **{field: layout}, **options)
     for _ in range(50):
         lengths, patches = rng.integers(1, 120, 20), rng.integers(0, 10, 20)
 

@@ -72,6 +72,12 @@ jobs = {
         layout=st.sampled_from(["padded", "packed"]),
         shapes=st.none() | st.integers(1, 9),
         attention_tokens=st.none() | st.integers(8, 60),
+    )
+    | st.builds(
+        TokenBudget,
+        st.integers(20, 300),
+        row_sizes=st.sampled_from(["even", "friendly"]),
+        shapes=st.none() | st.integers(1, 9),
     ),
     "window": st.integers(1, 30),
     "round_size": st.integers(1, 40),
@@ -247,7 +253,11 @@ def test_the_command_line_prints_a_line_for_each_combination(capsys):
     assert "efficiency" in titles and set(rule) == set("| -")
     assert "extra padding" not in titles
     main(["--ranks", "2", "--samples-per-rank", "50", "--attention-tokens", "128"])
-    assert capsys.readouterr().out.splitlines()[2] != lines[0]
+    with_attention = capsys.readouterr().out.splitlines()[2]
+    main(["--ranks", "2", "--samples-per-rank", "50", "--row-sizes", "friendly"])
+    friendly = capsys.readouterr().out.splitlines()[2]
+    main(["--ranks", "2", "--samples-per-rank", "50"])
+    assert len({with_attention, friendly, capsys.readouterr().out.splitlines()[2]}) == 3
     columns = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines]
     assert columns == [["1.0", ranks, window] for ranks in "23" for window in ("8", "16")]
 

@@ -78,6 +78,10 @@ class Packing:
                 break
         return np.concatenate((oldest[:kept], np.array(best.columns, dtype=np.int64)))
 
+    def dearest(self, table: IntArray) -> IntArray:
+        """Return the columns of the longest sample, and of the longest others that fit, in turn."""
+        return np.flatnonzero(np.isin(table[ORDINALS], self.partition(table)[0]))
+
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups that all samples make: first fit, longest first.
 

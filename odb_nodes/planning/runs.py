@@ -47,6 +47,10 @@ class LengthRuns:
         best = int(score.argmax())
         return slice(int(first[best]), best + 1)
 
+    def dearest(self, table: IntArray) -> slice:
+        """Return the run that ends with the longest sample."""
+        return slice(int(self._runs(table)[0][-1]), table.shape[1])
+
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups that all samples make, cut from the longest down.
 

@@ -36,7 +36,8 @@ def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> S
         lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
             `ShardedSampler(shuffle=False)` deals them out.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
-            from the defaults `window`, `round_size`, `uneven`, `accumulate`, `seed` and `cost_fn`.
+            from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `accumulate`,
+            `seed` and `cost_fn`.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.

@@ -4,30 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pools import lognormal, run
+from pools import budgets, lognormal, long_budgets, run
 
 from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, TokenBudget
 from odb_nodes.planning.attention import with_attention
-
-budgets = st.builds(
-    TokenBudget,
-    st.integers(16, 200),
-    max_samples=st.none() | st.integers(1, 9),
-    max_patches=st.none() | st.integers(1, 40),
-    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
-    layout=st.sampled_from(["padded", "packed"]),
-    shapes=st.none() | st.integers(1, 12),
-)
-long_budgets = st.builds(
-    TokenBudget,
-    st.integers(300, 900),
-    attention_tokens=st.integers(1, 200),
-    max_samples=st.none() | st.integers(1, 9),
-    max_patches=st.none() | st.integers(1, 40),
-    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
-    layout=st.sampled_from(["padded", "packed"]),
-    shapes=st.none() | st.integers(1, 12),
-)
 
 
 @given(

@@ -40,14 +40,14 @@ def indices(step):
     return [group and [sample.data for sample in group] for group in step]
 
 
-def real_steps(lengths, world_size, budget, window, **options):
+def real_steps(lengths, world_size, budget, window, dearest_first=0, **options):
     """The same as `indices` of all steps, taken by one `RankAligner` per rank."""
     hub = InProcessHub(world_size, TIMEOUT_S)
 
     def run(rank):
         shard = ShardedSampler(lengths, shuffle=False, rank=rank, world_size=world_size)
         samples = LengthObserver(shard, observe=lengths.__getitem__)
-        bucketer = WindowBucketer(samples, budget, window)
+        bucketer = WindowBucketer(samples, budget, window, dearest_first=dearest_first)
         aligner = RankAligner(bucketer, hub.exchange(rank), timeout_s=TIMEOUT_S, **options)
         return [None if item.info.is_filler else item.samples for item in Loader(aligner)]
 
@@ -80,6 +80,7 @@ jobs = {
         shapes=st.none() | st.integers(1, 9),
     ),
     "window": st.integers(1, 30),
+    "dearest_first": st.sampled_from([0, 0, 1, 5]),
     "round_size": st.integers(1, 40),
     "accumulate": st.integers(1, 5),
     "seed": st.integers(-9, 9),

@@ -54,8 +54,9 @@ class LengthRuns:
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups that all samples make, cut from the longest down.
 
-        This makes the fewest groups, and without one of them the partition of the rest is the
-        others: a pool that is restored in the middle of its tail makes the same groups again.
+        This makes the fewest groups that `row_sizes` allows, and without one of them the partition
+        of the rest is the others: a pool that is restored in the middle of its tail makes the same
+        groups again.
         """
         # Runs lack that property under `max_patches`: a sample that did not fit into the run before
         # it may fit once its neighbour is gone. `first_fit` has it.

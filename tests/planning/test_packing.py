@@ -86,6 +86,13 @@ def test_rows_are_filled_with_what_attention_adds():
     assert take([10, 10, 10, 10, 10], replace(budget, shapes=1)) == [10, 10]  # 27 tokens, no more
 
 
+def test_with_attention_a_row_leaves_room_for_its_rounding():
+    budget = packed(100, attention_tokens=10, pad_to_multiple_of=8)
+    assert budget.cost([10] * 5) == 56 + 50
+    assert take([10] * 6, budget) == [10] * 4
+    assert take([10, 10, 10, 20], budget) == [10, 20]  # a third of 10 fills 100 of 93
+
+
 def test_with_attention_a_sample_that_is_oversize_by_its_padding_shares_no_row():
     budget = packed(200, attention_tokens=8, pad_to_multiple_of=16)
     assert budget.capacity == 32 and budget.cost([33, 1]) <= 200

@@ -1,11 +1,32 @@
-"""Streams of lengths through a pool, for several tests."""
+"""Streams of lengths through a pool, and budgets of all kinds, for several tests."""
 
 import numpy as np
+from hypothesis import strategies as st
 
 from odb_nodes.planning import RollingPool, TokenBudget
 
+budgets = st.builds(
+    TokenBudget,
+    st.integers(16, 200),
+    max_samples=st.none() | st.integers(1, 9),
+    max_patches=st.none() | st.integers(1, 40),
+    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
+    layout=st.sampled_from(["padded", "packed"]),
+    shapes=st.none() | st.integers(1, 12),
+)
+long_budgets = st.builds(
+    TokenBudget,
+    st.integers(300, 900),
+    attention_tokens=st.integers(1, 200),
+    max_samples=st.none() | st.integers(1, 9),
+    max_patches=st.none() | st.integers(1, 40),
+    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
+    layout=st.sampled_from(["padded", "packed"]),
+    shapes=st.none() | st.integers(1, 12),
+)
 
-def run(lengths, budget, window, patches=None):
+
+def run(lengths, budget, window, patches=None, dearest_first=0):
     """Stream lengths through a pool; return groups of ordinals and the greatest age seen."""
     pool, groups, age = RollingPool(TokenBudget.of(budget), window), [], 0
     patches = patches or [0] * len(lengths)
@@ -17,7 +38,8 @@ def run(lengths, budget, window, patches=None):
         if not len(pool):
             return groups, age
         age = max(age, pool.pulled - pool.oldest)
-        groups.append(pool.take(draining=pool.pulled == len(lengths)))
+        dearest = len(groups) < dearest_first
+        groups.append(pool.take(draining=pool.pulled == len(lengths), dearest=dearest))
 
 
 def lognormal(count, cv=1.0, seed=0):

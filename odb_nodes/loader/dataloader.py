@@ -76,10 +76,8 @@ class ODBDataLoader(OptionGuard):
         process_group: the ranks that share the data; see `RankAligner`. Default: all of the job.
         sharded: whether `dataset` or `sampler` yields the samples of this rank alone, so that they
             are not split over the ranks here.
-        uneven: what happens where ranks have different amounts of data: `"fill"`, `"join"` or
-            `"stop"`; see `RankAligner`.
-        loss_scaling: what `StepInfo.loss_scale` is: `"exact"`, `"approx"` or `"none"`; see
-            `RankAligner`.
+        uneven: where ranks have unequal data: `"fill"`, `"join"` or `"stop"`; see `RankAligner`.
+        loss_scaling: `StepInfo.loss_scale` is `"exact"`, `"approx"` or `"none"`; see `RankAligner`.
         accumulate: number of batches of an optimizer step.
         round_size: number of steps between two messages of the ranks; see `RankAligner`.
         timeout_s: seconds to wait for another rank before it is an error.
@@ -87,6 +85,7 @@ class ODBDataLoader(OptionGuard):
             `StepInfo.keys`; where sources have names, a mapping of `row_sources` to keys; or the
             path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
             keeps them. Excluded samples are still processed.
+        dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
             `"proportional"` to the samples of each; or a `Mixing`, for shares of tokens, or another
             end of the epoch. Default: equal shares; each sample is emitted once in an epoch.
@@ -124,6 +123,7 @@ class ODBDataLoader(OptionGuard):
         round_size: int = LoaderOptions.round_size,
         timeout_s: float = LoaderOptions.timeout_s,
         exclude: Exclude = LoaderOptions.exclude,
+        dearest_first: int = LoaderOptions.dearest_first,
         weights: Weights | Mixing = None,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
@@ -139,7 +139,7 @@ class ODBDataLoader(OptionGuard):
         )
         self._budget = options.budget
         self._bucketer = WindowBucketer(
-            self._samples, options.budget, window, state, options.exclude
+            self._samples, options.budget, window, state, options.exclude, dearest_first
         )
         if pin_memory and torch.cuda.is_available():
             collate = _PinningCollate(collate)

@@ -36,6 +36,8 @@ class BucketerState(NodeState):
         oversize_samples: samples that exceeded the budget on their own.
         skipped_samples: samples that processing skipped, by reason.
         left_out: key, source and reason of those left out since the last group that is out.
+        dearest_groups: of the groups that `dearest_first` puts first in the epoch, those that are
+            out.
     """
 
     source: SourceState
@@ -52,6 +54,7 @@ class BucketerState(NodeState):
     oversize_samples: Count
     skipped_samples: dict[str, Count]
     left_out: list[tuple[int | None, str, str]]
+    dearest_groups: Count = 0
 
     def validate(self) -> None:
         """Check that what is pooled was pulled."""

@@ -52,6 +52,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
         state: `"replay"` or `"payload"`.
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
+        dearest_first: number of groups at the beginning of each epoch that are made of the longest
+            pooled samples, so that a run that does not fit into memory fails in its first steps.
     """
 
     STATE = BucketerState
@@ -64,6 +66,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         window: int = PlanOptions.window,
         state: PoolState = "replay",
         exclude: Exclude = None,
+        dearest_first: int = PlanOptions.dearest_first,
     ) -> None:
         super().__init__()
         check_choice("state", state, get_args(PoolState))
@@ -71,6 +74,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self.source = source
         self._budget = TokenBudget.of(budget)
         self._window = check_count("window", window)
+        self._dearest_first = check_count("dearest_first", dearest_first, 0)
         self._mode = state
         self._name = type(self).__name__
         self._pool_check = PoolCheck(self._budget, self._window)
@@ -196,6 +200,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self.replayed_samples += pulled
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
+        self._dearest_groups = state.dearest_groups
         self._exclusions.restore(state)
         if state.ended:
             expect_end(self.source, state.pulled, self._name)
@@ -219,6 +224,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             pool=recipe,
             waiting=waiting,
             payload=None if replay else self._encoded(),
+            dearest_groups=self._dearest_groups,
             **self._exclusions.to_state(),
         )
 
@@ -238,10 +244,12 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._refilling = False
         if not len(self._pool):
             raise StopIteration
-        group = self._pool.take(draining=self._ended)
-        if not self._ended:
+        dearest = self._dearest_groups < self._dearest_first
+        group = self._pool.take(draining=self._ended, dearest=dearest)
+        self._dearest_groups += dearest
+        if not self._ended and not dearest:
             self._pool_check.note(group)
-        elif not len(self._pool):
+        if self._ended and not len(self._pool):
             self._end()
         self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
         return group
@@ -251,6 +259,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
+        self._dearest_groups = 0
         self._exclusions = ExclusionCounter(self._budget, self.excluded | self.exclude)
         self._by_key = self.recalls
         self._keeps_present = self._by_key or self._mode == "payload"
@@ -324,7 +333,9 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
         return {
-            **{f"budget.{name}": value for name, value in vars(self._budget).items()},
+            **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
             "window": self._window,
             "state": self._mode,
+            # Absent where unset, as in states that were saved before it existed.
+            **({"dearest_first": self._dearest_first} if self._dearest_first else {}),
         }

@@ -20,11 +20,13 @@ class PlanOptions:
     window: int = 1024
     round_size: int = 32
     uneven: Uneven = "fill"
+    dearest_first: int = 0
 
     def __post_init__(self) -> None:
         check_count("window", self.window)
         check_count("round_size", self.round_size)
         check_choice("uneven", self.uneven, get_args(Uneven))
+        check_count("dearest_first", self.dearest_first, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,34 +94,36 @@ class RollingPool(Generic[T]):
         self._table = self._table[:, is_left]
         return [self._items.pop(ordinal) for ordinal in ordinals]
 
-    def take(self, *, draining: bool = False) -> list[T]:
+    def take(self, *, draining: bool = False, dearest: bool = False) -> list[T]:
         """Remove and return the next group, oldest sample first.
 
         Args:
             draining: whether the source has ended. The rest is then partitioned as a whole,
                 longest first, and its groups are taken in order of their oldest samples.
+            dearest: whether to take the group of the longest sample, unless that of the oldest one
+                is due.
 
         Raises:
             IndexError: the pool is empty.
         """
         if not self._items:
             raise IndexError("the pool is empty: there is no group to take.")
-        columns = self._next_of_tail() if draining else self._choose()
+        columns = self._next_of_tail(dearest) if draining else self._choose(dearest)
         ordinals = sorted(self._table[ORDINALS, columns].tolist())
         self._table = np.delete(self._table, columns, axis=1)
         return [self._items.pop(ordinal) for ordinal in ordinals]
 
-    def _choose(self) -> IntArray | slice:
+    def _choose(self, dearest: bool) -> IntArray | slice:
         self._tail = None
-        return self._grouping.choose(self._table, self._youngest_anchor())
+        is_forced = self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self._window
+        if dearest and not is_forced:
+            return self._grouping.dearest(self._table)
+        anchors = 1 if is_forced else min(ANCHORS, len(self._items))
+        youngest_anchor = next(islice(self._items, anchors - 1, None))
+        return self._grouping.choose(self._table, youngest_anchor)
 
-    def _youngest_anchor(self) -> int:
-        if self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self._window:
-            return self.oldest
-        return next(islice(self._items, min(ANCHORS, len(self._items)) - 1, None))
-
-    def _next_of_tail(self) -> IntArray:
-        """Return the group of the oldest sample in the partition of the tail.
+    def _next_of_tail(self, dearest: bool) -> IntArray:
+        """Return the group of the oldest, or of the longest, sample in the partition of the tail.
 
         The partition is made once. A pool that is restored partitions what is left, with the same
         groups: see `first_fit`.
@@ -129,4 +131,7 @@ class RollingPool(Generic[T]):
         if self._tail is None:
             groups = self._grouping.partition(self._table)
             self._tail = sorted(groups, key=lambda group: -int(group.min()))
-        return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop()))
+        longest, index = self._table[ORDINALS, -1], -1
+        if dearest:
+            index = next(at for at, group in enumerate(self._tail) if longest in group)
+        return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop(index)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.row_sizes import allowed_rows
 from odb_nodes.planning.table import ORDINALS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1
@@ -12,7 +14,10 @@ STEP_COST_SHARE = 0.1
 
 
 class LengthRuns:
-    """Chooses the run with the most real tokens for its cost plus the fixed cost of a step.
+    """Chooses the run that gets the most work done for the cost of its step.
+
+    The work is what the samples cost without padding: where attention costs nothing, their tokens.
+    A step costs what its batch does under the budget, and a fixed share of the budget.
 
     The table is in order of length, so the last sample of a run decides the width of its rows, and
     with it how many rows the budget holds. For each sample there is thus one full run that ends
@@ -31,9 +36,9 @@ class LengthRuns:
         """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`."""
         tokens, ordinals, _ = table
         first, costs = self._runs(table)
-        total = np.concatenate(([0], np.cumsum(tokens)))
-        real = total[1:] - total[first]
-        score = real / (costs + STEP_COST_SHARE * self._budget.tokens)
+        work = with_attention(tokens, self._budget.attention_tokens)
+        total = np.concatenate(([0], np.cumsum(work)))
+        score = (total[1:] - total[first]) / (costs + STEP_COST_SHARE * self._budget.tokens)
 
         anchors = np.concatenate(([0], np.cumsum(ordinals <= youngest_anchor)))
         # A run without an anchor counts none more at its end than before its first sample. The run
@@ -42,11 +47,16 @@ class LengthRuns:
         best = int(score.argmax())
         return slice(int(first[best]), best + 1)
 
+    def dearest(self, table: IntArray) -> slice:
+        """Return the run that ends with the longest sample."""
+        return slice(int(self._runs(table)[0][-1]), table.shape[1])
+
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups that all samples make, cut from the longest down.
 
-        This makes the fewest groups, and without one of them the partition of the rest is the
-        others: a pool that is restored in the middle of its tail makes the same groups again.
+        This makes the fewest groups that `row_sizes` allows, and without one of them the partition
+        of the rest is the others: a pool that is restored in the middle of its tail makes the same
+        groups again.
         """
         # Runs lack that property under `max_patches`: a sample that did not fit into the run before
         # it may fit once its neighbour is gone. `first_fit` has it.
@@ -75,16 +85,22 @@ class LengthRuns:
             total = np.concatenate(([0], np.cumsum(patches)))
             fits = np.searchsorted(total, total[1:] - budget.max_patches, side="left")
             first = np.maximum(first, np.minimum(fits, last))
-        # On a ladder, a run that does not fill its shape costs as much as one that does.
-        rows = last + 1 - first if budget.shapes is None else capacities
-        return first, rows * widths
+        rows = last + 1 - first
+        if budget.shapes is None:
+            rows = allowed_rows(rows, budget.row_sizes)
+            first = last + 1 - rows
+        else:
+            # On a ladder, a run that does not fill its shape costs as much as one that does.
+            rows = capacities
+        return first, rows * with_attention(widths, budget.attention_tokens)
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Return, for each sample, the width and most samples of a group of which it is longest."""
         budget, multiple = self._budget, self._budget.pad_to_multiple_of
         widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
         # At least 1, since an oversize sample gets a group of its own.
-        capacities = np.maximum(budget.tokens // widths, 1)
+        row_costs = with_attention(widths, budget.attention_tokens)
+        capacities = np.maximum(budget.tokens // row_costs, 1)
         if budget.max_samples is not None:
             np.minimum(capacities, budget.max_samples, out=capacities)
         if budget.shapes is None:

@@ -70,6 +70,7 @@ class SimulationKeywords(_JobKeywords, total=False):
     window: int
     round_size: int
     uneven: Uneven
+    dearest_first: int
     accumulate: int
     seed: int
     cost_fn: CostFn | None
@@ -87,7 +88,7 @@ def steps_of(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
         raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")
     shards = [range(rank, len(tokens), job.world_size) for rank in range(job.world_size)]
     cost_fn = job.cost_fn or BudgetCost(budget)
-    ranks = [_Rank(tokens, shard, budget, job.window, cost_fn) for shard in shards]
+    ranks = [_Rank(tokens, shard, job, cost_fn) for shard in shards]
     for number in count():
         most = round_steps(
             number,
@@ -114,20 +115,24 @@ class _Rank:
         self,
         tokens: IntArray,
         shard: range,
-        budget: TokenBudget,
-        window: int,
+        job: SimulationOptions,
         cost_fn: CostFn,
     ) -> None:
         self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
-        self._budget, self._estimator = budget, GroupCostEstimator(cost_fn, {})
-        self._pool: RollingPool[int] = RollingPool(budget, window)  # places in the shard
+        self._budget = TokenBudget.of(job.budget)
+        self._estimator = GroupCostEstimator(cost_fn, {})
+        self._dearest_left = job.dearest_first
+        self._pool: RollingPool[int] = RollingPool(self._budget, job.window)  # places in the shard
         self._ended = False  # As in a node, known only when a pull finds nothing.
 
     def report(self, most: int) -> CostReport:
         """Return the costs of the next round's groups."""
         groups: list[list[Sample]] = []
         while self._refill() and len(groups) < most:
-            groups.append(self._samples(self._pool.take(draining=self._ended)))
+            dearest = self._dearest_left > 0
+            self._dearest_left -= dearest
+            group = self._pool.take(draining=self._ended, dearest=dearest)
+            groups.append(self._samples(group))
         report, self._ladder = make_report(
             groups, most=most, ended=not len(self._pool), measure=self._estimator, tokens=tokens_of
         )

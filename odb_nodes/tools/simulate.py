@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
 from odb_nodes.planning.budget import Layout
+from odb_nodes.planning.row_sizes import RowSizes
 from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.report import SimulationReport, markdown_table
@@ -35,7 +36,8 @@ def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> S
         lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
             `ShardedSampler(shuffle=False)` deals them out.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
-            from the defaults `window`, `round_size`, `uneven`, `accumulate`, `seed` and `cost_fn`.
+            from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `accumulate`,
+            `seed` and `cost_fn`.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
@@ -75,7 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     rows = []
     budgets = [
-        TokenBudget(args.budget, layout=args.layout, shapes=shapes)
+        TokenBudget(
+            args.budget,
+            layout=args.layout,
+            shapes=shapes,
+            attention_tokens=args.attention_tokens,
+            row_sizes=args.row_sizes,
+        )
         for shapes in ([None] if args.shapes is None else [args.shapes, None])
     ]
     for cv, ranks, window, round_size in product(args.cv, args.ranks, args.window, args.round_size):
@@ -109,6 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulate", type=int, help="steps of an optimizer step")
     parser.add_argument("--uneven", choices=get_args(Uneven))
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
+    parser.add_argument(
+        "--attention-tokens", type=int, help="length at which attention doubles a row's cost"
+    )
+    parser.add_argument(
+        "--row-sizes",
+        choices=get_args(RowSizes),
+        default=TokenBudget.row_sizes,
+        help="numbers of rows of batches",
+    )
     parser.add_argument("--layout", choices=get_args(Layout), default=TokenBudget.layout)
     parser.add_argument(
         "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"

@@ -30,10 +30,10 @@ def by_id(item):
     return 1 + item["id"]
 
 
-def bucketed(budget=None, window=24, state="replay", observe=by_ids, **fields):
+def bucketed(budget=None, window=24, state="replay", observe=by_ids, dearest_first=0, **fields):
     observed = LengthObserver(Mapper(sampler(), process), observe)
     budget = TokenBudget(**{"tokens": 256, "oversize": "alone", **fields})
-    return WindowBucketer(observed, budget, window, state)
+    return WindowBucketer(observed, budget, window, state, dearest_first=dearest_first)
 
 
 def sampled(**fields):
@@ -58,6 +58,9 @@ CHANGES = [
     (bucketed, "budget.layout", {"layout": "packed"}),
     (bucketed, "budget.oversize", {"oversize": "drop"}),
     (bucketed, "budget.shapes", {"shapes": 60}),
+    (bucketed, "budget.attention_tokens", {"attention_tokens": 64}),
+    (bucketed, "budget.row_sizes", {"row_sizes": "even"}),
+    (bucketed, "dearest_first", {"dearest_first": 8}),
     (bucketed, "window", {"window": 25}),
     (bucketed, "state", {"state": "payload"}),
     (bucketed, "observe", {"observe": by_id}),

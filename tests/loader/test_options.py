@@ -89,6 +89,7 @@ INVALID = [
     ("timeout_s", True, ValueError, "must be seconds, .* but is True instead"),
     ("timeout_s", float("inf"), ValueError, "must be seconds, .* but is inf instead"),
     ("exclude", 3, TypeError, "must be integers, a mapping of source to integers, or the path"),
+    ("dearest_first", -1, ValueError, "must be in 0.."),
     ("shuffle", "x", TypeError, "must be True or False"),
     ("num_workers", -1, ValueError, "must be in 0.."),
     ("num_workers", "2", TypeError, "must be an integer"),

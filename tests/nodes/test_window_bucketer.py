@@ -14,6 +14,7 @@ from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
     LengthObserver,
+    Loader,
     Sample,
     SampleError,
     ShardedSampler,
@@ -74,6 +75,9 @@ def test_it_resumes_exactly_for_any_lengths(
         {"layout": "packed", "max_samples": 3, "pad_to_multiple_of": 8},
         {"layout": "packed", "shapes": 60},
         {"shapes": 6},
+        {"attention_tokens": 100},
+        {"row_sizes": "friendly"},
+        {"layout": "packed", "attention_tokens": 100},
     ],
     ids=str,
 )
@@ -84,6 +88,45 @@ def test_every_layout_resumes_exactly_at_every_step(fields, state, sampled):
         **sampled(horizon=12, chain=0),
     )
     assert report.steps > 25
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("window", [16, 64])
+def test_it_resumes_exactly_amid_the_dearest_groups(layout, state, window, sampled):
+    def make():
+        return WindowBucketer(
+            samples(LENGTHS[:60]), TokenBudget(100, layout=layout), window, state, dearest_first=5
+        )
+
+    assert_resumes_exactly(make, **sampled(horizon=12, chain=1))
+    longest = [max(sample.tokens for sample in group) for group in make()]
+    assert longest[0] == max(LENGTHS[: min(window, 60)])
+    assert window == 16 or longest[:5] == sorted(longest[:5], reverse=True)  # not refilled
+
+
+def test_a_state_of_before_has_no_dearest_groups_and_still_loads():
+    node = bucketer(LENGTHS)
+    next(node)
+    state = node.state_dict()
+    del state["dearest_groups"]
+    assert "dearest_first" not in state["config"] and "budget.row_sizes" not in state["config"]
+    again = bucketer(LENGTHS)
+    again.reset(state)
+    assert ids(again) == ids(node)
+
+
+def test_a_run_that_goes_on_with_dearest_first_begins_with_them():
+    loader = Loader(bucketer(LENGTHS))
+    steps = iter(loader)
+    for _ in range(5):
+        next(steps)
+    again = WindowBucketer(samples(LENGTHS), 100, 16, dearest_first=1)
+    changed = Loader(again)
+    changed.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.warns(UserWarning, match="`dearest_first` was 'absent' when saved, but is 1 now"):
+        rest = list(changed)
+    assert max(one.tokens for one in rest[0]) >= max(one.tokens for one in next(steps))
 
 
 def test_a_replay_takes_at_most_five_and_a_quarter_windows_and_says_how_many():
@@ -297,6 +340,7 @@ def test_what_is_no_sample_is_refused():
         ({"budget": 0}, "`budget`"),
         ({"window": 0}, "`window`"),
         ({"window": 2.5}, "`window`"),
+        ({"dearest_first": -1}, "`dearest_first`"),
         ({"state": "pickle"}, "`state`"),
     ],
 )
@@ -366,6 +410,19 @@ def test_a_pool_too_small_for_the_budget_is_told_of_with_a_window_that_does():
     assert warnings_of(bucketer(256, 1900)) == []
     assert warnings_of(bucketer(64, TokenBudget(16_384, max_samples=4))) == []
     assert warnings_of(bucketer(64, TokenBudget(16_384, layout="packed"))) == []
+
+
+def test_a_pool_is_large_enough_where_its_samples_fill_budgets_with_what_attention_adds():
+    def said(window, **fields):
+        lengths = [min(length, 150) for length in lognormal(3000)]
+        return warnings_of(WindowBucketer(samples(lengths), TokenBudget(4000, **fields), window))
+
+    windows = []
+    for fields in ({}, {"attention_tokens": 20}):
+        (message,) = said(16, **fields)
+        windows.append(int(re.search(r"Raise it to `window=(\d+)`", message)[1]))
+        assert said(windows[-1], **fields) == []
+    assert 4 * windows[1] < windows[0]
 
 
 @pytest.mark.parametrize("oversize", ["alone", "drop"])

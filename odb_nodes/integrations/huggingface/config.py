@@ -24,8 +24,8 @@ class ODBConfig(BatchOptions):
             `per_device_train_batch_size`, which is not used.
         collate_fn: the collate function for training, in place of the trainer's `data_collator`,
             which evaluation uses.
-        window, process_fn, observe, state, workers, prefetch, round_size, timeout_s, exclude: as in
-            `ODBDataLoader`.
+        window, process_fn, observe, state, workers, prefetch, round_size, timeout_s, exclude,
+            dearest_first: as in `ODBDataLoader`.
         uneven: `"fill"` or `"stop"`; see `RankAligner`. A `Trainer` has no `Join`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.

@@ -10,6 +10,8 @@ from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
 from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
+LimitsState = tuple[Count, Count | None, Count | None] | None
+
 
 @dataclass(kw_only=True)
 class AlignerState(EpochState):
@@ -33,6 +35,10 @@ class AlignerState(EpochState):
         sizes: samples of each of these, 0 where there is none.
         left_out: key, source and reason of what is left out, and in no step yet.
         left_out_ahead: likewise, of what comes with the next round.
+        limits: `tokens`, `max_samples` and `max_patches` of the groups after the first of the
+            round, where they are tighter than where `source` stands.
+        next_limits: likewise of the next round, and those after it.
+        wish: the `tokens` that this rank asks all ranks for; 0 for none.
         excluded: the keys that are excluded and were not yet where `source` stands, by source.
         excluded_samples: samples that were left out of the groups of rounds by their keys.
         unsettled: samples were excluded since the ranks told each other what the further steps of
@@ -54,6 +60,9 @@ class AlignerState(EpochState):
     sizes: list[Count] = field(default_factory=list)
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
     left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
+    limits: LimitsState = None
+    next_limits: LimitsState = None
+    wish: Count = 0
     excluded: ExcludedState = field(default_factory=dict)
     excluded_samples: Count = 0
     unsettled: bool = False

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.alignment.aligner_state import AlignerState, LimitsState
 from odb_nodes.alignment.held_samples import HeldSamples
+from odb_nodes.alignment.round_budget import RoundBudget
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import find_budget, remaining_samples
 from odb_nodes.contract.node import call_member
@@ -50,8 +51,11 @@ class GroupReader:
         self, source: BaseNode[list[Sample]], measure: GroupCostEstimator, may_split: bool
     ) -> None:
         self.source, self._measure, self._may_split = source, measure, may_split
+        self.budget = RoundBudget(source)
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
+        self.limits: LimitsState = None
+        """Limits of the budget that all groups of a round are formed under, but the first."""
         self.ahead: list[Sample] | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
         self.next_state: Any = None
@@ -63,8 +67,11 @@ class GroupReader:
 
     def read(self, most: int) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left."""
-        groups = [] if self.ahead is None else [self.ahead]
-        while len(groups) < most and (group := self._read_one()) is not None:
+        first = self._read_one() if self.ahead is None else self.ahead
+        groups = [] if first is None else [first]
+        # After the first group, which was formed with the round before.
+        self.budget.tighten(self.limits)
+        while groups and len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
         if not self.recalls:

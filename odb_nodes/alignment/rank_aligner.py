@@ -13,11 +13,11 @@ from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.aligner_state import AlignerState
-from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
+from odb_nodes.alignment.round_budget import RoundBudget
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import blame_sources
 from odb_nodes.contract.node import check_node
@@ -102,9 +102,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._uneven = uneven
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self._peers = Peers(process_group, timeout_s, self._round_size)
+        self.peers = Peers(process_group, timeout_s, self._round_size)
+        self.budget_wishes = RoundBudget(source)
         self.replayed_samples = 0
         """Samples of the round that the last restore processed again."""
+        self._at = AlignerState()
         self._clear()
 
     @property
@@ -125,34 +127,34 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     @property
     def exchange_wait_s(self) -> float:
         """Seconds spent waiting for other ranks so far."""
-        return self._peers.wait_s
+        return self.peers.wait_s
 
     @property
     def has_workers(self) -> bool:
         """Tell whether threads run for the connections to other ranks."""
-        return self._peers.are_connected
+        return self.peers.are_connected
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
         Raises:
-            StateError: the state is damaged, was saved with another configuration, rank or world
-                size, or the source does not yield the groups again that it yielded then. The other
-                ranks raise it too, when they next meet this one; it waits for them for up to 5 s.
+            StateError: the state is damaged or does not fit, or the source does not yield the
+                groups again. The other ranks raise it too, when they next meet this one, which
+                waits for them for up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
-            WorkerError: see `next`.
         """
-        self._peers.begin()
-        with self._peers.reporting_failure("reset"):
+        self.peers.begin()
+        with self.peers.reporting_failure("reset"):
             super().reset(initial_state)
 
     def prepare_reset(self) -> None:
         """Find this rank's place among the others, and make sure that the sources share it."""
-        self.rule = replace(self.rule, world_size=self._peers.world_size)
+        self.rule = replace(self.rule, world_size=self.peers.world_size)
         self._clear()
-        self._peers.check_source(self.source)
+        self.peers.check_source(self.source)
 
     def _clear(self) -> None:
+        self._kept_limits = self._at.next_limits
         self._at = AlignerState()
         self._reader = GroupReader(self.source, self.measure, self._uneven == "fill")
         self._steps = AlignedRound()
@@ -162,6 +164,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
+        self.budget_wishes.tighten(self._kept_limits)
         self.source.reset(None)
         self._at.source = copy_state(self.source.state_dict())
 
@@ -172,6 +175,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             StateError: the source does not yield it again.
         """
         self._at, accumulate = state, self.rule.accumulate
+        self.budget_wishes.wish = state.wish
         self._steps = state.steps(ends_alone=self._uneven == "join")
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self._uneven)
         resumed.restore(self._round_size if state.drained else self._round_steps())
@@ -181,14 +185,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
         at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
+        at.wish = self.budget_wishes.wish
         at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
             self._held.put_into(at)
         return at
-
-    def new_exchange(self) -> Exchange:
-        """Return another exchange among the ranks. All of them make one, in the same order."""
-        return self._peers.new_exchange()
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
@@ -202,7 +203,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             StateError: the ranks do not go on from the same place.
             WorkerError: the connections belong to the process that this one was forked from.
         """
-        self._peers.check_process()
+        self.peers.check_process()
         at = self._at
         if at.unsettled:
             self._settle()
@@ -237,12 +238,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         The connections stay. A rank that has ended before others (`uneven="join"`) goes on
         answering them until they have ended, too; its next reset waits for that.
         """
-        self._peers.interrupt()
+        self.peers.interrupt()
 
     close = interrupt
 
     def _agree(self) -> None:
-        if self._peers.agreed:
+        if self.peers.agreed:
             return
         config = {
             "epoch": self._epochs.epoch,
@@ -251,13 +252,17 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "exclude": repr(excluded_below(self.source)),
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }
-        self._peers.agree(config, self.source)
+        self.peers.agree(config, self.source)
 
-    def _hold(self) -> None:
-        """Keep what a state has of the samples that are held from now on."""
-        own = None if self._at.filler is not None else self._filler
-        held = self._reader.held(self._steps.groups()[self._at.emitted :], own)
-        self._at.source, self._held = copy_state(self.source.state_dict()), held
+    def _stand(self) -> None:
+        """Keep what a state has of the samples that are held, or begin the next round."""
+        at = self._at
+        if self._reader.recalls:
+            own = None if at.filler is not None else self._filler
+            held = self._reader.held(self._steps.groups()[at.emitted :], own)
+            at.source, self._held = copy_state(self.source.state_dict()), held
+        if at.emitted == len(self._steps):
+            self._end_round()
 
     def _begin_round(self) -> None:
         """Settle the next round with the other ranks.
@@ -270,16 +275,18 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             if at.peers_go_on:
                 self._agree()
                 at.peers_go_on = False
-                self._peers.answer_until_all_end(self._reader.report([], 0, self._filler)[0])
+                self.peers.answer_until_all_end(self._reader.report([], 0, self._filler)[0])
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
-        with self._peers.reporting_failure(where):
+        with self.peers.reporting_failure(where):
             most = self._round_steps()
+            self._reader.limits = at.next_limits
             groups = [] if at.drained else self._reader.read(most)
             left_out = [] if at.drained else self._reader.left_out
             report, ladder = self._reader.report(groups, most, self._filler)
+            report = replace(report, wish=self.budget_wishes.wish)
         self._agree()
-        reports = self._peers.reports(report, where)
+        reports = self.peers.reports(report, where)
         if not (at.step or any(one.groups for one in reports)):
             blamed = blame_sources(self.source)
             raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}. {blamed}")
@@ -288,36 +295,32 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if groups:
             self._filler = best_filler(groups)
         if self._uneven == "fill":
-            received = self._peers.share_filler(reports, self._filler, where)
+            received = self.peers.share_filler(reports, self._filler, where)
             if received is not None:
                 at.filler, self._filler = received, decode_sample(received)
         at.last = plan.last or (self._uneven == "join" and report.ended)
-        self._steps = AlignedRound.of(plan, self._peers.rank)
+        self._steps = AlignedRound.of(plan, self.peers.rank)
         if self._uneven == "join" and at.last:
             self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
-        at.splits = plan.splits[self._peers.rank]
+        at.limits = at.next_limits
+        at.next_limits = self.budget_wishes.wished(reports, at.limits)
+        at.splits = plan.splits[self.peers.rank]
         at.peers_go_on = not plan.last
         at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
         if self._uneven == "stop" and plan.last:
-            whose = f"of rank {self._peers.rank} are not emitted in epoch {self._epochs.epoch}"
+            whose = f"of rank {self.peers.rank} are not emitted in epoch {self._epochs.epoch}"
             at.unemitted_samples, rest = self._reader.leave(groups[len(self._steps) :], whose)
             at.left_out += rest
-        if self._reader.recalls:
-            self._hold()
-        if not len(self._steps):
-            self._end_round()
+        self._stand()
 
     def _settle(self) -> None:
         """Tell the other ranks what is left of the round, where samples were excluded."""
         self._agree()
-        self._resumed.settle(self._peers)
+        self._resumed.settle(self.peers)
         self._filler = self._resumed.filler
-        if self._reader.recalls:
-            self._hold()
-        if self._at.emitted == len(self._steps):
-            self._end_round()
+        self._stand()
 
     def _end_round(self) -> None:
         """Stand at the beginning of the next round, or at the end of the epoch."""
@@ -335,15 +338,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             at.source, at.excluded = self._reader.next_state, {}
 
     def _round_steps(self) -> int:
-        at, rule = self._at, self.rule
-        sizes = {"round_size": self._round_size, "accumulate": rule.accumulate}
-        return round_steps(at.round, world_size=rule.world_size, **sizes)
+        return round_steps(self._at.round, self.rule.world_size, self._round_size, self.accumulate)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
         return {
-            "rank": self._peers.rank,
-            "world_size": self._peers.world_size,
+            "rank": self.peers.rank,
+            "world_size": self.peers.world_size,
             "round_size": self._round_size,
             "uneven": self._uneven,
             "loss_scaling": self.rule.scaling,

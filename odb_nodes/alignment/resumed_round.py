@@ -73,7 +73,9 @@ class ResumedRound:
         with exclude_later(), allow_mismatch(False) if forms_again else nullcontext():
             self._reader.source.reset(copy_state(at.source))
         if not at_end:
+            self._reader.limits = at.limits
             self._form(most)
+        self._reader.budget.change(at)
         self._exclude(at_end)
 
     def _form(self, most: int) -> None:

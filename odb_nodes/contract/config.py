@@ -12,17 +12,27 @@ from typing import Any
 
 from odb_nodes.errors import StateError
 
-__all__ = ["allow_mismatch", "check_config", "equal", "mismatch_is_allowed", "several_changes"]
+__all__ = [
+    "allow_mismatch",
+    "allow_smaller_budget",
+    "check_config",
+    "equal",
+    "mismatch_is_allowed",
+    "several_changes",
+    "smaller_budget_is_allowed",
+]
 
 _REMEDY = (
     "Build the graph as it was, or load with `strict=False` if the change is meant: the rest of "
     "the epoch then differs, and after a change of the order of samples it may repeat or miss some."
 )
 _ABSENT = object()
+_BUDGET_LIMITS = ("budget.tokens", "budget.max_samples", "budget.max_patches")
 _LONG_CHARACTERS = 160
 _CONTEXT_CHARACTERS = 40
 
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
+_smaller: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_smaller", default=False)
 
 
 @contextlib.contextmanager
@@ -33,6 +43,21 @@ def allow_mismatch(allow: bool = True) -> Iterator[None]:
         yield
     finally:
         _strict.reset(token)
+
+
+@contextlib.contextmanager
+def allow_smaller_budget(allow: bool = True) -> Iterator[None]:
+    """Within this context the limits of a budget may be lower than they were."""
+    token = _smaller.set(allow)
+    try:
+        yield
+    finally:
+        _smaller.reset(token)
+
+
+def smaller_budget_is_allowed() -> bool:
+    """Tell whether the limits of a budget may be lower than those of the state being loaded."""
+    return _smaller.get()
 
 
 def mismatch_is_allowed() -> bool:
@@ -106,12 +131,22 @@ def _changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, 
     """Return what is to be said of each field that has changed."""
     found = {}
     for name in sorted({*saved, *present}, key=str):
-        if not equal(saved.get(name, _ABSENT), present.get(name, _ABSENT)):
+        pair = saved.get(name, _ABSENT), present.get(name, _ABSENT)
+        if not (equal(*pair) or _is_smaller_budget(name, *pair)):
             before, now = _where_they_differ(
                 repr(saved.get(name, "absent")), repr(present.get(name, "absent"))
             )
             found[name] = f"`{name}` was {before} when saved, but is {now} now"
     return found
+
+
+def _is_smaller_budget(name: str, before: Any, now: Any) -> bool:
+    return (
+        _smaller.get()
+        and name in _BUDGET_LIMITS
+        and type(now) is int
+        and (before is None or (type(before) is int and now < before))
+    )
 
 
 def _sealed(state: object) -> Iterator[tuple[str, Mapping[str, Any]]]:

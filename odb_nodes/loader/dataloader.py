@@ -10,24 +10,23 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torchdata.nodes import BaseNode
 
-from odb_nodes._compat.torch import pin_memory
 from odb_nodes._core.checks import check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate, collate_group
+from odb_nodes.collate.protocol import Collate
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
+from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
-from odb_nodes.nodes.seeded_collate import declares_draws
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
@@ -35,7 +34,6 @@ from odb_nodes.sources import Mixing
 from odb_nodes.sources.datasets import order_of
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
-from odb_nodes.step_info import StepInfo
 
 
 class ODBDataLoader(OptionGuard):
@@ -142,7 +140,7 @@ class ODBDataLoader(OptionGuard):
             self._samples, options.budget, window, state, options.exclude, dearest_first
         )
         if pin_memory and torch.cuda.is_available():
-            collate = _PinningCollate(collate)
+            collate = PinningCollate(collate)
         self._aligner = RankAligner(
             self._bucketer,
             process_group,
@@ -318,9 +316,11 @@ class ODBDataLoader(OptionGuard):
         """Return the position of the most recent iterator: plain data, owned by the caller."""
         return self._loader.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
+    ) -> None:
         """Make the next `iter()` continue from a state. See `Loader.load_state_dict`."""
-        self._loader.load_state_dict(state_dict, strict=strict)
+        self._loader.load_state_dict(state_dict, strict=strict, change_budget=change_budget)
 
     def close(self) -> None:
         """Stop threads and workers; `state_dict` keeps the position. See `Loader.close`."""
@@ -331,20 +331,3 @@ class ODBDataLoader(OptionGuard):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _PinningCollate:
-    """Pins what a collate function returns, for the device that is current when this is made."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-        self._device = torch.cuda.current_device()  # A new thread begins with device 0.
-        self.draws_random_numbers = declares_draws(collate)
-
-    def __call__(self, samples: list[Any]) -> Any:
-        with torch.cuda.device(self._device):
-            return pin_memory(self._collate(samples))
-
-    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
-        with torch.cuda.device(self._device):
-            return pin_memory(collate_group(self._collate, samples, info))

@@ -14,7 +14,7 @@ from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.forks import Owner
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.config import allow_mismatch, several_changes
+from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
     close_nodes,
@@ -94,7 +94,7 @@ class Loader(Generic[T]):
         self._it: LoaderIterator[T] | None = None
         self._pending: LoaderState | None = None  # where it stands without an iterator
         self._leaving = False  # the next iter() begins an epoch, wherever it stands
-        self._strict = True
+        self._strict, self._change_budget = True, False
         self._next_epoch: int | None = None
         self._lost: Exception | None = None  # why nobody knows where the graph stands
         self._had_items = False  # in an epoch before this one
@@ -151,12 +151,18 @@ class Loader(Generic[T]):
             state = (iter(self) if self._it is None else self._it).state()
         return seal_whole(type(self).__name__, replace(state, next_epoch=self._next_epoch))
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
+    ) -> None:
         """Make the next `iter()` go on from a state, which is copied.
 
         Args:
             state_dict: what `state_dict` returned.
             strict: refuse a state that was saved with another configuration; else warn.
+            change_budget: whether `tokens`, `max_samples` and `max_patches` of the budget may be
+                lower than they were. Batches that were planned keep their samples, and may be
+                computed in parts (`odb_nodes.memory.OomGuard`); later ones are smaller. All ranks
+                load with the same budget.
 
         Raises:
             StateError: it is no state of a `Loader`, or is damaged. What does not fit the nodes is
@@ -164,6 +170,7 @@ class Loader(Generic[T]):
         """
         state = unseal_whole(state_dict, type(self).__name__, LoaderState)
         self._pending, self._strict, self._leaving = state, strict, False
+        self._change_budget = change_budget
         self._next_epoch = state.next_epoch
         self._it, self._lost = None, None
 
@@ -202,7 +209,8 @@ class Loader(Generic[T]):
         it, self._it = self._it, None
         try:
             if it is not None:
-                self._pending, self._strict = self._position(it), True
+                self._pending = self._position(it)
+                self._strict, self._change_budget = True, False
         finally:
             close_nodes(self.root, self._stop_timeout_s)
             release(self.root, self)
@@ -269,7 +277,7 @@ class Loader(Generic[T]):
 
     def _restore(self, state: LoaderState) -> LoaderIterator[T]:
         try:
-            with allow_mismatch(not self._strict):
+            with allow_mismatch(not self._strict), allow_smaller_budget(self._change_budget):
                 self.root.reset(copy_state(state.root))
         except StateError as error:
             nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]

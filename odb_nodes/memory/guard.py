@@ -15,6 +15,7 @@ from odb_nodes.loader.loader import Loader
 from odb_nodes.memory.guarded_step import GuardContext, GuardedStep, OnOom
 from odb_nodes.memory.notice import FailureNotice
 from odb_nodes.nodes import GroupCollator
+from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
 from odb_nodes.step_info import StepInfo, pop_step_info
 
@@ -48,6 +49,9 @@ class OomGuard:
         guard_above: share of `limit`, see above.
         limit: cost of a batch that is known to fit, in the unit of `TokenBudget.tokens`; one above
             it is computed in parts from the beginning. Default: that of the loader's budget.
+        shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
+            their groups under from the next round on; the smallest wins, and states keep it. Not
+            for a budget with `shapes`. `None`: the budget stays.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -60,6 +64,7 @@ class OomGuard:
         *,
         guard_above: float = 0.8,
         limit: int | None = None,
+        shrink: float | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
         if not 0 <= guard_above <= 1:
@@ -75,6 +80,8 @@ class OomGuard:
         self._aligner = next((node for node in nodes if isinstance(node, RankAligner)), None)
         budget = find_budget(collators[0])
         known = None if budget is None else budget.tokens
+        if shrink is not None:
+            _check_shrink(shrink, budget, self._aligner)
         self._context = GuardContext(
             collator=collators[0],
             rule=LossRule(world_size=1, accumulate=1),
@@ -82,7 +89,10 @@ class OomGuard:
             limit=known if limit is None else check_count("limit", limit),
             on_oom=on_oom,
             guard_above=guard_above,
+            shrink=shrink,
         )
+        if self._aligner is not None:
+            self._context.ask_for_budget = self._aligner.budget_wishes.ask_for
 
     @property
     def ooms(self) -> int:
@@ -123,10 +133,21 @@ class OomGuard:
         if aligner.rule.world_size == 1:
             return
         if context.channel is None:
-            exchange = aligner.new_exchange()
+            exchange = aligner.peers.new_exchange()
             context.channel = Channel(exchange, 2 * aligner.accumulate)
             number = exchange.ranks[exchange.rank]
             context.notice = FailureNotice(exchange.ranks, number, exchange.timeout_s)
         context.channel.begin()
-        own = {name: getattr(context, name) for name in ("on_oom", "guard_above", "limit")}
+        fields = ("on_oom", "guard_above", "limit", "shrink")
+        own = {name: getattr(context, name) for name in fields}
         context.channel.agree({type(self).__name__: own})
+
+
+def _check_shrink(shrink: Any, budget: TokenBudget | None, aligner: RankAligner | None) -> None:
+    if not isinstance(shrink, float) or not 0 < shrink < 1:
+        raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
+    if budget is None or aligner is None or budget.shapes is not None:
+        raise ValueError(
+            "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
+            "batches of a fixed shape have no smaller one. Leave it out."
+        )

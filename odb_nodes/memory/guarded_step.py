@@ -35,7 +35,12 @@ OnOom = Literal["split", "skip", "raise"]
 LossFn = Callable[[MutableMapping[str, Any]], torch.Tensor]
 
 _SHOWN = 8  # keys in an error
-_SHRINK = 0.9  # of the cost that did not fit
+_SHRINK = 0.9  # of the cost that did not fit, in an error
+_LEAST = 4  # of the limit at least one part in so many is asked for
+
+
+def _ask_nobody(tokens: int) -> None:
+    """Do nothing: there is no `RankAligner`."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +52,8 @@ class GuardContext:
         rule: how the losses of all ranks and micro-steps become one.
         cost: samples -> what computing them at once costs.
         limit: the cost that is known to fit; `None` where none is.
-        on_oom, guard_above: see `OomGuard`.
+        on_oom, guard_above, shrink: see `OomGuard`.
+        ask_for_budget: asks all ranks for a budget of so many tokens, from the next round on.
         channel: to the other ranks; `None` where there are none.
         notice: likewise, for steps that all ranks compute together.
         ooms, split_steps, skipped_samples: see `OomGuard`.
@@ -59,11 +65,25 @@ class GuardContext:
     limit: int | None
     on_oom: OnOom
     guard_above: float
+    shrink: float | None
+    ask_for_budget: Callable[[int], None] = _ask_nobody
     channel: Channel | None = None
     notice: FailureNotice | None = None
     ooms: int = 0
     split_steps: int = 0
     skipped_samples: int = 0
+
+    def __post_init__(self) -> None:
+        self.fits = self.limit
+        """The cost that is known to fit on this rank."""
+
+    def note(self, failed: Part) -> None:
+        """Count that memory ran out, and ask for a smaller budget."""
+        self.ooms += 1
+        if self.shrink is not None:
+            most = failed.cost if self.limit is None else max(failed.cost, self.limit // _LEAST)
+            self.fits = max(1, int(self.shrink * most))
+            self.ask_for_budget(self.fits)
 
     @property
     def rank(self) -> int:
@@ -162,7 +182,7 @@ class GuardedStep:
     ) -> torch.Tensor:
         context, parts = self._context, self._parts
         tried: set[int] = set()  # samples alone in their part
-        while context.limit is not None and parts.halve(context.limit + 1):
+        while context.fits is not None and parts.halve(context.fits + 1):
             pass
         while True:
             failed: Part | None = None
@@ -179,7 +199,7 @@ class GuardedStep:
             if failed is None:
                 context.split_steps += len(parts) > len(self._batches)
                 return torch.stack(losses).sum() if losses else torch.zeros(())
-            context.ooms += 1
+            context.note(failed)
             clear_gradients(model)
             if len(failed.samples) > 1:
                 parts.halve(failed.cost)
@@ -207,7 +227,7 @@ class GuardedStep:
                     losses.append(self._compute(part, loss_fn, scaler))
             except Exception as error:
                 if self._context.on_oom != "raise" and is_out_of_memory(error):
-                    self._context.ooms += 1
+                    self._context.note(part)
                     text = self._cannot_be_taken_back(part)
                     if notice is not None:
                         notice.give(text)

@@ -26,6 +26,8 @@ class BucketerState(NodeState):
         pulled: samples pulled in the epoch.
         pulled_since_source: samples of these that were pulled after `source`.
         ended: the source has ended.
+        limits: `tokens`, `max_samples` and `max_patches` that groups are formed under.
+        has_own_limits: these are others than those of the budget.
         pool: `"replay"`: the records of the pooled samples, oldest first.
         waiting: `"replay"`: a bit for each of the samples last pulled, the last one first: whether
             it is pooled.
@@ -45,6 +47,8 @@ class BucketerState(NodeState):
     pulled: Count
     pulled_since_source: Count
     ended: bool
+    limits: tuple[Count, Count | None, Count | None]
+    has_own_limits: bool
     pool: RecordsState
     waiting: Annotated[bytes | None, RowsOf(1)]
     payload: list[tuple[int, bytes]] | None

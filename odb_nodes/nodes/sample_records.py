@@ -15,7 +15,7 @@ from tqdm import tqdm
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import Count, RowsOf
 from odb_nodes.contract.config import mismatch_is_allowed
-from odb_nodes.contract.recall import recall
+from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.processing.observation import digest_of
 from odb_nodes.sample import ItemKey, Sample, Skipped, name_of
@@ -194,8 +194,13 @@ class SampleRecords:
             node: name of the node that restores itself, for errors.
 
         Raises:
-            StateError: one of them is not what it was.
+            StateError: one of them is not what it was, or the source cannot make them.
         """
+        if not recalls(source):
+            raise StateError(
+                f"{node} cannot restore its pool: the state has keys of its samples, but the "
+                "source cannot read items by their keys any more. Build the graph as it was."
+            )
         again = with_progress(recall(source, self.items() or []), len(self))
         return [self.checked(index, sample, node) for index, sample in enumerate(again)]
 

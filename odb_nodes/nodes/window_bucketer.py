@@ -11,6 +11,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
+from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.recall import recall, recalls
@@ -25,6 +26,7 @@ from odb_nodes.nodes.replay import expect_end, pull_again
 from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
 
@@ -73,6 +75,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         check_node("source", source)
         self.source = source
         self._budget = TokenBudget.of(budget)
+        self._limits = Limits.of(self._budget)
         self._window = check_count("window", window)
         self._dearest_first = check_count("dearest_first", dearest_first, 0)
         self._mode = state
@@ -90,6 +93,16 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def budget(self) -> TokenBudget:
         """What a group may cost."""
         return self._budget
+
+    @property
+    def limits(self) -> Limits:
+        """What groups are formed under now: the limits of the budget, or tighter ones."""
+        return self._limits
+
+    def tighten(self, limits: Limits) -> None:
+        """Form groups under tighter limits from now on; a state keeps them."""
+        self._limits = self._limits.tightened(limits)
+        self._pool.limit(self._limits)
 
     @property
     def excluded(self) -> ExcludedKeys:
@@ -170,29 +183,29 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         Raises:
             StateError: the source does not yield the samples again that it yielded then.
         """
+        # Groups that are formed again are formed under the limits of then.
+        as_saved = state.has_own_limits or smaller_budget_is_allowed()
+        self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
         self._clear()
         self.replayed_samples = 0
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
             raise StateError(
-                f'a pool that was saved with `state="payload"` cannot go into a '
-                f'{type(self).__name__} with `state="replay"`, which could not replay it. Change '
-                "this between epochs."
+                f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
+                '`state="replay"`, which could not replay it. Change this between epochs.'
             )
         self.source.reset(copy_state(state.source))
-        since = state.pulled_since_source
-        self._snapshots.put(state.pulled - since, state.source)
+        start = state.pulled - state.pulled_since_source
+        self._snapshots.put(start, state.source)
         records, waiting = SampleRecords.from_state(state.pool), state.ordinals()
         if state.payload is not None:
             self._payload.update(state.payload)
             kept = {ordinal: decode_sample(one) for ordinal, one in self._payload.items()}
         elif records.items() is not None:
-            self._check_recalls()
             kept = dict(zip(waiting, records.recall(self.source, self._name), strict=True))
             self.replayed_samples = len(kept)
         else:
             kept = {}
         missing = [ordinal for ordinal in waiting if ordinal not in kept]
-        start = state.pulled - since
         again, pulled = pull_again(
             self.source, self._snapshots, start, state.pulled, missing, records, self._name
         )
@@ -207,6 +220,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             self._ended = True
         if not excludes_later():
             self.exclude_more()
+            self.tighten(Limits.of(self._budget))
 
     def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
@@ -221,6 +235,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             pulled=pool.pulled,
             pulled_since_source=pool.pulled - base,
             ended=self._ended,
+            limits=self._limits.to_state(),
+            has_own_limits=self._limits != Limits.of(self._budget),
             pool=recipe,
             waiting=waiting,
             payload=None if replay else self._encoded(),
@@ -256,6 +272,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
 
     def _clear(self) -> None:
         self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window)
+        self._pool.limit(self._limits)
         self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
@@ -316,19 +333,11 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             warnings.warn(summary, stacklevel=3)
 
     def _encoded(self) -> list[Any]:
-        items = self._pool.items()
         self._payload = {
             ordinal: self._payload.get(ordinal) or encode_sample(sample)
-            for ordinal, sample in items.items()
+            for ordinal, sample in self._pool.items().items()
         }
         return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
-
-    def _check_recalls(self) -> None:
-        if not recalls(self.source):
-            raise StateError(
-                f"{self._name} cannot restore its pool: the state has keys of its samples, but "
-                "the source cannot read items by their keys any more. Build the graph as it was."
-            )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

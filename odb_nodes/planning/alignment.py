@@ -23,7 +23,7 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report."""
-HEADER = 4
+HEADER = 5
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -60,24 +60,27 @@ class CostReport:
         groups: number of rows that are groups; the rows after them are splits.
         ended: whether the rank has no more groups after these.
         has_filler: whether the rank has, or has had, a sample that it can fill steps with.
+        wish: the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for
+            none.
     """
 
     table: IntArray
     groups: int
     ended: bool
     has_filler: bool = True
+    wish: int = 0
 
     def to_message(self) -> IntArray:
-        """Return the report as (4 + 5 * rows,) int64."""
-        header = (len(self.table), self.groups, self.ended, self.has_filler)
+        """Return the report as (5 + 5 * rows,) int64."""
+        header = (len(self.table), self.groups, self.ended, self.has_filler, self.wish)
         return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
 
     @classmethod
     def from_message(cls, message: IntArray) -> CostReport:
         """Return the report that a message begins with."""
-        rows, groups, ended, has_filler = message[:HEADER].tolist()
+        rows, groups, ended, has_filler, wish = message[:HEADER].tolist()
         table = message[HEADER : HEADER + COLUMNS * rows].reshape(rows, COLUMNS)
-        return cls(table, groups, bool(ended), bool(has_filler))
+        return cls(table, groups, bool(ended), bool(has_filler), wish)
 
     @staticmethod
     def message_size(steps: int) -> int:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.planning.table import ORDINALS, TOKENS, IntArray
@@ -40,14 +41,15 @@ class RollingPool(Generic[T]):
     """
 
     def __init__(self, budget: TokenBudget, window: int) -> None:
-        self._grouping = Packing(budget) if budget.layout == "packed" else LengthRuns(budget)
+        self._budget = budget
         self._window = window
+        self._tail: list[IntArray] | None = None  # what is left once the source has ended
+        self.limit(Limits.of(budget))
         self.pulled = 0
         """Samples of the stream so far, dropped ones included, and so the ordinal of the next one.
         The caller counts them."""
         self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
         self._table: IntArray = np.empty((3, 0), dtype=np.int64)
-        self._tail: list[IntArray] | None = None  # what is left once the source has ended
 
     def __len__(self) -> int:
         return len(self._items)
@@ -56,6 +58,12 @@ class RollingPool(Generic[T]):
     def oldest(self) -> int:
         """Ordinal of the oldest pooled sample; `pulled` where the pool is empty."""
         return next(iter(self._items), self.pulled)
+
+    def limit(self, limits: Limits) -> None:
+        """Form groups under other limits from now on."""
+        budget = limits.applied_to(self._budget)
+        self._grouping = Packing(budget) if budget.layout == "packed" else LengthRuns(budget)
+        self._tail = None
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""

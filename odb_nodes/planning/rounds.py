@@ -8,7 +8,7 @@ FIRST_ROUND_STEPS = 4
 """Steps of an epoch's first round: few, so the first batch does not wait for a full round."""
 
 
-def round_steps(number: int, *, world_size: int, round_size: int, accumulate: int) -> int:
+def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:
     """Return the number of steps of a round in which no data ends: 4, 8, 16, ... `round_size`.
 
     Args:

@@ -161,6 +161,18 @@ def test_another_error_is_raised_as_it_is():
         epoch(loader_of(), FailingModel(fails))
 
 
+def test_after_it_ran_out_later_batches_are_smaller():
+    guard, found = epoch(loader_of(round_size=1), FailingModel(above(60)), shrink=0.9)
+    sizes = [keys for _, _, keys, _ in found]
+    assert sorted(key for keys in sizes for some in keys for key in some) == [*range(SAMPLES)]
+    _, before = epoch(loader_of(), FailingModel(never))
+    assert len(before) < len(found) - 3
+    assert 0 < guard.ooms <= 2
+    limits = {one[3]["root"]["source"]["next_limits"][0] for one in found[-5:]}
+    assert len(limits) == 1
+    assert 40 < limits.pop() <= 0.9 * 96
+
+
 def test_of_a_graph_without_an_aligner_too():
     def make():
         source = LengthObserver(IterableWrapper(samples_of(0, SAMPLES)))
@@ -179,6 +191,11 @@ def test_what_is_not_for_a_guard_is_refused():
         OomGuard(loader, guard_above=2)
     with pytest.raises(ValueError, match="`limit` must be"):
         OomGuard(loader, limit=0)
+    for shrink in (0, 1.0, "0.9"):
+        with pytest.raises(ValueError, match="`shrink` must be above 0 and below 1"):
+            OomGuard(loader, shrink=shrink)
+    with pytest.raises(ValueError, match="`shrink` needs a `RankAligner`"):
+        OomGuard(loader_of(token_budget=TokenBudget(96, shapes=4)), shrink=0.9)
     with pytest.raises(TypeError, match="its graph has 0"):
         OomGuard(Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16)))
 

@@ -165,6 +165,11 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         """Take the next group from the source, which no batch is made of then."""
         return self._aligned(next(self.source))
 
+    def info_of(self, group: list[Sample], step: int) -> StepInfo:
+        """Return the `StepInfo` of a step that is not shared with other ranks."""
+        cost = 0 if self._budget is None else self._budget.cost([one.tokens for one in group])
+        return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
+
     def collate(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:
         """Return the batch of a group again, as it was made at that step of that epoch."""
         run = partial(self._collate_group, group, info)
@@ -200,10 +205,12 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
             )
         if info is None:
-            info = StepInfo.of_one_rank(group, self._step, self._epochs.epoch)
             left_out = call_member(self.source, "take_left_out") or ()
-            cost = 0 if self._budget is None else self._budget.cost([one.tokens for one in group])
-            info = replace(info, left_out=tuple(left_out), most_cost=cost)
+            info = replace(
+                self.info_of(group, self._step),
+                epoch=self._epochs.epoch,
+                left_out=tuple(left_out),
+            )
         return AlignedGroup(group, info)
 
     def _batch(

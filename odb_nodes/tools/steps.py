@@ -243,8 +243,7 @@ def _with_info(
         "left_out": record.left_out,
     }
     if graph.aligner is None:
-        info = StepInfo.of_one_rank(group, record.step)
-        return group, dataclasses.replace(info, **facts)
+        return group, dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
     steps = []
     for at, of_ranks in enumerate(zip(*groups, strict=True)):
         costs = [graph.aligner.measure(one) for one in of_ranks if one]
@@ -253,7 +252,7 @@ def _with_info(
             flags |= cost.flags
         own = FILLER if records[at][rank].is_filler else at
         samples, targets = sum(c.samples for c in costs), sum(c.targets for c in costs)
-        steps.append((own, samples, targets, flags))
+        steps.append((own, samples, targets, flags, max((c.cost for c in costs), default=0)))
     again = AlignedRound(np.array(steps, np.int64))
     again.fill([[*one] for one in groups[rank]], None)
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))

@@ -34,6 +34,7 @@ ROOMS = (
     "alignment.exchange",
     "alignment",
     "loader",
+    "memory",
     "testing",
     "vision",
     "tools",

@@ -66,19 +66,23 @@ class BatchChecks:
             )
 
     def _check_shape(self, group: list[Sample], shape: tuple[int, ...]) -> None:
-        budget, rows_tokens = self._budget, shape[0] * shape[1]
-        if budget is None or rows_tokens <= budget.tokens:
+        budget, tokens = self._budget, [sample.tokens for sample in group]
+        if budget is None:
             return
-        planned = budget.cost([sample.tokens for sample in group])
+        rows, width = shape
+        if (cost := budget.batch_cost((rows, width), tokens)) <= budget.tokens:
+            return
+        planned = budget.cost(tokens)
         if planned > budget.tokens:  # an oversize sample, of which the bucketer has warned
             return
+        attention = f" (a cost of {cost} with attention)" if cost > rows * width else ""
         self._warn(
             "shape",
-            f"a batch of {len(group)} samples has {shape[0]} x {shape[1]} = {rows_tokens} tokens, "
-            f"above the budget of {budget.tokens}; {planned} were planned. Either `observe` does "
-            "not return the length in tokens (it must be that of `input_ids`), or `collate_fn` "
-            "pads further than to the longest sample (leave out `max_length`, and say a multiple "
-            "as `TokenBudget(pad_to_multiple_of=...)`).",
+            f"a batch of {len(group)} samples has {rows} x {width} = {rows * width} tokens"
+            f"{attention}, above the budget of {budget.tokens}; {planned} were planned. Either "
+            "`observe` does not return the length in tokens (it must be that of `input_ids`), or "
+            "`collate_fn` pads further than to the longest sample (leave out `max_length`, and say "
+            "a multiple as `TokenBudget(pad_to_multiple_of=...)`).",
         )
 
     def _check_padding(

@@ -220,7 +220,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         self, group: list[Sample], batch: Mapping[str, Any], info: StepInfo
     ) -> StepInfo:
         tokens = [sample.tokens for sample in group]
-        padded = 0 if self._budget is None else self._budget.cost(tokens)
+        padded = 0 if self._budget is None else self._budget.padded_tokens(tokens)
         if isinstance(ids := batch.get("input_ids"), torch.Tensor):
             padded = ids.numel()
         real = 0 if info.is_filler else sum(tokens)

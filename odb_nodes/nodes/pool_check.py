@@ -25,7 +25,7 @@ class PoolCheck:
     def __init__(self, budget: TokenBudget, window: int) -> None:
         self._budget = budget
         self._window = window
-        self._groups = self._samples = self._real_tokens = self._padded_tokens = 0
+        self._groups = self._samples = self._real_tokens = self._padded_tokens = self._cost = 0
 
     def note(self, group: list[Sample]) -> None:
         """Take a group into account that was formed from a full pool."""
@@ -35,19 +35,20 @@ class PoolCheck:
         self._groups += 1
         self._samples += len(group)
         self._real_tokens += sum(tokens)
-        self._padded_tokens += self._budget.cost(tokens)
+        self._padded_tokens += self._budget.padded_tokens(tokens)
+        self._cost += sum(map(self._budget.row_cost, tokens))
         if self._groups == _GROUPS and self._budget.layout == "padded":
             self._judge()
 
     def _judge(self) -> None:
-        mean = self._real_tokens / self._samples
+        mean, mean_cost = self._real_tokens / self._samples, self._cost / self._samples
         most = self._budget.max_samples
-        tokens = min(self._budget.tokens, math.inf if most is None else most * mean)
-        pooled = self._window * mean / tokens
+        limit = min(self._budget.tokens, math.inf if most is None else most * mean_cost)
+        pooled = self._window * mean_cost / limit
         padding = 1 - self._real_tokens / self._padded_tokens
         if pooled >= _LEAST_BUDGETS or padding <= _MOST_PADDING:
             return
-        window = math.ceil(_GOOD_BUDGETS * tokens / mean)
+        window = math.ceil(_GOOD_BUDGETS * limit / mean_cost)
         warnings.warn(
             f"{padding:.0%} of the tokens of the first {_GROUPS} batches are padding: the pool of "
             f"`window={self._window}` samples, {mean:.0f} tokens long on average, holds no more "

@@ -324,7 +324,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
         return {
-            **{f"budget.{name}": value for name, value in vars(self._budget).items()},
+            **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
             "window": self._window,
             "state": self._mode,
         }

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes.planning.attention import longest_within, with_attention
 
 Layout = Literal["padded", "packed"]
 Oversize = Literal["alone", "error", "drop"]
@@ -18,13 +19,20 @@ Shape = tuple[int, int]
 LADDER_SPAN = 512
 """The widest shape of a ladder is this many times as wide as the narrowest."""
 
+_LATER_FIELDS = ("attention_tokens",)
+"""Fields that a state of the present version may have been saved without."""
+
 
 @dataclass(frozen=True)
 class TokenBudget:
     """What a group may cost: the rows times the width of the batch that it becomes.
 
+    With `attention_tokens`, c, a row costs more than its tokens: a padded group of n rows that are
+    w tokens wide costs n * (w + w * w // c), and a packed one the width of its row plus, of each
+    sample of l tokens, l * l // c.
+
     Args:
-        tokens: most tokens of a group, padding included.
+        tokens: most that a group may cost: tokens, padding included, and what attention adds.
         max_samples: most samples of a group; `None` for no limit.
         max_patches: most image patches of a group, summed over its samples; `None` for no limit.
         pad_to_multiple_of: tokens; the width of a batch is rounded up to a multiple of this. The
@@ -37,6 +45,9 @@ class TokenBudget:
         shapes: most shapes that batches may have, for compiled models: each group is then rounded
             up to one of `shape_ladder()`, and costs that much. Only an oversize sample that is
             `"alone"` has another shape. `None`: any shape.
+        attention_tokens: length of a row, in tokens, at which the part of a step that grows with
+            the square of the length (attention) needs as much as the part that grows with the
+            length: time or memory, whichever `tokens` is to bound. `None`: attention costs nothing.
 
     Raises:
         TypeError, ValueError: a field is not valid; names it and its value.
@@ -49,11 +60,13 @@ class TokenBudget:
     layout: Layout = "padded"
     oversize: Oversize = "alone"
     shapes: int | None = None
+    attention_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "max_samples", "max_patches", "pad_to_multiple_of", "shapes"):
-            value = getattr(self, name)
-            if value is not None or name in ("tokens", "pad_to_multiple_of"):
+        for name in ("tokens", "pad_to_multiple_of"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        for name in ("max_samples", "max_patches", "shapes", "attention_tokens"):
+            if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("oversize", self.oversize, get_args(Oversize))
@@ -61,6 +74,12 @@ class TokenBudget:
             raise ValueError(
                 f"`pad_to_multiple_of` must be at most `tokens` ({self.tokens}), "
                 f"but is {self.pad_to_multiple_of} instead."
+            )
+        if not self.capacity:
+            row = self.row_cost(self.pad_to_multiple_of)
+            raise ValueError(
+                f"`tokens` must be at least {row}, what the shortest row costs with "
+                f"`attention_tokens={self.attention_tokens}`, but is {self.tokens} instead."
             )
 
     @classmethod
@@ -74,8 +93,9 @@ class TokenBudget:
 
     @property
     def capacity(self) -> int:
-        """Widest row of a group, in tokens: `tokens` rounded down to `pad_to_multiple_of`."""
-        return self.tokens // self.pad_to_multiple_of * self.pad_to_multiple_of
+        """Longest sample, in tokens, that is not oversize: a multiple of `pad_to_multiple_of`."""
+        longest = longest_within(self.tokens, self.attention_tokens)
+        return longest // self.pad_to_multiple_of * self.pad_to_multiple_of
 
     def shape(self, tokens: Sequence[int]) -> Shape:
         """Return rows and width of the batch of a group.
@@ -88,10 +108,38 @@ class TokenBudget:
         rows = 1 if packed else len(tokens)
         return fit_shape(rows, longest, self.shape_ladder(), self.pad_to_multiple_of)
 
-    def cost(self, tokens: Sequence[int]) -> int:
-        """Return what a group of samples of these lengths costs: tokens, padding included."""
+    def padded_tokens(self, tokens: Sequence[int]) -> int:
+        """Return the tokens of the batch of a group, padding included: its rows times its width.
+
+        Args:
+            tokens: lengths of its samples, one or more.
+        """
         rows, width = self.shape(tokens)
         return rows * width
+
+    def cost(self, tokens: Sequence[int]) -> int:
+        """Return what a group costs: the tokens of its batch, and what attention adds.
+
+        Args:
+            tokens: lengths of its samples, one or more.
+        """
+        return self.batch_cost(self.shape(tokens), tokens)
+
+    def batch_cost(self, shape: Shape, tokens: Sequence[int]) -> int:
+        """Return what a batch costs that has any shape.
+
+        Args:
+            shape: its rows and width.
+            tokens: lengths of the samples in it; in a packed row each attends to itself alone.
+        """
+        rows, width = shape
+        if self.layout == "packed":
+            return rows * width + sum(self.row_cost(one) - one for one in tokens)
+        return rows * self.row_cost(width)
+
+    def row_cost(self, width: int) -> int:
+        """Return what a row costs: its width in tokens, and what attention over all of it adds."""
+        return with_attention(width, self.attention_tokens)
 
     def shape_ladder(self) -> tuple[Shape, ...]:
         """Return the shapes that batches may have, from the narrowest up; none without `shapes`.
@@ -102,7 +150,7 @@ class TokenBudget:
             return ()
         if self.layout == "packed":
             return ((1, self.capacity),)
-        return _ladder(self.tokens, self.pad_to_multiple_of, self.max_samples, self.shapes)
+        return _ladder(self, self.shapes)
 
     def width(self, tokens: int) -> int:
         """Return how wide a batch is whose longest row has `tokens` tokens."""
@@ -122,9 +170,22 @@ class TokenBudget:
         """
         if tokens <= self.capacity:
             return f"`max_patches` is {self.max_patches}"
-        multiple = self.pad_to_multiple_of
-        rounded = f", in multiples of {multiple} {self.capacity}"
-        return f"`tokens` is {self.tokens}{rounded if self.capacity < self.tokens else ''}"
+        limit = f"`tokens` is {self.tokens}"
+        if self.attention_tokens is not None:
+            return (
+                f"{limit}, with `attention_tokens={self.attention_tokens}` that of a row of "
+                f"{self.capacity}"
+            )
+        rounded = f", in multiples of {self.pad_to_multiple_of} {self.capacity}"
+        return f"{limit}{rounded if self.capacity < self.tokens else ''}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the fields, which decide the groups; later ones only where they are set."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _LATER_FIELDS or value != getattr(TokenBudget, name)
+        }
 
 
 def fit_shape(rows: int, longest_tokens: int, ladder: Sequence[Shape], multiple: int) -> Shape:
@@ -148,10 +209,10 @@ def _width(shape: Shape) -> int:
 
 
 @lru_cache(maxsize=64)
-def _ladder(tokens: int, multiple: int, max_samples: int | None, shapes: int) -> tuple[Shape, ...]:
-    widest = tokens // multiple * multiple
+def _ladder(budget: TokenBudget, shapes: int) -> tuple[Shape, ...]:
+    widest, multiple = budget.capacity, budget.pad_to_multiple_of
     factor = LADDER_SPAN ** (-1 / max(shapes - 1, 1))
     steps = (max(int(widest * factor**step), 1) for step in range(shapes))
     widths = sorted({round_up(step, multiple) for step in steps})
-    limit = tokens if max_samples is None else max_samples
-    return tuple((min(tokens // width, limit), width) for width in widths)
+    limit = budget.tokens if budget.max_samples is None else budget.max_samples
+    return tuple((min(budget.tokens // budget.row_cost(width), limit), width) for width in widths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from odb_nodes._core.checks import check_callable, check_count
+from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count
 from odb_nodes.planning.alignment import FLAG_BITS, GroupCost
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.sample import COUNTED, Sample
@@ -36,7 +36,7 @@ def tokens_of(sample: Sample) -> int:
 
 
 class BudgetCost:
-    """Maps a group to the tokens of its batch, padding included.
+    """Maps a group to its cost under a budget: 2**31 - 1 at most, as large as costs may be.
 
     Args:
         budget: the budget that the groups are formed under.
@@ -51,8 +51,8 @@ class BudgetCost:
         return f"{self._budget.layout}_tokens"
 
     def __call__(self, group: Sequence[Sample]) -> int:
-        """Return the tokens of a group's batch, padding included."""
-        return self._budget.cost([sample.tokens for sample in group])
+        """Return the tokens of a group's batch, padding included, and what attention adds."""
+        return min(self._budget.cost([sample.tokens for sample in group]), MAX_COUNT)
 
 
 class GroupCostEstimator:

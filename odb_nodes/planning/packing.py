@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
@@ -17,15 +18,15 @@ _NO_LIMIT = 2**62
 class _Room(NamedTuple):
     """How much more a group may hold."""
 
-    tokens: int
+    cost: int
     samples: int
     patches: int
 
 
 class _Filling(NamedTuple):
-    """At most two samples, by their columns, and the tokens that they fill."""
+    """At most two samples, by their columns, and the cost that they fill."""
 
-    tokens: int
+    cost: int
     columns: tuple[int, ...]
 
 
@@ -36,19 +37,27 @@ class Packing:
     `MAX_EXCHANGED` give way to the one or two pooled samples that leave the least of the budget
     unused: two numbers of a sorted row whose sum is nearest to a third.
 
+    A sample costs its tokens and what attention adds. Where all rows have one shape, its tokens
+    alone count: however they fill it, attention adds no more than for one sample as long.
+
     Args:
         budget: what a group may cost.
     """
 
     def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+        self._in_tokens = budget.attention_tokens is None or budget.shapes is not None
+        # What attention adds is no multiple, so any row may be rounded up.
+        rounding = budget.pad_to_multiple_of - 1
         self._room = _Room(
-            budget.capacity,
+            budget.capacity if self._in_tokens else budget.tokens - rounding,
             _NO_LIMIT if budget.max_samples is None else budget.max_samples,
             _NO_LIMIT if budget.max_patches is None else budget.max_patches,
         )
 
     def choose(self, table: IntArray, _youngest_anchor: int) -> IntArray:
         """Return the columns of the next group. It holds the oldest sample, whatever the anchor."""
+        table = self._in_costs(table)
         # Each round keeps the `count` oldest samples, one fewer than the round before, and fills
         # what they leave with one or two of all the others, those given up included. `count` ends
         # at 1 or above, so the oldest sample stays; a round whose filling is empty still yields a
@@ -57,15 +66,15 @@ class Packing:
         oldest = self._oldest(table)
         free = np.ones(table.shape[1], dtype=bool)
         free[oldest] = False
-        best, kept, best_tokens = _Filling(0, ()), len(oldest), -1
+        best, kept, best_cost = _Filling(0, ()), len(oldest), -1
         for count in range(len(oldest), max(len(oldest) - MAX_EXCHANGED, 1) - 1, -1):
             free[oldest[count:]] = True
             room = self._room_beside(table, oldest[:count])
             filling = _fill(table, np.flatnonzero(free), room)
-            tokens = self._room.tokens - room.tokens + filling.tokens
-            if tokens > best_tokens:
-                best, best_tokens, kept = filling, tokens, count
-            if best_tokens >= self._room.tokens:
+            cost = self._room.cost - room.cost + filling.cost
+            if cost > best_cost:
+                best, best_cost, kept = filling, cost, count
+            if best_cost >= self._room.cost:
                 break
         return np.concatenate((oldest[:kept], np.array(best.columns, dtype=np.int64)))
 
@@ -74,9 +83,20 @@ class Packing:
 
         Without one of the groups, the partition is that of the others, see `first_fit`.
         """
-        needs = np.stack((table[TOKENS], np.ones_like(table[TOKENS]), table[PATCHES]))
+        costs = self._in_costs(table)[TOKENS]
+        needs = np.stack((costs, np.ones_like(costs), table[PATCHES]))
         rooms = np.broadcast_to(np.array(self._room)[:, None], needs.shape)
         return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
+
+    def _in_costs(self, table: IntArray) -> IntArray:
+        """Return the table with costs in place of tokens, which leaves it in order."""
+        if self._in_tokens:
+            return table
+        tokens, budget = table[TOKENS], self._budget
+        costs = with_attention(tokens, budget.attention_tokens)
+        # Where the width of a row is rounded up, a sample may be oversize by that alone.
+        costs[tokens > budget.capacity] = budget.tokens + 1
+        return np.concatenate((costs[None], table[TOKENS + 1 :]))
 
     def _oldest(self, table: IntArray) -> IntArray:
         """Return the columns of the oldest samples that fit together, at least one, by age."""
@@ -85,7 +105,7 @@ class Packing:
             count = min(2 * count, pooled)
             columns: IntArray = np.argpartition(ordinals, count - 1)[:count]
             columns = columns[ordinals[columns].argsort()]
-            fits = (table[TOKENS, columns].cumsum() <= self._room.tokens) & (
+            fits = (table[TOKENS, columns].cumsum() <= self._room.cost) & (
                 table[PATCHES, columns].cumsum() <= self._room.patches
             )
             fitting = count if fits.all() else int(fits.argmin())
@@ -94,7 +114,7 @@ class Packing:
 
     def _room_beside(self, table: IntArray, columns: IntArray) -> _Room:
         return _Room(
-            self._room.tokens - int(table[TOKENS, columns].sum()),
+            self._room.cost - int(table[TOKENS, columns].sum()),
             self._room.samples - len(columns),
             self._room.patches - int(table[PATCHES, columns].sum()),
         )
@@ -104,31 +124,31 @@ def _fill(table: IntArray, columns: IntArray, room: _Room) -> _Filling:
     """Return the one or two samples that fill a room best.
 
     Args:
-        table: the pool's table.
+        table: the pool's table, with costs in place of tokens.
         columns: the columns to choose from, in order of length.
         room: what the samples must fit into.
     """
     if room.samples < 1:
         return _Filling(0, ())
-    tokens, patches = table[TOKENS, columns], table[PATCHES, columns]
+    costs, patches = table[TOKENS, columns], table[PATCHES, columns]
     limited = room.patches < _NO_LIMIT // 2
     if limited:
         fits = patches <= room.patches
-        columns, tokens, patches = columns[fits], tokens[fits], patches[fits]
-    fitting = int(np.searchsorted(tokens, room.tokens, side="right"))
+        columns, costs, patches = columns[fits], costs[fits], patches[fits]
+    fitting = int(np.searchsorted(costs, room.cost, side="right"))
     if not fitting:
         return _Filling(0, ())
-    one = _Filling(int(tokens[fitting - 1]), (int(columns[fitting - 1]),))
-    if room.samples < 2 or one.tokens == room.tokens:
+    one = _Filling(int(costs[fitting - 1]), (int(columns[fitting - 1]),))
+    if room.samples < 2 or one.cost == room.cost:
         return one
     # The shorter of two takes at most half the room, so a sample of its own length still fits: its
     # longest partner is never before it, and is itself where no other fits, which is no pair.
-    shorter = tokens[: np.searchsorted(tokens, room.tokens // 2, side="right")]
-    longer = np.searchsorted(tokens[:fitting], room.tokens - shorter, side="right") - 1
-    sums = shorter + tokens[longer]
+    shorter = costs[: np.searchsorted(costs, room.cost // 2, side="right")]
+    longer = np.searchsorted(costs[:fitting], room.cost - shorter, side="right") - 1
+    sums = shorter + costs[longer]
     sums[longer == np.arange(len(shorter))] = 0
     if limited:
         sums[patches[: len(shorter)] + patches[longer] > room.patches] = 0
-    if not len(sums) or (best := int(sums.argmax())) < 0 or sums[best] <= one.tokens:
+    if not len(sums) or (best := int(sums.argmax())) < 0 or sums[best] <= one.cost:
         return one
     return _Filling(int(sums[best]), (int(columns[best]), int(columns[longer[best]])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.table import ORDINALS, IntArray, first_fit
 
@@ -12,7 +13,10 @@ STEP_COST_SHARE = 0.1
 
 
 class LengthRuns:
-    """Chooses the run with the most real tokens for its cost plus the fixed cost of a step.
+    """Chooses the run that gets the most work done for the cost of its step.
+
+    The work is what the samples cost without padding: where attention costs nothing, their tokens.
+    A step costs what its batch does under the budget, and a fixed share of the budget.
 
     The table is in order of length, so the last sample of a run decides the width of its rows, and
     with it how many rows the budget holds. For each sample there is thus one full run that ends
@@ -31,9 +35,9 @@ class LengthRuns:
         """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`."""
         tokens, ordinals, _ = table
         first, costs = self._runs(table)
-        total = np.concatenate(([0], np.cumsum(tokens)))
-        real = total[1:] - total[first]
-        score = real / (costs + STEP_COST_SHARE * self._budget.tokens)
+        work = with_attention(tokens, self._budget.attention_tokens)
+        total = np.concatenate(([0], np.cumsum(work)))
+        score = (total[1:] - total[first]) / (costs + STEP_COST_SHARE * self._budget.tokens)
 
         anchors = np.concatenate(([0], np.cumsum(ordinals <= youngest_anchor)))
         # A run without an anchor counts none more at its end than before its first sample. The run
@@ -77,14 +81,15 @@ class LengthRuns:
             first = np.maximum(first, np.minimum(fits, last))
         # On a ladder, a run that does not fill its shape costs as much as one that does.
         rows = last + 1 - first if budget.shapes is None else capacities
-        return first, rows * widths
+        return first, rows * with_attention(widths, budget.attention_tokens)
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Return, for each sample, the width and most samples of a group of which it is longest."""
         budget, multiple = self._budget, self._budget.pad_to_multiple_of
         widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
         # At least 1, since an oversize sample gets a group of its own.
-        capacities = np.maximum(budget.tokens // widths, 1)
+        row_costs = with_attention(widths, budget.attention_tokens)
+        capacities = np.maximum(budget.tokens // row_costs, 1)
         if budget.max_samples is not None:
             np.minimum(capacities, budget.max_samples, out=capacities)
         if budget.shapes is None:

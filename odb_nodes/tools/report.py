@@ -34,7 +34,7 @@ class SimulationReport:
         balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
         attention_balance: balance by padded tokens x (1 + longest / 12288), a cost that grows with
             length as attention does; for packed samples, by the sum of tokens x
-            (1 + tokens / 12288).
+            (1 + tokens / 12288). `attention_tokens` of the budget stand for 12288, where given.
         length_spread: how mixed the lengths of a step are: the share of the variance of all
             samples' lengths that lies within steps (1 - the correlation ratio, eta squared). 1: no
             step is longer than another on average. 0: each step has samples of one length.
@@ -121,7 +121,7 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
 def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[float, ...]:
     """Return the sums and maxima of one step that the report adds up."""
     lengths = [[sample.tokens for sample in group] for group in step if group]
-    padded = [budget.cost(tokens) for tokens in lengths]
+    padded = [budget.padded_tokens(tokens) for tokens in lengths]
     costs = [
         cost + _attention(tokens, cost, budget)
         for tokens, cost in zip(lengths, padded, strict=True)
@@ -140,6 +140,7 @@ def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[
 
 def _attention(tokens: list[int], cost: int, budget: TokenBudget) -> float:
     """Return what attention adds to the cost of a group."""
+    attention_tokens = budget.attention_tokens or ATTENTION_TOKENS
     if budget.layout == "packed":  # each sample attends to itself alone
-        return sum(length * length for length in tokens) / ATTENTION_TOKENS
-    return cost * budget.width(max(tokens)) / ATTENTION_TOKENS
+        return sum(length * length for length in tokens) / attention_tokens
+    return cost * budget.width(max(tokens)) / attention_tokens

@@ -75,7 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     rows = []
     budgets = [
-        TokenBudget(args.budget, layout=args.layout, shapes=shapes)
+        TokenBudget(
+            args.budget,
+            layout=args.layout,
+            shapes=shapes,
+            attention_tokens=args.attention_tokens,
+        )
         for shapes in ([None] if args.shapes is None else [args.shapes, None])
     ]
     for cv, ranks, window, round_size in product(args.cv, args.ranks, args.window, args.round_size):
@@ -109,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulate", type=int, help="steps of an optimizer step")
     parser.add_argument("--uneven", choices=get_args(Uneven))
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
+    parser.add_argument(
+        "--attention-tokens", type=int, help="length at which attention doubles a row's cost"
+    )
     parser.add_argument("--layout", choices=get_args(Layout), default=TokenBudget.layout)
     parser.add_argument(
         "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"

@@ -14,6 +14,8 @@ BUDGETS = [
     TokenBudget(60, layout="packed"),
     TokenBudget(60, layout="packed", max_samples=3),
     TokenBudget(60, shapes=5),
+    TokenBudget(60, attention_tokens=30),
+    TokenBudget(60, attention_tokens=30, layout="packed"),
 ]
 
 
@@ -35,6 +37,11 @@ def test_packed_groups_cost_their_sum_and_padded_ones_their_rectangle():
     assert BudgetCost(TokenBudget(60, layout="packed"))(samples([5, 9, 20])) == 34
     assert BudgetCost(TokenBudget(60))(samples([5, 9, 20])) == 60
     assert cost_below(IterableWrapper([])) is padded_tokens
+
+
+def test_a_cost_with_attention_is_one_that_all_ranks_can_be_told():
+    sample = Sample(0, 10**6, 1)
+    assert BudgetCost(TokenBudget(60, attention_tokens=1))([sample]) == 2**31 - 1
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

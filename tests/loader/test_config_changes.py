@@ -58,6 +58,7 @@ CHANGES = [
     (bucketed, "budget.layout", {"layout": "packed"}),
     (bucketed, "budget.oversize", {"oversize": "drop"}),
     (bucketed, "budget.shapes", {"shapes": 60}),
+    (bucketed, "budget.attention_tokens", {"attention_tokens": 64}),
     (bucketed, "window", {"window": 25}),
     (bucketed, "state", {"state": "payload"}),
     (bucketed, "observe", {"observe": by_id}),

@@ -1,11 +1,13 @@
 """Warnings of batches that are not what they were planned as: each once, with its remedy."""
 
+import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from odb_nodes import Observation, ODBDataLoader, PaddingCollate, pop_step_info
+from odb_nodes import Observation, ODBDataLoader, PaddingCollate, TokenBudget, pop_step_info
 
 TEXT = [{"input_ids": [1] * (n % 60 + 4)} for n in range(300)]
 LABELS = [{**one, "labels": one["input_ids"]} for one in TEXT]
@@ -51,6 +53,16 @@ def causal(samples):
 def test_batches_that_exceed_the_budget_are_told_of(options):
     (message,) = warned(TEXT, **options)
     assert "above the budget of 512" in message and "pad_to_multiple_of" in message
+
+
+def test_with_attention_a_batch_that_is_wider_than_planned_costs_more_than_its_tokens():
+    budget = TokenBudget(1024, attention_tokens=64)
+    (message,) = warned(TEXT, token_budget=budget, collate_fn=padded_to(128))
+    assert re.search(
+        r"128 = \d+ tokens \(a cost of \d+ with attention\), above the budget", message
+    )
+    for layout in ("padded", "packed"):
+        assert warned(TEXT, token_budget=replace(budget, layout=layout)) == []
 
 
 def test_samples_that_are_padded_already_are_told_of():

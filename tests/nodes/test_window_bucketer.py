@@ -74,6 +74,8 @@ def test_it_resumes_exactly_for_any_lengths(
         {"layout": "packed", "max_samples": 3, "pad_to_multiple_of": 8},
         {"layout": "packed", "shapes": 60},
         {"shapes": 6},
+        {"attention_tokens": 100},
+        {"layout": "packed", "attention_tokens": 100},
     ],
     ids=str,
 )
@@ -366,6 +368,19 @@ def test_a_pool_too_small_for_the_budget_is_told_of_with_a_window_that_does():
     assert warnings_of(bucketer(256, 1900)) == []
     assert warnings_of(bucketer(64, TokenBudget(16_384, max_samples=4))) == []
     assert warnings_of(bucketer(64, TokenBudget(16_384, layout="packed"))) == []
+
+
+def test_a_pool_is_large_enough_where_its_samples_fill_budgets_with_what_attention_adds():
+    def said(window, **fields):
+        lengths = [min(length, 150) for length in lognormal(3000)]
+        return warnings_of(WindowBucketer(samples(lengths), TokenBudget(4000, **fields), window))
+
+    windows = []
+    for fields in ({}, {"attention_tokens": 20}):
+        (message,) = said(16, **fields)
+        windows.append(int(re.search(r"Raise it to `window=(\d+)`", message)[1]))
+        assert said(windows[-1], **fields) == []
+    assert 4 * windows[1] < windows[0]
 
 
 @pytest.mark.parametrize("oversize", ["alone", "drop"])

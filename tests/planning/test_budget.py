@@ -33,6 +33,13 @@ def test_an_integer_stands_for_padded_tokens():
         ),
         ({"tokens": 8, "shapes": 0}, ValueError, "`shapes`"),
         ({"tokens": 8, "oversize": "skip"}, ValueError, "`oversize`"),
+        ({"tokens": 8, "attention_tokens": 0}, ValueError, "`attention_tokens`"),
+        ({"tokens": 8, "attention_tokens": 0.5}, TypeError, "`attention_tokens`"),
+        (
+            {"tokens": 8, "attention_tokens": 4, "pad_to_multiple_of": 8},
+            ValueError,
+            "`tokens` must be at least 24, what the shortest row costs with `attention_tokens=4`",
+        ),
     ],
 )
 def test_a_field_that_is_not_valid_is_named_with_its_value(fields, error, message):
@@ -71,9 +78,69 @@ def test_a_packed_group_of_bounded_shapes_has_one():
     assert budget.shape([97]) == (1, 104)  # oversize: as wide as it must be
 
 
+def test_a_row_of_attention_tokens_costs_twice_its_tokens():
+    budget = TokenBudget(6000, attention_tokens=1000)
+    assert [budget.row_cost(width) for width in (1, 31, 32, 1000, 2000)] == [1, 31, 33, 2000, 6000]
+    assert budget.capacity == 2000
+    assert [budget.is_oversize(tokens) for tokens in (2000, 2001)] == [False, True]
+    assert budget.limit_of(2001) == (
+        "`tokens` is 6000, with `attention_tokens=1000` that of a row of 2000"
+    )
+
+
+def test_attention_adds_to_the_cost_of_a_padded_group_for_each_row_as_wide_as_it_is():
+    budget = TokenBudget(6000, attention_tokens=1000, pad_to_multiple_of=8)
+    assert budget.shape([997, 300]) == (2, 1000)
+    assert budget.padded_tokens([997, 300]) == 2000
+    assert budget.cost([997, 300]) == 4000
+    assert budget.batch_cost((2, 2000), [997, 300]) == 12_000
+
+
+def test_attention_adds_to_the_cost_of_a_packed_group_for_each_sample_without_padding():
+    budget = TokenBudget(6000, attention_tokens=1000, pad_to_multiple_of=8, layout="packed")
+    assert budget.padded_tokens([999, 30, 1000]) == 2032
+    assert budget.cost([999, 30, 1000]) == 2032 + 998 + 0 + 1000
+    assert budget.capacity == 2000
+
+
+def test_with_attention_a_ladder_has_fewer_rows_of_long_samples():
+    budget = TokenBudget(6000, attention_tokens=1000, shapes=3)
+    assert budget.shape_ladder() == ((2000, 3), (63, 88), (1, 2000))
+    assert budget.cost([80, 80]) == 63 * (88 + 7)
+    packed = TokenBudget(6000, attention_tokens=1000, shapes=3, layout="packed")
+    assert packed.shape_ladder() == ((1, 2000),)
+    assert packed.cost([1500, 500]) == 2000 + 2250 + 250
+
+
+def test_a_field_that_states_were_saved_without_is_in_the_fingerprint_where_it_is_set():
+    before = {"max_samples", "max_patches", "pad_to_multiple_of", "layout", "oversize", "shapes"}
+    assert set(TokenBudget(9).fingerprint()) == {"tokens", *before}
+    assert TokenBudget(9, attention_tokens=4).fingerprint()["attention_tokens"] == 4
+
+
+@given(
+    tokens=st.integers(1, 2**31 - 1),
+    attention=st.integers(1, 2**31 - 1),
+    multiple=st.integers(1, 128),
+    layout=st.sampled_from(["padded", "packed"]),
+)
+def test_capacity_is_the_widest_row_that_the_budget_holds(tokens, attention, multiple, layout):
+    fields = {"attention_tokens": attention, "pad_to_multiple_of": multiple, "layout": layout}
+    if multiple > tokens or multiple + multiple * multiple // attention > tokens:
+        with pytest.raises(ValueError, match="tokens"):
+            TokenBudget(tokens, **fields)
+        return
+    budget = TokenBudget(tokens, **fields)
+    wider = budget.capacity + multiple
+    assert budget.row_cost(budget.capacity) <= tokens < budget.row_cost(wider)
+    assert budget.capacity % multiple == 0
+    assert budget.cost([budget.capacity]) <= tokens
+
+
 budgets = st.builds(
     TokenBudget,
-    st.integers(64, 40_000),
+    st.integers(16_000, 80_000),
+    attention_tokens=st.none() | st.integers(1, 100_000),
     max_samples=st.none() | st.integers(1, 300),
     pad_to_multiple_of=st.sampled_from([1, 8, 64]),
     shapes=st.integers(1, 80),
@@ -87,7 +154,7 @@ def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
     rows, widths = zip(*ladder, strict=True)
     assert list(widths) == sorted(set(widths)) and widths[-1] == budget.capacity
     assert list(rows) == sorted(rows, reverse=True)
-    assert all(row * width <= budget.tokens for row, width in ladder)
+    assert all(row * budget.row_cost(width) <= budget.tokens for row, width in ladder)
     assert all(width % budget.pad_to_multiple_of == 0 for width in widths)
     for length in lengths:
         if budget.is_oversize(length):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,6 +73,36 @@ def brute_force(lengths, capacity):
         pairs = [a + b for i, a in enumerate(rest) for b in rest[:i]]
         best = max([best, base, *(base + n for n in [*rest, *pairs] if base + n <= capacity)])
     return best
+
+
+def test_rows_are_filled_with_what_attention_adds():
+    # Of 10 tokens each, a sample costs 10 + 10 * 10 // 10 = 20, one of 20 tokens 60.
+    budget = packed(100, attention_tokens=10)
+    assert take([20, 10, 10, 10, 10], budget) == [20, 10, 10]
+    assert take([10, 10, 10, 10, 10, 10], budget) == [10] * 5
+    assert take([10, 20, 12, 10], budget) == [10, 20, 10]
+    assert take([27, 1, 1], budget) == [27, 1]  # 27 + 72, and 1
+    assert take([28, 1, 1], budget) == [28]  # oversize: 28 + 78
+    assert take([10, 10, 10, 10, 10], replace(budget, shapes=1)) == [10, 10]  # 27 tokens, no more
+
+
+def test_with_attention_a_sample_that_is_oversize_by_its_padding_shares_no_row():
+    budget = packed(200, attention_tokens=8, pad_to_multiple_of=16)
+    assert budget.capacity == 32 and budget.cost([33, 1]) <= 200
+    assert take([33, 1, 1], budget) == [33]
+    assert take([1, 33, 1], budget) == [1, 1]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=25),
+    st.integers(120, 300),
+    st.integers(10, 100),
+)
+def test_no_exchange_costs_more_of_the_budget(lengths, tokens, attention):
+    budget = packed(tokens, attention_tokens=attention)
+    costs = [budget.row_cost(length) for length in lengths]
+    group = take(list(lengths), budget)
+    assert budget.cost(group) == max(brute_force(costs, tokens), costs[0])
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=25), st.integers(60, 150))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 from pools import lognormal, run
 
 from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, TokenBudget
+from odb_nodes.planning.attention import with_attention
 
 budgets = st.builds(
     TokenBudget,
@@ -15,11 +18,21 @@ budgets = st.builds(
     layout=st.sampled_from(["padded", "packed"]),
     shapes=st.none() | st.integers(1, 12),
 )
+long_budgets = st.builds(
+    TokenBudget,
+    st.integers(300, 900),
+    attention_tokens=st.integers(1, 200),
+    max_samples=st.none() | st.integers(1, 9),
+    max_patches=st.none() | st.integers(1, 40),
+    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
+    layout=st.sampled_from(["padded", "packed"]),
+    shapes=st.none() | st.integers(1, 12),
+)
 
 
 @given(
     lengths=st.lists(st.integers(1, 120), max_size=200),
-    budget=budgets,
+    budget=budgets | long_budgets,
     window=st.integers(1, 50),
     data=st.data(),
 )
@@ -38,12 +51,54 @@ def test_every_sample_comes_out_once_within_the_budget_and_before_its_age(
         real = sum(lengths[i] for i in group)
         width = -(-(real if packed else max(lengths[i] for i in group)) // multiple) * multiple
         assert width * (1 if packed else len(group)) <= budget.tokens
+        assert not any(budget.is_oversize(lengths[i], patches[i]) for i in group)
+        assert budget.cost([lengths[i] for i in group]) <= budget.tokens
         if budget.shapes is not None:
             rows, wide = budget.shape([lengths[i] for i in group])
             assert (rows, wide) in budget.shape_ladder()
             assert rows >= (1 if packed else len(group)) and wide >= width
         assert budget.max_samples is None or len(group) <= budget.max_samples
         assert budget.max_patches is None or sum(patches[i] for i in group) <= budget.max_patches
+
+
+@given(
+    lengths=st.lists(st.integers(1, 120), max_size=200),
+    budget=budgets,
+    window=st.integers(1, 50),
+)
+def test_attention_that_costs_nothing_changes_no_group(lengths, budget, window):
+    if budget.layout == "packed":
+        budget = replace(budget, pad_to_multiple_of=1)
+    cheap = replace(budget, attention_tokens=2**31 - 1)
+    assert run(lengths, cheap, window) == run(lengths, budget, window)
+
+
+def test_the_run_is_chosen_whose_samples_are_most_of_its_cost():
+    # With attention, 2 of 30 cost 2 * (30 + 90) = 240, and so do 6 of 15 but one; 3 of 16, less.
+    budget = TokenBudget(240, attention_tokens=10)
+    assert run([30, 15, 15, 30, 15, 15, 15, 15], budget, 8)[0] == [[0, 3], [1, 2, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("attention_tokens", "layout", "steps"),
+    [
+        (None, "padded", 2085),
+        (32_768, "padded", 1748),
+        (8192, "padded", 1249),
+        (2048, "padded", 765),
+        (2048, "packed", 690),
+    ],
+)
+def test_groups_fill_a_budget_with_attention_as_well_as_one_of_tokens(
+    attention_tokens, layout, steps
+):
+    longest = with_attention(8192, attention_tokens)
+    budget = TokenBudget(2 * longest, attention_tokens=attention_tokens, layout=layout)
+    lengths = lognormal(40_000)
+    groups, _ = run(lengths, budget, 1024)
+    costs = [budget.cost([lengths[i] for i in group]) for group in groups]
+    assert len(groups) == steps
+    assert max(costs) <= budget.tokens and np.mean(costs) >= 0.95 * budget.tokens
 
 
 def test_a_stream_that_starves_one_length_still_serves_it_in_time():
@@ -105,7 +160,10 @@ GOLDEN_COUNT = 24
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("options", [{}, {"max_patches": 10}, {"max_samples": 3}, {"shapes": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_patches": 10}, {"max_samples": 3}, {"shapes": 4}, {"attention_tokens": 30}],
+)
 def test_the_tail_of_a_restored_pool_is_that_of_the_pool(layout, options):
     rng, budget = np.random.default_rng(0), TokenBudget(500, layout=layout, **options)
     for _ in range(50):

@@ -71,6 +71,7 @@ jobs = {
         oversize=st.sampled_from(["alone", "drop"]),
         layout=st.sampled_from(["padded", "packed"]),
         shapes=st.none() | st.integers(1, 9),
+        attention_tokens=st.none() | st.integers(8, 60),
     ),
     "window": st.integers(1, 30),
     "round_size": st.integers(1, 40),
@@ -154,6 +155,16 @@ def test_length_spread_runs_from_one_length_per_step_to_the_same_mix_in_all():
     assert simulate([5] * 8, world_size=2, budget=5).length_spread == 1.0
 
 
+def test_padding_is_counted_by_shape_and_groups_are_matched_by_cost():
+    # Rows of 10, 20 and 40 tokens cost 15, 40 and 120. So 3 x 20 goes with 40, 4 x 10 with 5 x 10;
+    # by their tokens, 3 x 20 would go with 5 x 10.
+    lengths = [20, 40, 20, 10, 20, 10, 10, 10, 10, 10, 10, 10, 10]
+    report = simulate(lengths, world_size=2, budget=TokenBudget(120, attention_tokens=20))
+    assert (report.steps, report.padded_tokens, report.real_tokens) == (2, 190, 190)
+    assert report.efficiency == 190 / (2 * (60 + 50))
+    assert report.attention_balance == (120 + 120 + 60 + 75) / (2 * (120 + 75))
+
+
 def test_padding_to_a_multiple_is_padding():
     report = simulate([3, 3], world_size=1, budget=TokenBudget(16, pad_to_multiple_of=8))
     assert (report.steps, report.padded_tokens) == (1, 16)
@@ -235,6 +246,8 @@ def test_the_command_line_prints_a_line_for_each_combination(capsys):
     titles, rule, *lines = capsys.readouterr().out.splitlines()
     assert "efficiency" in titles and set(rule) == set("| -")
     assert "extra padding" not in titles
+    main(["--ranks", "2", "--samples-per-rank", "50", "--attention-tokens", "128"])
+    assert capsys.readouterr().out.splitlines()[2] != lines[0]
     columns = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines]
     assert columns == [["1.0", ranks, window] for ranks in "23" for window in ("8", "16")]
 

@@ -48,9 +48,9 @@ def budget_of(
     tokens = (1 - patch_share) * room_bytes / unit_bytes
     if needed_bytes > usable_bytes or tokens < 1:
         raise ValueError(
-            f"a step without a single token is predicted to take {needed_bytes:,.0f} bytes, but only "
-            f"{usable_bytes:,.0f} are usable: use a smaller model or optimizer, shard them, or "
-            "raise `limit_bytes` or `threshold`."
+            f"a step without a single token is predicted to take {needed_bytes:,.0f} bytes, but "
+            f"only {usable_bytes:,.0f} are usable: use a smaller model or optimizer, shard "
+            "them, or raise `limit_bytes` or `threshold`."
         )
     if fit.patch_bytes > 0 and patch_share > 0:
         patches = patch_share * room_bytes / fit.patch_bytes

@@ -75,7 +75,6 @@ def fit_peaks(shapes: Floats, peaks: Floats) -> Fit:
     floor = float(peaks[at_floor - 1]) if at_floor else 0.0
     fitted = np.maximum(design @ coefficients, floor)
     errors = peaks / fitted - 1
-    above = len(peaks) - at_floor
     used = int(np.count_nonzero(coefficients))
     constant, token, square, patch = coefficients.tolist()
     return Fit(
@@ -133,13 +132,15 @@ def _errors(design: Floats, peaks: Floats, left_out: int) -> Floats:
 def _non_negative_fit(design: Floats, peaks: Floats) -> Floats:
     """Return the non-negative least-squares fit: (4,), in relative errors.
 
-    It is the best of the free fits of all subsets of the four columns that have no negative term. (Lawson and Hanson, Solving Least Squares Problems, 1974, find
-    the subset step by step.)
+    It is the best of the free fits of all subsets of the columns that have no negative term.
+    (Lawson and Hanson, Solving Least Squares Problems, 1974, find that subset step by step.)
     """
     scale = design.max(axis=0)
     scale[scale == 0] = 1.0
     weighted = np.column_stack((design / scale / peaks[:, None], np.ones(len(peaks))))
-    reduced = np.asarray(np.linalg.qr(weighted, mode="r"))  # as many points as columns, the same errors
+    reduced = np.asarray(
+        np.linalg.qr(weighted, mode="r")
+    )  # as many points as columns, the same errors
     target = reduced[:, COLUMNS]
     best, best_error = np.zeros(COLUMNS), np.inf
     for size in range(1, COLUMNS + 1):

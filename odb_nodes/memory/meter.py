@@ -55,9 +55,7 @@ class CudaMeter:
         TypeError, ValueError: an argument is not valid.
     """
 
-    def __init__(
-        self, device: torch.device | int | str | None = None, share: float = 0.9
-    ) -> None:
+    def __init__(self, device: torch.device | int | str | None = None, share: float = 0.9) -> None:
         check_share("share", share)
         if not torch.cuda.is_available():
             raise RuntimeError(

@@ -34,11 +34,11 @@ class MemoryModel:
         max(floor, a + b * n * L + c * n * L**2 + d * p) bytes:
 
     a is weights, gradients and the optimizer's state, b the activations, c attention where it is
-    quadratic, d the vision tower, and the floor the optimizer's own step. The points should differ in
-    width and in rows: where all have one width, b and c cannot be told apart.
+    quadratic, d the vision tower, and the floor the optimizer's own step. The points should differ
+    in width and in rows: where all have one width, b and c cannot be told apart.
 
-    Add points as they are measured, also those of a run's own steps, and call `fit` now and then. It
-    keeps 256 points and the errors of the last 1024 predictions, however long the run is.
+    Add points as they are measured, also those of a run's own steps, and call `fit` now and then.
+    It keeps 256 points and the errors of the last 1024 predictions, however long the run is.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,7 @@ class MemoryModel:
     def __repr__(self) -> str:
         return f"MemoryModel({len(self._points)} points, {self._fit})"
 
-    def add(
-        self, rows: int, width: int, patches: int, peak_bytes: int, source: str = ""
-    ) -> None:
+    def add(self, rows: int, width: int, patches: int, peak_bytes: int, source: str = "") -> None:
         """Add the peak of one step.
 
         Where there is a fit, its prediction is compared with the peak first: see `accuracy`.
@@ -85,7 +83,7 @@ class MemoryModel:
         """
         if len(self._points) < 2:
             raise ValueError(
-                f"a fit needs 2 points or more, but there are {len(self._points)}: `add` what steps "
+                f"a fit needs 2 points or more, but there are {len(self._points)}: add what steps "
                 "of different shapes take. 8 are good: 2 to 4 widths, each with few and many rows."
             )
         shapes, peaks = self._points.shapes(), self._points.peaks()

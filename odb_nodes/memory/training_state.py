@@ -75,7 +75,7 @@ class TrainingState:
         return {id(weight) for weight in self._parameters if weight.grad is not None}
 
     def drop_gradients_but(self, weights: set[int]) -> None:
-        """Drop the gradients of all weights but those with these ids: a failed step may leave some."""
+        """Drop the gradients that a failed step has left, of all weights but these."""
         for weight in self._parameters:
             if id(weight) not in weights:
                 weight.grad = None
@@ -113,9 +113,7 @@ class TrainingState:
 
 
 @contextmanager
-def unchanged_training(
-    roots: Iterable[Any], states: Sequence[Any] = ()
-) -> Iterator[TrainingState]:
+def unchanged_training(roots: Iterable[Any], states: Sequence[Any] = ()) -> Iterator[TrainingState]:
     """Keep what the steps in this block change, and put it back at its end, however it ends.
 
     Raises:
@@ -126,8 +124,8 @@ def unchanged_training(
     def check_known(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not kept.knows(optimizer):
             raise RuntimeError(
-                f"`train_step` makes a step of an `{type(optimizer).__name__}` that cannot be found "
-                "from it, so its weights could not be put back. Pass "
+                f"`train_step` makes a step of an `{type(optimizer).__name__}` that cannot be "
+                "found from it, so its weights could not be put back. Pass "
                 "`states=(model, optimizer)`."
             )
 

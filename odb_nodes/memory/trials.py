@@ -65,7 +65,7 @@ class Trials:
         self._train_step, self._make_batch = train_step, make_batch
         self._meter = meter
         self._state = state
-        self._patches_per_row = patches_per_row
+        self.patches_per_row = patches_per_row
         self.done: list[Trial] = []
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
@@ -79,10 +79,10 @@ class Trials:
         Raises:
             Exception: what `train_step` or `make_batch` raised, if it is not that memory ran out.
         """
-        patches = rows * self._patches_per_row
+        patches = rows * self.patches_per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
-        shape = (rows, width, patches) if self._patches_per_row else (rows, width)
+        shape = (rows, width, patches) if self.patches_per_row else (rows, width)
         failure: Exception | None = None
         had_gradients = self._state.with_gradients()
         free_memory()

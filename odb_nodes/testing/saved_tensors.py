@@ -20,7 +20,8 @@ class _Saved:
     """A tensor that autograd has saved; it counts for as long as autograd keeps it."""
 
     def __init__(self, tensor: torch.Tensor, meter: SavedTensorMeter) -> None:
-        self.tensor, self._meter = tensor, meter
+        # A result that is saved refers to its node, which would keep itself alive by it.
+        self.tensor, self._meter = tensor.detach(), meter
         self._storage = tensor.untyped_storage()
         meter._take(self._storage)
 

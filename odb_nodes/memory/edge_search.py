@@ -1,0 +1,150 @@
+"""Find how many rows of each width fit into memory, in few trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from odb_nodes.memory.failures import ShapeTooLargeError
+from odb_nodes.memory.model import MemoryModel
+from odb_nodes.memory.trials import Trial, Trials
+
+__all__ = ["Edge", "EdgeSearch"]
+
+TOLERANCE = 0.02  # of the rows that fit: a bracket that is not wider is good enough
+LARGEST_LEAP = 8  # times the rows that fit, which the next trial may have at most
+LEAST_TRIALS = 2  # of each width: one that fits and one that does not
+
+
+@dataclass
+class Edge:
+    """The largest batch of a width that fits, and the smallest one that does not.
+
+    Attributes:
+        width: tokens of each row.
+        fits: most rows that have fitted; 0 for none yet.
+        fails: fewest rows that have not; `None` for none yet.
+    """
+
+    width: int
+    fits: int = 0
+    fails: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Rows that a bracket may be wide."""
+        return max(ceil(TOLERANCE * self.fits), 1)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the edge is between two numbers of rows that are close enough."""
+        return self.fails is not None and self.fails - self.fits <= self.step
+
+
+class EdgeSearch:
+    """Doubles the rows of each width until they fail, then bisects.
+
+    What has been measured shortens both: the peaks of two batches of a width, or the model of those
+    of other widths, say where the edge is, and the next trial is made there.
+
+    Args:
+        trials: runs the steps.
+        limit_bytes: most bytes that a step may take.
+        max_trials: most steps.
+    """
+
+    def __init__(self, trials: Trials, limit_bytes: int, max_trials: int) -> None:
+        self._trials = trials
+        self._limit_bytes = limit_bytes
+        self._max_trials = max_trials
+
+    def run(self, widths: Sequence[int]) -> list[Edge]:
+        """Return the edge of each width, as far as the trials suffice.
+
+        The first trial does not count: in it, the optimizer may only begin to have its state.
+
+        Args:
+            widths: tokens of rows, ascending, each once.
+
+        Raises:
+            ShapeTooLargeError: one row of a width does not fit.
+        """
+        self._try(Edge(widths[0]), 1)
+        outer_first = [*widths[:1], *widths[1:][-1:], *widths[1:-1]]
+        edges = []
+        for index, width in enumerate(outer_first):
+            share = max(self._left() // (len(outer_first) - index), LEAST_TRIALS)
+            edges.append(self._find(Edge(width), min(share, self._left())))
+        return [edge for edge in edges if edge.fits or edge.fails]
+
+    def model(self) -> MemoryModel:
+        """Return a model of the steps that ended, but the first."""
+        model = MemoryModel()
+        for trial in self._measured():
+            model.add(trial.rows, trial.width, trial.patches, trial.peak_bytes)
+        return model
+
+    def _measured(self) -> list[Trial]:
+        return [trial for trial in self._trials.done[1:] if not trial.error]
+
+    def _left(self) -> int:
+        return self._max_trials - len(self._trials.done)
+
+    def _find(self, edge: Edge, most_trials: int) -> Edge:
+        for _ in range(most_trials):
+            self._try(edge, self._next_rows(edge))
+            if edge.is_found:
+                break
+        return edge
+
+    def _try(self, edge: Edge, rows: int) -> None:
+        trial = self._trials.run(rows, edge.width)
+        if trial.fits:
+            edge.fits = max(edge.fits, rows)
+        elif rows > 1:
+            edge.fails = rows if edge.fails is None else min(edge.fails, rows)
+        else:
+            raise ShapeTooLargeError(
+                f"a single row of {edge.width} tokens does not fit: "
+                f"{trial.error or self._excess(trial)}. "
+                "Leave longer samples out, enable checkpointing, or shard the model.",
+                rows,
+                edge.width,
+                trial.patches,
+            )
+
+    def _next_rows(self, edge: Edge) -> int:
+        expected = self._expected_rows(edge.width)
+        if edge.fails is None:
+            if not edge.fits:
+                return max(expected or 1, 1)
+            if expected is None:
+                return 2 * edge.fits
+            return min(max(expected, edge.fits + edge.step), LARGEST_LEAP * edge.fits)
+        middle = (edge.fits + edge.fails) // 2
+        if expected is None or not edge.fits <= expected < edge.fails:
+            return max(middle, edge.fits + 1)
+        return max(expected, min(edge.fits + edge.step, edge.fails - 1))
+
+    def _expected_rows(self, width: int) -> int | None:
+        """Return how many rows of a width should fit, or None where nothing tells."""
+        peaks = {t.rows: t.peak_bytes for t in self._measured() if t.width == width}
+        if len(peaks) >= 2:
+            fewer, more = sorted(peaks)[-2:]
+            row_bytes = (peaks[more] - peaks[fewer]) / (more - fewer)
+            if row_bytes <= 0:
+                return None
+            return more + int((self._limit_bytes - peaks[more]) // row_bytes)
+        others = {trial.width for trial in self._measured()} - {width}
+        return self._modelled_rows(width) if len(others) >= 2 else None
+
+    def _modelled_rows(self, width: int) -> int | None:
+        model = self.model()
+        patches = self._trials.patches_per_row
+        one, two = (model.predict(rows, width, rows * patches) for rows in (1, 1001))
+        row_bytes = (two - one) / 1000
+        return 1 + int((self._limit_bytes - one) // row_bytes) if row_bytes > 0 else None
+
+    def _excess(self, trial: Trial) -> str:
+        return f"it took {trial.peak_bytes:,} bytes, but the limit is {self._limit_bytes:,}"

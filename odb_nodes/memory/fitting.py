@@ -62,7 +62,7 @@ def fit_peaks(shapes: Floats, peaks: Floats) -> Fit:
     """Return the fit with the smallest relative errors whose terms are not negative.
 
     Points at the floor are left out: as many of the lowest peaks as are about equal although their
-    shapes differ; one alone where the others agree much better without it.
+    shapes differ, and above what the others tell; one alone where these agree much better.
 
     Args:
         shapes: (N, 3) rows, width in tokens, patches.
@@ -114,14 +114,17 @@ def _points_at_floor(design: Floats, peaks: Floats) -> int:
     level = int(np.searchsorted(peaks, peaks[0] * (1 + FLOOR_SPREAD), side="right"))
     if len(peaks) - level < 2:
         return 0  # nothing would show how memory grows
+    without = _errors(design, peaks, level)
+    excess = without[:level].max()
+    if excess <= FLOOR_SPREAD:
+        return 0
     if len(np.unique(design[:level], axis=0)) > 1:
         return level
     if len(peaks) - level < COLUMNS:
         return 0
     with_all = np.abs(_errors(design, peaks, 0)).max()
-    without = _errors(design, peaks, level)
     others = np.abs(without[level:]).max()
-    return level if CLEARLY * others < min(without[0], with_all) else 0
+    return level if CLEARLY * others < min(excess, with_all) else 0
 
 
 def _errors(design: Floats, peaks: Floats, left_out: int) -> Floats:

@@ -1,7 +1,10 @@
-"""A small language model with eager attention, all of whose memory is quickly measured."""
+"""A small language model with eager attention, and all that its training changes."""
 
+import copy
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -74,3 +77,36 @@ def make_training(optimizer=torch.optim.AdamW, **options):
         optimizer.step()
 
     return SimpleNamespace(model=model, optimizer=optimizer, train_step=train_step)
+
+
+def snapshot(training):
+    """Everything that a step changes, copied."""
+    model, optimizer = training.model, training.optimizer
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return {
+        "weights": [one.detach().clone() for one in model.parameters()],
+        "buffers": [one.clone() for one in model.buffers()],
+        "gradients": gradients,
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "python": random.getstate(),
+        "numpy": [np.asarray(one).tolist() for one in np.random.get_state()[1:]],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def assert_same(before, after):
+    """Compare bitwise, tensors in any nesting."""
+    assert type(before) is type(after)
+    if isinstance(before, torch.Tensor):
+        assert before.dtype == after.dtype
+        assert before.numpy().tobytes() == after.numpy().tobytes()
+    elif isinstance(before, dict):
+        assert before.keys() == after.keys()
+        for key in before:
+            assert_same(before[key], after[key])
+    elif isinstance(before, (list, tuple)):
+        assert len(before) == len(after)
+        for one, other in zip(before, after, strict=True):
+            assert_same(one, other)
+    else:
+        assert before == after

@@ -13,18 +13,8 @@ from odb_nodes._core.checks import check_type
 
 __all__ = ["Checkpointing", "enable_checkpointing"]
 
-OWN_METHODS = (  # of transformers 5 and 4: method that enables, its argument, method that disables
-    (
-        "activation_checkpointing_enable",
-        "activation_checkpointing_kwargs",
-        "activation_checkpointing_disable",
-    ),
-    (
-        "gradient_checkpointing_enable",
-        "gradient_checkpointing_kwargs",
-        "gradient_checkpointing_disable",
-    ),
-)
+OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")
+"""Of transformers, since version 5 and before: `<name>_enable`, `<name>_disable`, `is_<name>`."""
 REMEDY = "Pass `blocks=`, the modules to checkpoint."
 
 
@@ -84,16 +74,17 @@ def enable_checkpointing(
 
 
 def _enable_by_own_method(model: torch.nn.Module) -> Checkpointing | None:
-    for enable, options, disable in OWN_METHODS:
-        if not callable(getattr(model, enable, None)):
+    for name in OWN_METHODS:
+        enable = getattr(model, f"{name}_enable", None)
+        if enable is None:
             continue
         if not getattr(model, "supports_gradient_checkpointing", True):
             raise ValueError(
                 f"`{type(model).__name__}` does not support activation checkpointing. {REMEDY}"
             )
-        was_enabled = getattr(model, "is_gradient_checkpointing", False)
-        getattr(model, enable)(**{options: {"use_reentrant": False}})
-        return Checkpointing((), _nothing if was_enabled else getattr(model, disable))
+        was_enabled = getattr(model, f"is_{name}", False)
+        enable(**{f"{name}_kwargs": {"use_reentrant": False}})
+        return Checkpointing((), _nothing if was_enabled else getattr(model, f"{name}_disable"))
     return None
 
 

@@ -107,7 +107,7 @@ class EdgeSearch:
         else:
             raise ShapeTooLargeError(
                 f"a single row of {edge.width} tokens does not fit: "
-                f"{trial.error or self._excess(trial)}. "
+                f"{trial.reason(self._limit_bytes)}. "
                 "Leave longer samples out, enable checkpointing, or shard the model.",
                 rows,
                 edge.width,
@@ -145,6 +145,3 @@ class EdgeSearch:
         one, two = (model.predict(rows, width, rows * patches) for rows in (1, 1001))
         row_bytes = (two - one) / 1000
         return 1 + int((self._limit_bytes - one) // row_bytes) if row_bytes > 0 else None
-
-    def _excess(self, trial: Trial) -> str:
-        return f"it took {trial.peak_bytes:,} bytes, but the limit is {self._limit_bytes:,}"

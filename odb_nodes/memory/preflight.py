@@ -81,7 +81,7 @@ def _largest_shapes(budget: TokenBudget, widths: Sequence[int] | None) -> list[t
         return [budget.shape([budget.capacity])]
     shortest = budget.width(min(lengths))
     longest = max(budget.width(min(max(lengths), budget.capacity)), shortest)
-    candidates = {budget.width(int(one)) for one in np.geomspace(shortest, longest, CANDIDATES)}
+    candidates = {budget.width(round(one)) for one in np.geomspace(shortest, longest, CANDIDATES)}
     shapes = [(_rows(budget, width), width) for width in sorted(candidates)]
     fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
     return list(dict.fromkeys((shapes[-1], fullest, shapes[0])))
@@ -94,7 +94,6 @@ def _rows(budget: TokenBudget, width: int) -> int:
 
 def _too_large(trial: Trial, budget: TokenBudget, limit_bytes: int) -> ShapeTooLargeError:
     with_patches = f" with {trial.patches} patches" if trial.patches else ""
-    taken = f"it took {trial.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
     remedy = (
         f"Lower `tokens` of the budget, which is {budget.tokens}"
         if trial.rows > 1
@@ -102,7 +101,7 @@ def _too_large(trial: Trial, budget: TokenBudget, limit_bytes: int) -> ShapeTooL
     )
     return ShapeTooLargeError(
         f"a batch of {trial.rows} rows of {trial.width} tokens{with_patches} does not fit: "
-        f"{trial.error or taken}. {remedy}, call `find_budget`, or enable checkpointing.",
+        f"{trial.reason(limit_bytes)}. {remedy}, call `find_budget`, or enable checkpointing.",
         trial.rows,
         trial.width,
         trial.patches,

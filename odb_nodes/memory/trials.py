@@ -42,6 +42,15 @@ class Trial:
     seconds: float
     error: str = ""
 
+    def reason(self, limit_bytes: int) -> str:
+        """Return, for an error, why the step does not fit.
+
+        Args:
+            limit_bytes: the meter's limit.
+        """
+        taken = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
+        return self.error.strip().rstrip(".") or taken
+
 
 class Trials:
     """Runs steps of training with batches of given shapes, and keeps what came of it.
@@ -85,7 +94,6 @@ class Trials:
         shape = (rows, width, patches) if self.patches_per_row else (rows, width)
         failure: Exception | None = None
         had_gradients = self._state.with_gradients()
-        free_memory()
         with measuring(self._meter):
             self._meter.reset()
             start_s = time.perf_counter()

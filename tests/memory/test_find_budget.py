@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from small_lm import SmallLM, make_batch, make_training
+from small_lm import SmallLM, assert_same, make_batch, make_training, snapshot
 
 from odb_nodes.memory import MemoryModel, ShapeTooLargeError, find_budget, free_memory
 from odb_nodes.testing import SavedTensorMeter
@@ -32,39 +32,6 @@ def most_rows(training, limit_bytes, width):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(training, limit_bytes, middle, width) else (low, middle)
     return low
-
-
-def snapshot(training):
-    """Everything that a step changes, copied."""
-    model, optimizer = training.model, training.optimizer
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return {
-        "weights": [one.detach().clone() for one in model.parameters()],
-        "buffers": [one.clone() for one in model.buffers()],
-        "gradients": gradients,
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
-        "python": random.getstate(),
-        "numpy": [np.asarray(one).tolist() for one in np.random.get_state()[1:]],
-        "torch": torch.get_rng_state(),
-    }
-
-
-def assert_same(before, after):
-    """Compare bitwise, tensors in any nesting."""
-    assert type(before) is type(after)
-    if isinstance(before, torch.Tensor):
-        assert before.dtype == after.dtype
-        assert before.numpy().tobytes() == after.numpy().tobytes()
-    elif isinstance(before, dict):
-        assert before.keys() == after.keys()
-        for key in before:
-            assert_same(before[key], after[key])
-    elif isinstance(before, (list, tuple)):
-        assert len(before) == len(after)
-        for one, other in zip(before, after, strict=True):
-            assert_same(one, other)
-    else:
-        assert before == after
 
 
 def in_the_middle_of_a_run(**options):

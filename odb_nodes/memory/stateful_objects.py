@@ -6,6 +6,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -20,7 +21,8 @@ __all__ = ["STATEFUL", "find_stateful"]
 
 STATEFUL = (torch.nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, *GENERATORS)
 
-MOST_OBJECTS = 100_000  # the nearest ones: a dataset in reach is not searched to its end
+MOST_OBJECTS = 100_000  # the nearest ones
+MOST_ELEMENTS = 1000  # of a container: what has more is data
 LEAVES = (str, bytes, int, float, complex, type, ModuleType, CodeType, np.ndarray, torch.Tensor)
 LIBRARIES = {"torch", "torchdata", "numpy", "transformers", *sys.stdlib_module_names}
 OF_MODULES = {"_parameters", "_buffers", "_modules"}  # which a module itself stands for
@@ -31,7 +33,7 @@ def find_stateful(roots: Iterable[Any]) -> list[Any]:
 
     From a function these are the variables that it closes over, its defaults, and the global names
     that it uses, unless it is a library's; from a method and other objects their attributes; from
-    containers their elements. The search goes to the nearest 100,000 objects.
+    containers their first 1,000 elements. The search goes to the nearest 100,000 objects.
 
     Returns:
         Instances of `STATEFUL`, and leaf tensors that require gradients; each once.
@@ -62,9 +64,9 @@ def _parts(one: Any) -> Iterator[Any]:
     elif isinstance(one, functools.partial):
         yield from (one.func, one.args, one.keywords)
     elif isinstance(one, dict):
-        yield from list(one.values())
+        yield from list(islice(one.values(), MOST_ELEMENTS))
     elif isinstance(one, (list, tuple, set, frozenset, deque)):
-        yield from list(one)
+        yield from list(islice(one, MOST_ELEMENTS))
     else:
         attributes = getattr(one, "__dict__", {})
         skipped = OF_MODULES if isinstance(one, torch.nn.Module) else ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from odb_nodes.memory.stateful_objects import MOST_OBJECTS, find_stateful
+from odb_nodes.memory.stateful_objects import find_stateful
 
 MODEL = nn.Linear(2, 2)
 
@@ -90,8 +90,8 @@ def test_what_has_a_state_is_found_once():
 
 def test_a_model_beside_a_huge_dataset_is_found():
     model = nn.Linear(3, 3)
-    records = [[n] for n in range(3 * MOST_OBJECTS)]
-    found = find_stateful([lambda: (records, model)])
+    records = [[n] for n in range(300_000)]
+    found = find_stateful([closure_over(records), closure_over(closure_over(closure_over(model)))])
     assert [id(one) for one in found] == [id(model)]
 
 
@@ -99,6 +99,6 @@ def test_circles_and_empty_cells_end():
     circle = []
     circle.append(circle)
     unset = None
-    root = lambda: (circle, unset)  # noqa: E731
+    root = lambda: (circle, unset)  # noqa: E731, F821
     del unset
     assert find_stateful([root, None]) == []

@@ -131,17 +131,36 @@ def _verified_budget(
     model: MemoryModel, edges: Sequence[Edge], limit_bytes: int, patches_per_row: int
 ) -> TokenBudget:
     """Return the model's budget, in the bounds of what fitted and what did not."""
-    budget = model.budget(limit_bytes, threshold=1.0)
+    found = [edge for edge in edges if edge.is_found]
+    try:
+        budget = model.budget(limit_bytes, threshold=1.0)
+        most_tokens = model.budget(limit_bytes, threshold=1.0, margin=0.0).tokens
+    except ValueError:
+        if not found:
+            raise
+        budget = _tried_budget(edges, patches_per_row)
+        most_tokens = budget.tokens
     tokens = budget.tokens
-    if not patches_per_row:  # batches within `max_patches` have fewer rows than were tried
-        tokens = max(tokens, min(edge.fits * budget.row_cost(edge.width) for edge in edges))
+    if found and not patches_per_row:  # within `max_patches`, batches have fewer rows than tried
+        tried_tokens = min(edge.fits * budget.row_cost(edge.width) for edge in found)
+        tokens = max(tokens, min(tried_tokens, most_tokens))  # what fitted needs no margin
     for edge in edges:
-        if edge.fails is None:
-            continue
-        most_rows = edge.fits or edge.fails - 1
+        most_rows = edge.fits
+        if len(found) > 1 and not edge.is_found:  # these tell the model how far it may go
+            if edge.fails is None:
+                continue
+            most_rows = edge.fails - 1
         if budget.max_patches is None or budget.max_patches > most_rows * patches_per_row:
             tokens = min(tokens, (most_rows + 1) * budget.row_cost(edge.width) - 1)
     return replace(budget, tokens=tokens)
+
+
+def _tried_budget(edges: Sequence[Edge], patches_per_row: int) -> TokenBudget:
+    """Return the largest budget whose batches fit because batches of that many rows did."""
+    patches = min(edge.fits for edge in edges) * patches_per_row
+    return TokenBudget(
+        min((edge.fits + 1) * edge.width - 1 for edge in edges), max_patches=patches or None
+    )
 
 
 def _tokens_per_s(trials: Sequence[Trial], edges: Sequence[Edge]) -> float:

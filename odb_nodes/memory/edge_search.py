@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isqrt
 
 from odb_nodes.memory.failures import ShapeTooLargeError
 from odb_nodes.memory.model import MemoryModel
@@ -14,6 +14,7 @@ __all__ = ["Edge", "EdgeSearch"]
 
 TOLERANCE = 0.02  # of the rows that fit: a bracket that is not wider is good enough
 LARGEST_LEAP = 8  # times the rows that fit, which the next trial may have at most
+FARTHEST = 32  # times the difference of two peaks, to which these tell the edge
 LEAST_TRIALS = 2  # of each width: one that fits and one that does not
 
 
@@ -23,8 +24,8 @@ class Edge:
 
     Attributes:
         width: tokens of each row.
-        fits: most rows that have fitted; 0 for none yet.
-        fails: fewest rows that have not; `None` for none yet.
+        fits: most rows that are known to fit; 0 for none yet.
+        fails: fewest rows that have not fitted; `None` for none yet.
     """
 
     width: int
@@ -71,12 +72,23 @@ class EdgeSearch:
             ShapeTooLargeError: one row of a width does not fit.
         """
         self._try(Edge(widths[0]), 1)
-        outer_first = [*widths[:1], *widths[1:][-1:], *widths[1:-1]]
-        edges = []
+        *between, widest = widths
+        outer_first = [widest, *between]
+        edges: list[Edge] = []
         for index, width in enumerate(outer_first):
-            share = max(self._left() // (len(outer_first) - index), LEAST_TRIALS)
-            edges.append(self._find(Edge(width), min(share, self._left())))
+            edge = Edge(width, self._rows_that_fit(width, edges))
+            edges.append(edge)
+            for_others = LEAST_TRIALS * (len(outer_first) - index - 1)
+            self._find(edge, max(self._left() - for_others, min(LEAST_TRIALS, self._left())))
         return [edge for edge in edges if edge.fits or edge.fails]
+
+    def _rows_that_fit(self, width: int, wider: Sequence[Edge]) -> int:
+        """Return rows that fit because as many tokens in wider rows do."""
+        if self._trials.patches_per_row:
+            return 0
+        return max(
+            (edge.fits * edge.width // width for edge in wider if edge.width > width), default=0
+        )
 
     def model(self) -> MemoryModel:
         """Return a model of the steps that ended, but the first."""
@@ -115,29 +127,34 @@ class EdgeSearch:
             )
 
     def _next_rows(self, edge: Edge) -> int:
-        expected = self._expected_rows(edge.width)
+        expected, leap = self._expected_rows(edge.width)
         if edge.fails is None:
-            if not edge.fits:
-                return max(expected or 1, 1)
             if expected is None:
-                return 2 * edge.fits
-            return min(max(expected, edge.fits + edge.step), LARGEST_LEAP * edge.fits)
-        middle = (edge.fits + edge.fails) // 2
-        if expected is None or not edge.fits <= expected < edge.fails:
-            return max(middle, edge.fits + 1)
-        return max(expected, min(edge.fits + edge.step, edge.fails - 1))
+                return max(leap * edge.fits, 1)
+            return min(max(expected, edge.fits + edge.step), max(LARGEST_LEAP * edge.fits, 1))
+        near_fails = edge.fails - max(ceil(TOLERANCE * edge.fails), 1)
+        if expected is None or expected < edge.fits or self._is_misled(edge, expected):
+            rows = isqrt(edge.fits * edge.fails)
+        else:
+            rows = min(max(expected, edge.fits + edge.step), near_fails)
+        return min(max(rows, edge.fits + 1), edge.fails - 1)
 
-    def _expected_rows(self, width: int) -> int | None:
-        """Return how many rows of a width should fit, or None where nothing tells."""
+    def _is_misled(self, edge: Edge, expected: int) -> bool:
+        """Tell whether rows were expected to fit again and again, and have not."""
+        failed = [one for one in self._trials.done if one.width == edge.width and not one.fits]
+        return edge.fails is not None and expected >= edge.fails and len(failed) > 1
+
+    def _expected_rows(self, width: int) -> tuple[int | None, int]:
+        """Return how many rows of a width should fit, or None and how far to go without."""
         peaks = {t.rows: t.peak_bytes for t in self._measured() if t.width == width}
         if len(peaks) >= 2:
             fewer, more = sorted(peaks)[-2:]
-            row_bytes = (peaks[more] - peaks[fewer]) / (more - fewer)
-            if row_bytes <= 0:
-                return None
-            return more + int((self._limit_bytes - peaks[more]) // row_bytes)
+            room_bytes, difference = self._limit_bytes - peaks[more], peaks[more] - peaks[fewer]
+            if difference <= 0 or room_bytes > FARTHEST * difference:
+                return None, LARGEST_LEAP
+            return more + int(room_bytes * (more - fewer) // difference), 2
         others = {trial.width for trial in self._measured()} - {width}
-        return self._modelled_rows(width) if len(others) >= 2 else None
+        return (self._modelled_rows(width) if len(others) >= 2 else None), 2
 
     def _modelled_rows(self, width: int) -> int | None:
         model = self.model()

@@ -139,6 +139,7 @@ class MemoryModel:
         limit_bytes: int,
         *,
         threshold: float = 0.9,
+        margin: float | None = None,
         patch_share: float | None = None,
         **options: Any,
     ) -> TokenBudget:
@@ -151,6 +152,8 @@ class MemoryModel:
         Args:
             limit_bytes: memory of the device.
             threshold: share of it that may be used, above 0 and at most 1.
+            margin: what a batch may take beyond its prediction, relative to it. `None`: the margin
+                of the fit.
             patch_share: share of the memory for activations that patches get, at least 0 and below
                 1. `None`: as in the points that have patches, on average.
             options: further fields of the `TokenBudget`, such as `pad_to_multiple_of`.
@@ -162,6 +165,8 @@ class MemoryModel:
         usable_bytes = check_bytes("limit_bytes", limit_bytes) * check_share("threshold", threshold)
         fit = self._fitted()
         shapes = self._points.shapes()
+        if margin is not None:
+            fit = replace(fit, margin=_number(margin, 0.0, "margin"))
         if patch_share is None:
             patch_share = mean_patch_share(fit, shapes)
         elif not 0 <= patch_share < 1:
@@ -268,8 +273,8 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _number(value: Any, least: float = -1.0) -> float:
-    check_type("number", value, int | float)
+def _number(value: Any, least: float = -1.0, name: str = "number") -> float:
+    check_type(name, value, int | float)
     if not isfinite(value) or value < least:
-        raise ValueError(f"a number must be finite and at least {least}, but is {value!r}")
+        raise ValueError(f"`{name}` must be finite and at least {least}, but is {value!r} instead.")
     return float(value)

@@ -143,6 +143,7 @@ class TestBudget:
             (0, {}, "`limit_bytes` must be in 1"),
             (GIB, {"threshold": 0}, "`threshold` must be above 0 and at most 1, but is 0"),
             (GIB, {"threshold": "1"}, "`threshold` must be"),
+            (GIB, {"margin": -0.1}, "`margin` must be finite and at least 0.0, but is -0.1"),
             (GIB, {"patch_share": 1.0}, "`patch_share` must be at least 0 and below 1"),
             (GIB, {"max_rows": 1}, "unexpected keyword argument 'max_rows'"),
         ],

@@ -83,7 +83,7 @@ def _unit_of_cost(fit: Fit, narrowest: int, widest: int) -> tuple[int | None, fl
     if square * widest <= SMALL_SQUARE * linear:
         return None, linear + square * widest
     attention_tokens = max(min(int(linear / square), MAX_COUNT), 1)
-    last = max(2 * isqrt(attention_tokens), narrowest) + 1
+    last = max(2 * isqrt(attention_tokens), widest)
     lengths = np.arange(narrowest, last + 1, dtype=np.int64)
     costs = lengths + lengths * lengths // attention_tokens
     return attention_tokens, float(

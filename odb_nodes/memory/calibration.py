@@ -102,7 +102,7 @@ def find_budget(
         return Calibration(
             points=tuple(trials.done),
             model=model,
-            budget=_verified_budget(model, edges, meter.limit_bytes, patches_per_row),
+            budget=verified_budget(model, edges, meter.limit_bytes, patches_per_row),
             tokens_per_s=_tokens_per_s(trials.done, edges),
         )
 
@@ -127,7 +127,7 @@ def _check_widths(widths: Sequence[int]) -> list[int]:
     return sorted({check_count("widths", width) for width in widths})
 
 
-def _verified_budget(
+def verified_budget(
     model: MemoryModel, edges: Sequence[Edge], limit_bytes: int, patches_per_row: int
 ) -> TokenBudget:
     """Return the model's budget, in the bounds of what fitted and what did not."""

@@ -132,11 +132,11 @@ class EdgeSearch:
             if expected is None:
                 return max(leap * edge.fits, 1)
             return min(max(expected, edge.fits + edge.step), max(LARGEST_LEAP * edge.fits, 1))
-        near_fails = edge.fails - max(ceil(TOLERANCE * edge.fails), 1)
+        first, last = edge.fits + edge.step, edge.fails - edge.step
         if expected is None or expected < edge.fits or self._is_misled(edge, expected):
             rows = isqrt(edge.fits * edge.fails)
         else:
-            rows = min(max(expected, edge.fits + edge.step), near_fails)
+            rows = min(max(expected, first), last) if first < last else (first + last) // 2
         return min(max(rows, edge.fits + 1), edge.fails - 1)
 
     def _is_misled(self, edge: Edge, expected: int) -> bool:

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odb_nodes._compat.torch import forget_step
+from odb_nodes._core.checks import describe
 from odb_nodes._core.seeds import GENERATORS, load_rngs, put_back, save_rngs, state_of
 from odb_nodes.memory.failures import free_memory
-from odb_nodes.memory.stateful_objects import find_stateful
+from odb_nodes.memory.stateful_objects import STATEFUL, find_stateful
 
 __all__ = ["TrainingState", "unchanged_training"]
 
@@ -37,9 +38,18 @@ class TrainingState:
             found, see `find_stateful`.
         states: models, optimizers and others to keep beside them. What is of no kind that is known
             must have `state_dict` and `load_state_dict`.
+
+    Raises:
+        TypeError: one of `states` has no state.
     """
 
     def __init__(self, roots: Iterable[Any], states: Sequence[Any] = ()) -> None:
+        for one in states:
+            if not isinstance(one, (*STATEFUL, torch.Tensor)) and not hasattr(one, "state_dict"):
+                raise TypeError(
+                    "`states` must be models, optimizers and others with `state_dict` and "
+                    f"`load_state_dict`, but one is {describe(one)} instead."
+                )
         found = find_stateful((*states, *roots))
         self._modules = [one for one in found if isinstance(one, torch.nn.Module)]
         self._optimizers = [one for one in found if isinstance(one, Optimizer)]

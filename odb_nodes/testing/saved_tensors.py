@@ -67,7 +67,6 @@ class SavedTensorMeter:
         self._bytes = self._peak_bytes = 0
         self._saved = self._read = 0  # tensors, in this forward pass and its backward pass
         self._exceeded = False
-        self._depth = 0
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     @property
@@ -90,9 +89,7 @@ class SavedTensorMeter:
         return self._peak_bytes
 
     def __enter__(self) -> SavedTensorMeter:
-        if self._depth == 0:
-            self._hooks.__enter__()
-        self._depth += 1
+        self._hooks.__enter__()
         return self
 
     def __exit__(
@@ -101,9 +98,7 @@ class SavedTensorMeter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._hooks.__exit__(kind, error, trace)
+        self._hooks.__exit__(kind, error, trace)
 
     def _begin_step(self) -> None:
         self._saved = self._read = 0

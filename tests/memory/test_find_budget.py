@@ -150,6 +150,23 @@ def test_schedulers_scalers_and_generators_are_as_they_were():
     assert_same(before, states())
 
 
+def test_a_step_that_failed_leaves_no_gradients_to_the_next():
+    training = make_training()
+    with_gradients = []
+
+    def train_step(batch):
+        weights = list(training.model.parameters())
+        with_gradients.append(sum(weight.grad is not None for weight in weights))
+        training.model(*batch).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    meter = SavedTensorMeter(2 * MIB, fails_in="backward", backward_point=20)
+    found = find_budget(train_step, make_batch, meter=meter, widths=WIDTHS)
+    assert sum(bool(trial.error) for trial in found.points[:-1]) > 1
+    assert set(with_gradients) == {0}
+
+
 def test_gradients_that_are_accumulated_are_kept():
     training = in_the_middle_of_a_run()
     before = snapshot(training)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_lm import make_batch, make_training
+from torch.utils.checkpoint import checkpoint
 
 from odb_nodes.memory import MemoryMeter, free_memory
 from odb_nodes.testing import SavedTensorMeter
@@ -90,6 +91,15 @@ def test_it_fails_at_a_chosen_point_of_backward(point):
             values.sum().backward()
     assert len(reached) == point + 1
     assert x.grad is None
+
+
+def test_blocks_that_are_computed_again_do_not_end_the_step():
+    with SavedTensorMeter(9000, fails_in="backward", backward_point=3) as meter:
+        again = checkpoint(lambda x: x.exp(), leaf(1000), use_reentrant=True)
+        values = again.exp().exp()
+        assert meter.saved_bytes == 12000
+        with pytest.raises(torch.OutOfMemoryError, match="in the backward pass"):
+            values.sum().backward()
 
 
 def test_a_step_after_one_that_failed_in_backward_may_succeed():

@@ -44,6 +44,7 @@ def in_the_middle_of_a_run(**options):
     return training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_mib", [2, 7, 30])
 @pytest.mark.parametrize("widths", [WIDTHS, [20], [8, 24, 48, 72, 96]])
 def test_it_comes_within_5_percent_of_the_true_largest_budget(limit_mib, widths):
@@ -88,6 +89,7 @@ class HalfDone(torch.optim.AdamW):
             raise torch.OutOfMemoryError("out of memory in the optimizer's step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fresh", [True, False])
 def test_everything_is_as_it_was_if_the_optimizers_step_fails(fresh):
     options = {"optimizer": HalfDone}
@@ -341,7 +343,7 @@ class TestCheckpointing:
         return found
 
     def test_the_slower_way_is_told_too(self):
-        found = self.compare(0.5)
+        found = self.compare(0.1)
         assert not found.checkpointing
         assert found.slower.checkpointing
         assert found.slower.budget.tokens > 1.5 * found.budget.tokens

@@ -89,6 +89,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(marker)
         if any(item.get_closest_marker(name) for name in SLOW_PATHS):
             item.add_marker("slow")
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
 
 
 @pytest.fixture(scope="session")

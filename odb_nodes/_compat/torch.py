@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["is_sharded", "pin_memory", "without_ddp_sync"]
+__all__ = ["forget_step", "is_sharded", "pin_memory", "without_ddp_sync"]
 
 
 @contextmanager
@@ -41,3 +42,8 @@ def is_sharded(model: nn.Module) -> bool:
             classes += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
     kinds = tuple(classes)
     return any(isinstance(one, kinds) for one in (*model.modules(), *model.parameters()))
+
+
+def forget_step(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler forget the step that it is within, where an optimizer's step has failed."""
+    scaler._per_optimizer_states.clear()

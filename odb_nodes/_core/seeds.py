@@ -20,9 +20,11 @@ __all__ = [
     "load_rngs",
     "own_rngs",
     "preserved_rngs",
+    "put_back",
     "save_rngs",
     "seed_rngs",
     "seeded_generators",
+    "state_of",
     "states_of_rngs",
 ]
 
@@ -99,17 +101,18 @@ def is_global(generator: Any) -> bool:
 @contextmanager
 def seeded_generators(generators: Sequence[Any], seeds: Iterable[int]) -> Iterator[None]:
     """Seed generators of the types `GENERATORS`, and put them back afterwards."""
-    before = [_state_of(generator) for generator in generators]
+    before = [state_of(generator) for generator in generators]
     try:
         for generator, seed in zip(generators, seeds, strict=True):
             _seed(generator, seed)
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):
-            _put_back(generator, state)
+            put_back(generator, state)
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator of the types `GENERATORS`."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):
@@ -117,7 +120,8 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _put_back(generator: Any, state: Any) -> None:
+def put_back(generator: Any, state: Any) -> None:
+    """Put a generator back to a state that `state_of` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

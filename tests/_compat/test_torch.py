@@ -33,3 +33,17 @@ def test_the_default_generator_is_the_one_that_is_seeded():
         torch.manual_seed(7)
         assert torch.equal(first, torch.rand(3))
         torch.set_rng_state(before)
+
+
+def test_a_scaler_forgets_the_step_that_failed():
+    used_in = "_compat/torch.py (trials of `find_budget`)"
+    with relies_on("torch", "GradScaler._per_optimizer_states", used_in):
+        from odb_nodes._compat.torch import forget_step
+
+        weight = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight])
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(2):  # a second `unscale_` without `update` is an error else
+            scaler.scale(weight.sum()).backward()
+            scaler.unscale_(optimizer)
+            forget_step(scaler)

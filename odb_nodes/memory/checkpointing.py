@@ -1,0 +1,156 @@
+"""Activation checkpointing: less memory for a second forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from odb_nodes._core.checks import check_type
+
+__all__ = ["Checkpointing", "enable_checkpointing"]
+
+OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")
+"""Of transformers, since version 5 and before: `<name>_enable`, `<name>_disable`, `is_<name>`."""
+REMEDY = "Pass `blocks=`, the modules to checkpoint."
+
+
+class Checkpointing:
+    """Activation checkpointing of a model, which can be disabled again.
+
+    Attributes:
+        blocks: the modules that are computed again; empty where the model's own method chose them.
+    """
+
+    def __init__(self, blocks: Sequence[torch.nn.Module], disable: Callable[[], Any]) -> None:
+        self.blocks = tuple(blocks)
+        self._disable: Callable[[], Any] | None = disable
+
+    def disable(self) -> None:
+        """Disable it. Does nothing the second time."""
+        if self._disable is not None:
+            self._disable()
+            self._disable = None
+
+
+def enable_checkpointing(
+    model: torch.nn.Module, *, blocks: Sequence[torch.nn.Module] | None = None
+) -> Checkpointing:
+    """Let a model keep only the inputs of its blocks, and compute the rest again in backward.
+
+    Loss and gradients stay bitwise the same, dropout included, where a block computes twice the
+    same. The names of weights in `state_dict` do, too. A model of transformers does it by its own
+    method. In any other one the blocks are wrapped in `torch.utils.checkpoint`: by default the
+    `ModuleList` or `Sequential` of two or more modules of one class that has the most weights.
+    A block that changes a buffer in its forward pass, which it would do twice, is an error then.
+
+    Args:
+        model: the model.
+        blocks: the modules to checkpoint, each called on its own in the forward pass.
+
+    Returns:
+        What disables it again.
+
+    Raises:
+        TypeError: `model` is no module, or `blocks` are none of its modules.
+        ValueError: there are no such blocks, the model supports none, or computing a block twice
+            would count its batch twice, as in the running statistics of a batch norm.
+    """
+    check_type("model", model, torch.nn.Module)
+    if blocks is None:
+        own = _enable_by_own_method(model)
+        return own or _wrap(_repeated_blocks(model))
+    known = {id(one) for one in model.modules()}
+    for block in blocks:
+        if id(block) not in known:
+            raise TypeError(
+                f"`blocks` must be modules of `model`, but one is a `{type(block).__name__}` that "
+                "is not in it."
+            )
+    return _wrap(list(blocks))
+
+
+def _enable_by_own_method(model: torch.nn.Module) -> Checkpointing | None:
+    for name in OWN_METHODS:
+        enable = getattr(model, f"{name}_enable", None)
+        if enable is None:
+            continue
+        if not getattr(model, "supports_gradient_checkpointing", True):
+            raise ValueError(
+                f"`{type(model).__name__}` does not support activation checkpointing. {REMEDY}"
+            )
+        was_enabled = getattr(model, f"is_{name}", False)
+        enable(**{f"{name}_kwargs": {"use_reentrant": False}})
+        return Checkpointing((), _nothing if was_enabled else getattr(model, f"{name}_disable"))
+    return None
+
+
+def _nothing() -> None:
+    """Leave on what was on before."""
+
+
+def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the children of the largest list of modules of one class."""
+    lists = [
+        list(one.children())
+        for one in model.modules()
+        if isinstance(one, (torch.nn.ModuleList, torch.nn.Sequential))
+    ]
+    repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
+    if not repeated:
+        raise ValueError(
+            f"`{type(model).__name__}` has no `ModuleList` or `Sequential` of two or more modules "
+            f"of one class, so its blocks are not known. {REMEDY}"
+        )
+    return max(
+        repeated, key=lambda blocks: sum(w.numel() for one in blocks for w in one.parameters())
+    )
+
+
+def _wrap(blocks: list[torch.nn.Module]) -> Checkpointing:
+    for block in blocks:
+        for part in block.modules():
+            if getattr(part, "track_running_stats", False):
+                raise ValueError(
+                    f"a `{type(block).__name__}` has a `{type(part).__name__}`, whose running "
+                    "statistics would count each batch twice. Pass `blocks=` without it, or "
+                    "replace it."
+                )
+    wrapped = [block for block in blocks if not _is_wrapped(block)]
+    before = [vars(block).get("forward") for block in wrapped]
+    for block in wrapped:
+        # A `partial` of a bound method is copied together with its module; a closure is not.
+        vars(block)["forward"] = partial(_forward, block.forward)
+    return Checkpointing(blocks, partial(_unwrap, wrapped, before))
+
+
+def _is_wrapped(block: torch.nn.Module) -> bool:
+    forward = vars(block).get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _forward(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    block = forward.__self__
+    before = {name: (buffer, buffer._version) for name, buffer in block.named_buffers()}
+    output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    for name, buffer in block.named_buffers():
+        known, version = before.get(name, (None, 0))
+        if buffer is not known or buffer._version != version:
+            raise RuntimeError(
+                f"`{type(block).__name__}` changes its buffer `{name}` in its forward pass, which "
+                "activation checkpointing makes twice. Pass `blocks=` without it."
+            )
+    return output
+
+
+def _unwrap(blocks: Sequence[torch.nn.Module], before: Sequence[Any]) -> None:
+    for block, forward in zip(blocks, before, strict=True):
+        if forward is None:
+            del vars(block)["forward"]
+        else:
+            vars(block)["forward"] = forward

@@ -1,0 +1,131 @@
+"""How much memory a step of training took at its peak."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from odb_nodes._core.checks import check_count, check_type
+
+__all__ = ["CudaMeter", "MemoryMeter"]
+
+MOST_BYTES = 2**63 - 1
+
+
+@runtime_checkable
+class MemoryMeter(Protocol):
+    """Measures the peak of memory between two moments.
+
+    A meter that measures only within a `with` block is a context manager, too: what takes a meter
+    enters it. So it can be entered more than once.
+
+    Attributes:
+        limit_bytes: most bytes that a peak may have.
+    """
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes that a peak may have."""
+
+    def reset(self) -> None:
+        """Begin a new measurement: the peak is what is taken now."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were taken at one time since `reset`."""
+
+
+class CudaMeter:
+    """Measures what torch's allocator takes of one GPU.
+
+    The limit is a share of what this process could have when the meter was made: the free memory of
+    the device, and what the allocator has reserved. Other processes, the CUDA context and libraries
+    beside torch are not in it; nor is what `torch.cuda.set_per_process_memory_fraction` refuses.
+
+    The peak is that of *allocated* bytes. The allocator reserves more, since freed blocks do not
+    always fit what comes next; `reserved_bytes` says how much. `share` leaves room for that.
+
+    Args:
+        device: the GPU; `None` for the current one.
+        share: share of that memory that a peak may have, above 0 and at most 1.
+
+    Raises:
+        RuntimeError: torch sees no GPU.
+        TypeError, ValueError: an argument is not valid.
+    """
+
+    def __init__(self, device: torch.device | int | str | None = None, share: float = 0.9) -> None:
+        check_share("share", share)
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "`CudaMeter` needs a GPU, but torch sees none. On a CPU, use "
+                "`odb_nodes.testing.SavedTensorMeter`."
+            )
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        if device is not None:
+            self._device = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+        if self._device.type != "cuda":
+            raise ValueError(f"`device` must be a GPU, but is {device!r} instead.")
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        own_bytes = torch.cuda.memory_reserved(self._device)
+        allowed_bytes = total_bytes * torch.cuda.get_per_process_memory_fraction(self._device)
+        self._limit_bytes = int(share * min(free_bytes + own_bytes, allowed_bytes))
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes that a peak may have."""
+        return self._limit_bytes
+
+    def reset(self) -> None:
+        """Begin a new measurement of allocated and reserved bytes."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """Return the peak of allocated bytes since `reset`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reserved_bytes(self) -> int:
+        """Return the peak of reserved bytes since `reset`, never below `peak_bytes()`."""
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+def check_share(name: str, value: Any) -> float:
+    """Return a share as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not above 0 and at most 1.
+    """
+    check_type(name, value, int | float)
+    if isinstance(value, bool) or not 0 < value <= 1:
+        raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value!r} instead.")
+    return float(value)
+
+
+def check_bytes(name: str, value: object) -> int:
+    """Return a number of bytes, 1 or more, as an int.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    return check_count(name, value, maximum=MOST_BYTES)
+
+
+def check_meter(meter: Any) -> MemoryMeter:
+    """Return a meter.
+
+    Raises:
+        TypeError: it has no `reset`, `peak_bytes` or `limit_bytes`.
+    """
+    if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
+        raise TypeError(
+            "`meter` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "
+            f"{meter!r:.80} instead. On a GPU, pass `CudaMeter()`."
+        )
+    return meter
+
+
+def measuring(meter: MemoryMeter) -> AbstractContextManager[Any]:
+    """Return the block within which a meter measures."""
+    return meter if isinstance(meter, AbstractContextManager) else nullcontext()

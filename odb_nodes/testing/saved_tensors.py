@@ -1,0 +1,144 @@
+"""A memory of a set size on a CPU: what autograd saves for the backward pass."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from odb_nodes._core.checks import check_choice, check_count
+
+__all__ = ["SavedTensorMeter"]
+
+FailsIn = Literal["forward", "backward"]
+
+
+class _Saved:
+    """A tensor that autograd has saved; it counts for as long as autograd keeps it."""
+
+    def __init__(self, tensor: torch.Tensor, meter: SavedTensorMeter) -> None:
+        # A result that is saved refers to its node, which would keep itself alive by it.
+        self.tensor, self._meter = tensor.detach(), meter
+        self._storage = tensor.untyped_storage()
+        meter._take(self._storage)
+
+    def __del__(self) -> None:
+        self._meter._release(self._storage)
+
+
+class SavedTensorMeter:
+    """Counts the bytes that autograd saves on a CPU, and fails above a limit as a GPU does.
+
+    It is a `MemoryMeter`, so what is made for a GPU can be tried and tested without one. It
+    measures within a `with` block, which may be entered more than once:
+
+        with SavedTensorMeter(64 * 2**20) as meter:
+            train_step(batch)
+        print(meter.peak_bytes())
+
+    A storage counts once, however many tensors share it, until autograd has released them all.
+    Weights count where autograd saves them; gradients and the optimizer's state do not. Within
+    `torch.utils.checkpoint` without reentry only the inputs of a block count, since torch keeps
+    what it computes again out of sight.
+
+    Args:
+        limit_bytes: most bytes that may be saved at one time.
+        fails_in: where a step that takes more raises `torch.OutOfMemoryError`: in `"forward"`, or
+            in its `"backward"`.
+        backward_point: with `"backward"`, how many saved tensors the backward pass still reads
+            before it fails. Where it reads fewer, it fails at the last one that was saved.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+    """
+
+    def __init__(
+        self, limit_bytes: int, *, fails_in: FailsIn = "forward", backward_point: int = 0
+    ) -> None:
+        self._limit_bytes = check_count("limit_bytes", limit_bytes, maximum=2**63 - 1)
+        check_choice("fails_in", fails_in, get_args(FailsIn))
+        self._fails_in = fails_in
+        self._backward_point = check_count("backward_point", backward_point, 0)
+        self._lock = threading.RLock()  # autograd may release from a thread of its own
+        self._holders: dict[int, int] = {}  # address of a storage -> saved tensors that share it
+        self._bytes = self._peak_bytes = 0
+        self._saved = self._read = 0  # tensors, in this forward pass and its backward pass
+        self._exceeded = False
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes that may be saved at one time."""
+        return self._limit_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd has saved now."""
+        return self._bytes
+
+    def reset(self) -> None:
+        """Begin a new measurement: the peak is what is saved now."""
+        self._peak_bytes = self._bytes
+        self._begin_step()
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were saved at one time since `reset`."""
+        return self._peak_bytes
+
+    def __enter__(self) -> SavedTensorMeter:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _begin_step(self) -> None:
+        self._saved = self._read = 0
+        self._exceeded = False
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        if self._read and not self._holders:  # a step after one whose backward pass has ended
+            self._begin_step()
+        self._saved += 1
+        return _Saved(tensor, self)
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        self._read += 1
+        if self._exceeded and self._read > min(self._backward_point, self._saved - 1):
+            self._fail("backward")
+        return saved.tensor
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            address = storage.data_ptr()
+            holders = self._holders.get(address, 0)
+            self._holders[address] = holders + 1
+            if holders == 0:
+                self._bytes += storage.nbytes()
+            self._peak_bytes = max(self._peak_bytes, self._bytes)
+            if self._bytes > self._limit_bytes:
+                self._exceeded = True
+                if self._fails_in == "forward":
+                    self._fail("forward")
+
+    def _release(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            address = storage.data_ptr()
+            self._holders[address] -= 1
+            if self._holders[address] == 0:
+                del self._holders[address]
+                self._bytes -= storage.nbytes()
+
+    def _fail(self, where: str) -> None:
+        raise torch.OutOfMemoryError(
+            f"out of memory in the {where} pass: {self._bytes} bytes are saved, but the limit is "
+            f"{self._limit_bytes}."
+        )

@@ -1,0 +1,138 @@
+"""`preflight`: which batches it tries, and what it says of one that does not fit."""
+
+import pytest
+from small_lm import assert_same, make_batch, make_training, snapshot
+
+from odb_nodes import TokenBudget
+from odb_nodes.memory import ShapeTooLargeError, preflight
+from odb_nodes.testing import SavedTensorMeter
+
+MIB = 2**20
+ROOM = 900 * MIB
+
+
+def shapes_tried(budget, **options):
+    training = make_training()
+    meter = SavedTensorMeter(ROOM)
+    trials = preflight(training.train_step, make_batch, budget, meter=meter, **options)
+    assert all(trial.fits and trial.peak_bytes > 0 for trial in trials)
+    return [(trial.rows, trial.width) for trial in trials]
+
+
+@pytest.mark.parametrize(
+    ("budget", "widths", "expected"),
+    [
+        (TokenBudget(100), None, [(1, 100), (100, 1)]),  # both are as full as can be
+        (TokenBudget(100), [8, 64], [(1, 64), (2, 50), (12, 8)]),
+        (TokenBudget(100), [64, 8, 20], [(1, 64), (2, 50), (12, 8)]),
+        (TokenBudget(100), [30], [(3, 30)]),
+        (TokenBudget(100), [8, 500], [(1, 100), (12, 8)]),  # longer samples are oversize
+        (TokenBudget(100, max_samples=6), [4, 80], [(1, 80), (2, 50), (6, 4)]),
+        (TokenBudget(100, pad_to_multiple_of=16), [3, 64], [(1, 64), (6, 16)]),
+        (TokenBudget(100, attention_tokens=50), [10, 60], [(1, 50), (8, 10)]),
+        (TokenBudget(256, shapes=3), None, [(1, 256), (23, 11), (256, 1)]),
+        (TokenBudget(100, layout="packed"), None, [(1, 100)]),
+    ],
+)
+def test_it_tries_the_widest_the_fullest_and_the_most_numerous_batch(budget, widths, expected):
+    tried = shapes_tried(budget, widths=widths)
+    assert (tried[0], tried[-1]) == (expected[0], expected[-1])
+    costs = {budget.batch_cost(shape, []) for shape in tried}
+    assert max(costs) == max(budget.batch_cost(shape, []) for shape in expected)
+    assert len(tried) <= 3
+
+
+def test_every_peak_is_that_of_a_step_in_the_middle_of_a_run():
+    training = make_training()
+    training.train_step(make_batch(2, 10))
+    meter = SavedTensorMeter(ROOM)
+    (first, second) = preflight(
+        training.train_step, make_batch, TokenBudget(120), meter=meter, widths=[12, 120]
+    )
+    for trial in (first, second):
+        with meter:
+            meter.reset()
+            training.train_step(make_batch(trial.rows, trial.width))
+        assert trial.peak_bytes == meter.peak_bytes()
+
+
+def test_patches_are_as_many_as_the_budget_allows():
+    training = make_training()
+    budget = TokenBudget(100, max_patches=40)
+    trials = preflight(
+        training.train_step,
+        make_batch,
+        budget,
+        meter=SavedTensorMeter(ROOM),
+        widths=[10, 100],
+        patches_per_row=16,
+    )
+    assert [(trial.rows, trial.patches) for trial in trials] == [(1, 16), (10, 40)]
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_batch_that_does_not_fit_is_named_and_nothing_has_changed(fails_in):
+    training = make_training()
+    before = snapshot(training)
+    meter = SavedTensorMeter(2 * MIB, fails_in=fails_in)
+    with pytest.raises(
+        ShapeTooLargeError, match="a batch of 50 rows of 20 tokens does not fit"
+    ) as e:
+        preflight(training.train_step, make_batch, TokenBudget(1000), meter=meter, widths=[10, 20])
+    assert "Lower `tokens` of the budget, which is 1000, call `find_budget`" in str(e.value)
+    assert (e.value.rows, e.value.width, e.value.patches) == (50, 20, 0)
+    assert_same(before, snapshot(training))
+
+
+def test_of_one_long_row_it_says_to_leave_long_samples_out():
+    training = make_training()
+    with pytest.raises(
+        ShapeTooLargeError, match="1 rows of 700 tokens .* Leave longer samples out"
+    ):
+        preflight(
+            training.train_step,
+            make_batch,
+            TokenBudget(700),
+            meter=SavedTensorMeter(2 * MIB),
+            widths=[10, 700],
+        )
+
+
+def test_nothing_has_changed_where_all_fits_and_where_a_step_raises():
+    training = make_training()
+    before = snapshot(training)
+    options = {"meter": SavedTensorMeter(ROOM), "widths": [10, 50]}
+    preflight(training.train_step, make_batch, TokenBudget(200), **options)
+    assert_same(before, snapshot(training))
+
+    def train_step(batch):
+        training.train_step(batch)
+        raise KeyError("a mistake")
+
+    with pytest.raises(KeyError, match="a mistake"):
+        preflight(train_step, make_batch, TokenBudget(200), **options)
+    assert_same(before, snapshot(training))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 100}, "`budget` must be a `TokenBudget`"),
+        ({"meter": None}, "`meter` must have"),
+        ({"widths": []}, "`widths` must have one length or more"),
+        ({"widths": [0]}, "`widths` must be in 1"),
+        ({"train_step": 5}, "`train_step` must be a function"),
+        ({"make_batch": 5}, "`make_batch` must be a function"),
+        ({"patches_per_row": -1}, "`patches_per_row` must be in 0"),
+    ],
+)
+def test_bad_arguments(options, message):
+    arguments = {
+        "train_step": make_training().train_step,
+        "make_batch": make_batch,
+        "budget": TokenBudget(100),
+        "meter": SavedTensorMeter(MIB),
+        **options,
+    }
+    with pytest.raises((TypeError, ValueError), match=message):
+        preflight(**arguments)

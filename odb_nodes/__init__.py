@@ -4,7 +4,7 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.contract import EpochNode, StatefulNode
 from odb_nodes.contract.state_file import load_state, save_state
-from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
+from odb_nodes.errors import PeerError, SampleError, StateError, StepMemoryError, WorkerError
 from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
 from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
 from odb_nodes.loader.checkpoints import Checkpoints
@@ -60,6 +60,7 @@ __all__ = [
     "StateError",
     "StatefulNode",
     "StepInfo",
+    "StepMemoryError",
     "TokenBudget",
     "WeightedSampler",
     "WindowBucketer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from odb_nodes.sample import Sample, name_of
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 OnOom = Literal["split", "skip", "raise"]
-LossFn = Callable[[MutableMapping[str, Any]], torch.Tensor]
+LossFn = Callable[[Any], torch.Tensor]
 
 _SHOWN = 8  # keys in an error
 _SHRINK = 0.9  # of the cost that did not fit, in an error

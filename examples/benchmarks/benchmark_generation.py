@@ -87,9 +87,11 @@ def make_model() -> T5ForConditionalGeneration:
         num_heads=4,
         pad_token_id=0,
         eos_token_id=1,
-        decoder_start_token_id=0,
     )
-    return T5ForConditionalGeneration(config).eval()
+    model = T5ForConditionalGeneration(config)
+    model.generation_config.decoder_start_token_id = 0
+    model.eval()
+    return model
 
 
 def dynabatch_batches(

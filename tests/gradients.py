@@ -45,7 +45,8 @@ class LanguageModel(nn.Module):
 
 def mean_loss(model, batch):
     """The mean over supervised tokens; 0 where there are none."""
-    logits = model(batch["input_ids"], batch.get("position_ids"))[:, :-1]
+    given = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
+    logits = model(*given)[:, :-1]
     labels = batch["labels"][:, 1:]
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / max(1, int((labels != -100).sum()))

@@ -109,9 +109,9 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
         self._read_ahead = True
 
-    def keep_samples(self) -> None:
-        """From now on, keep the samples of each batch that is out, until `take_samples`."""
-        self._kept = self._kept or {}
+    def keep_samples(self, keep: bool = True) -> None:
+        """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
+        self._kept = (self._kept or {}) if keep else None
 
     def take_samples(self, info: StepInfo) -> list[Sample]:
         """Return the samples of the batch of a step, and keep them no longer.

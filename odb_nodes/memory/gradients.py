@@ -74,6 +74,14 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
+def give_gradients(model: nn.Module) -> None:
+    """Give a model gradients of 0 if it has none, so that what steps by them finds some."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if all(one.grad is None for one in parameters):
+        for one in parameters:
+            one.grad = torch.zeros_like(one)
+
+
 def average_gradients(model: DistributedDataParallel) -> None:
     """Average the gradients over the ranks of a model, as its own backward would have."""
     group, ranks = model.process_group, dist.get_world_size(model.process_group)

@@ -154,7 +154,7 @@ class GuardContext:
 
 def check_guard_above(guard_above: Any) -> None:
     """Raise a `ValueError` if `guard_above` is no share."""
-    if not 0 <= guard_above <= 1:
+    if not isinstance(guard_above, (int, float)) or not 0 <= guard_above <= 1:
         raise ValueError(f"`guard_above` must be in 0..1, but is {guard_above!r} instead.")
 
 

@@ -1,6 +1,9 @@
 """A `Trainer` whose steps run out of memory trains as one whose steps do not."""
 
+import gc
+import json
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,16 @@ import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
 from ledgers import check_ledger  # noqa: E402
 from memory_faults import PLACES, above, at_call, fail, never  # noqa: E402
+from rank_jobs import RankJob, run_ranks  # noqa: E402
+from trainer_memory_jobs import (  # noqa: E402
+    Calls,
+    Events,
+    Gradients,
+    PerToken,
+    logs_of,
+    run,
+    worst_error,
+)
 from transformers import TrainerCallback  # noqa: E402
 
 from odb_nodes import TokenBudget, audit  # noqa: E402
@@ -25,55 +38,12 @@ LOSSES = [("Normalizing", None), ("Averaging", None), ("Plain", lm.sum_over_item
 CLOSE = 1e-10
 
 
-class PerToken(lm.Normalizing):
-    """Predicts each token from the one before alone, so samples may share a row."""
-
-    def logits(self, input_ids):
-        return self.head(torch.tanh(self.hidden(self.embedding(input_ids))))
-
-
-class Events(TrainerCallback):
-    """Notes the states of the loader, and the events of a run."""
-
-    def __init__(self, trainer):
-        self.trainer, self.states, self.events = trainer, [], []
-
-    def on_substep_end(self, *args, **kwargs):
-        self.events.append("substep")
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.events.append("step")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.states.append(self.trainer.odb_run.state_dict())
-        self.events.append((state.global_step, state.epoch, state.num_input_tokens_seen))
-
-
-class Calls:
-    """Counts the forwards in training, of which none runs out of memory."""
-
-    def __init__(self):
-        self.number = 0
-
-    def __call__(self, rows, width):
-        self.number += 1
-        return False
-
-
-def run(folder, fails=never, place="forward", model="Normalizing", resume=None, **options):
-    """A trainer that has trained, and what it went through."""
-    kind = model if isinstance(model, type) else getattr(lm, model)
-    odb = {"on_oom": "split", **options.pop("odb", {})}
-    given = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
-    model = fail(kind(), "logits", fails, place)
-    trainer = t.make_trainer(folder, model=model, odb=odb, **given | options)
-    trainer.add_callback(events := Events(trainer))
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer, events
-
-
-def logs_of(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+@pytest.fixture(autouse=True)
+def quick_collections():
+    """Each lack of memory collects garbage: let that leave out what has been imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def check_equal(found, expected):
@@ -174,39 +144,14 @@ def test_a_run_that_resumes_after_a_failure_goes_on_alike(tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
 def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model, accumulate):
-    ledger = tmp_path / "ledger"
-    most, gradients = 20, []
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            before = lm.weights_of(trainer.model)
-            gradients.append((before, lm.gradient_of(trainer.model)))
-
-    failing = fail(getattr(lm, model)(), "logits", above(most))
-    odb = {"on_oom": "skip", "ledger": ledger}
-    options = {"num_train_epochs": 1, "logging_steps": 1}
-    trainer = t.make_trainer(
-        tmp_path, model=failing, odb=odb, gradient_accumulation_steps=accumulate, **options
-    )
-    trainer.add_callback(Gradients())
-    infos = []
-
-    class Infos(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            infos.append(trainer.odb_run.guard.infos)
-
-    trainer.add_callback(Infos())
-    trainer.train()
-    long = {key for key in range(SIZE) if len(lm.sample_of(key)["input_ids"]) > most}
-    seen = []
-    for (before, gradient), of_step in zip(gradients, infos, strict=True):
-        keys = [key for info in of_step if not info.is_filler for key in info.keys]
-        seen += keys
-        expected = lm.expected_gradient(before, keys) if keys else torch.zeros_like(gradient)
-        assert gradient == pytest.approx(expected, abs=1e-12)
-        assert of_step[0].optimizer_samples == len(keys)
+    odb = {"on_oom": "skip", "ledger": tmp_path / "ledger"}
+    options = {"model": model, "gradient_accumulation_steps": accumulate, "odb": odb}
+    trainer, noted = run(tmp_path, above(20), notes=Gradients, **options)
+    error, seen = worst_error([noted.steps])
+    assert error < 1e-12
+    long = {key for key in range(SIZE) if len(lm.sample_of(key)["input_ids"]) > 20}
     assert sorted(seen) == sorted({*range(SIZE)} - long)
-    report = audit(ledger, SIZE)
+    report = audit(tmp_path / "ledger", SIZE)
     assert report.ok
     assert f"{len(long)} skipped (out of memory)" in str(report)
     assert sum(logs_of(trainer, "odb/samples_per_step")) == len(seen)
@@ -341,3 +286,113 @@ def test_options_that_are_not_valid_are_refused(options, message):
 def test_optimizers_that_step_within_backward_are_refused(tmp_path, optim):
     with pytest.raises(ValueError, match=f'`optim` must not be "{optim}" .*`on_oom`'):
         run(tmp_path, optim=optim)
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+WARM = ("transformers.trainer_seq2seq", "odb_nodes.integrations.huggingface")
+BEGIN = f"""
+import sys; sys.path.insert(0, {str(HERE)!r})
+import trainer_memory_jobs as j
+import trainer_jobs as t
+from memory_faults import above, at_call
+how = json.loads(sys.argv[1])
+"""
+
+
+def program(body):
+    """The program of each rank."""
+    return BEGIN + textwrap.dedent(body)
+
+
+def ends_of(tmp_path, body, **options):
+    """What each rank says in the end, where both are to fail."""
+    how = json.dumps({"folder": str(tmp_path), "options": options})
+    with RankJob(tmp_path, program(body), 2, how, warm=WARM) as job:
+        results = job.results(100)
+    assert all(code != 0 for code, _, _ in results)
+    return [errors for _, _, errors in results]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_ranks_train_as_without_failures(tmp_path, accumulate, model, place):
+    body = """
+        found = []
+        for name, share in (("whole", 0.0), ("failing", 0.3)):
+            folder = how["folder"] + "/" + name
+            odb = {"guard_above": 0.0, "ledger": folder + "/ledger"}
+            trainer, events = j.run(folder, j.sometimes(share, rank), odb=odb, **how["options"])
+            losses, ooms = j.logs_of(trainer, "loss"), j.logs_of(trainer, "odb/ooms")
+            weights = t.weights_of(trainer.model).tolist()
+            found.append([weights, losses, sum(ooms), events.events, repr(events.states)])
+            del trainer, events
+        r.finish(found)
+    """
+    options = {"model": model, "gradient_accumulation_steps": accumulate, "place": place}
+    how = json.dumps({"folder": str(tmp_path), "options": options | {"size": 37}})
+    for whole, failing in run_ranks(tmp_path, program(body), 2, how, timeout_s=200, warm=WARM):
+        assert failing[0] == pytest.approx(whole[0], abs=CLOSE)
+        assert failing[1] == pytest.approx(whole[1], abs=2e-4)
+        assert failing[3:] == whole[3:]
+        assert whole[2] == 0
+        assert failing[2] > 1
+    for name in ("whole", "failing"):
+        check_ledger(tmp_path / name / "ledger", 37, attempts=1, epochs=1)
+
+
+def test_two_ranks_leave_out_alike_what_does_not_fit_alone(tmp_path):
+    body = """
+        odb = {"on_oom": "skip", "guard_above": 0.0, "ledger": how["folder"] + "/ledger"}
+        found = []
+        for model, size in (("Normalizing", 37), ("Averaging", 37)):
+            folder = how["folder"] + "/" + model
+            odb["ledger"] = folder + "/ledger"
+            options = {"model": model, "size": size, "notes": j.Gradients, "odb": odb}
+            trainer, noted = j.run(folder, above(20), gradient_accumulation_steps=2, **options)
+            found.append(j.worst_error(r.gathered(noted.steps)))
+            del trainer, noted
+        r.finish(found)
+    """
+    how = json.dumps({"folder": str(tmp_path)})
+    found = run_ranks(tmp_path, program(body), 2, how, timeout_s=200, warm=WARM)
+    long = {key for key in range(37) if len(lm.sample_of(key)["input_ids"]) > 20}
+    for error, seen in found[0] + found[1]:
+        assert error < 1e-12
+        assert sorted(seen) == sorted({*range(37)} - long)
+    for model in ("Normalizing", "Averaging"):
+        assert audit(tmp_path / model / "ledger", 37).ok
+
+
+def test_where_a_sample_does_not_fit_alone_both_ranks_say_so(tmp_path):
+    body = """
+        odb = {"guard_above": 0.0, "timeout_s": 60}
+        j.run(how["folder"], above(20) if rank else j.never, odb=odb, **how["options"])
+    """
+    for text in ends_of(tmp_path, body, gradient_accumulation_steps=3):
+        assert "does not fit into memory alone" in text
+
+
+def test_what_cannot_be_taken_back_ends_both_ranks_and_a_resume_completes_the_epoch(tmp_path):
+    body = """
+        odb = {"guard_above": 1.0, "ledger": how["folder"] + "/ledger", "timeout_s": 20}
+        fails = j.never if rank == 0 or how["options"].get("resume") else at_call({5}, 1)
+        j.run(how["folder"], fails, save_strategy="steps", save_steps=1, odb=odb, **how["options"])
+        r.finish()
+    """
+    for text in ends_of(tmp_path, body):
+        assert "StepMemoryError: rank 1 ran out of memory in step 5 of epoch 0" in text
+        assert "Resume from the last checkpoint with a budget of" in text
+    how = {"folder": str(tmp_path), "options": {"resume": str(tmp_path / "checkpoint-5")}}
+    run_ranks(tmp_path, program(body), 2, json.dumps(how), timeout_s=200, warm=WARM)
+    check_ledger(tmp_path / "ledger", SIZE, attempts=2, epochs=1)
+
+
+def test_a_loss_that_gathers_from_other_ranks_is_refused(tmp_path):
+    body = """
+        odb = {"guard_above": 0.0, "timeout_s": 20, "loss_is": "divided"}
+        j.run(how["folder"], kind=j.Gathering, odb=odb)
+    """
+    for text in ends_of(tmp_path, body):
+        assert "`compute_loss` of `Gathering` gathers from other ranks" in text

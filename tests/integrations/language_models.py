@@ -48,10 +48,13 @@ class Decoder(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
         self.seen = []
 
-    def logits(self, input_ids):
+    def features(self, input_ids):
         positions = torch.arange(1, input_ids.shape[1] + 1)[:, None]
         mean = self.embedding(input_ids).cumsum(1) / positions
-        return self.head(torch.tanh(self.hidden(mean)))
+        return torch.tanh(self.hidden(mean))
+
+    def logits(self, input_ids):
+        return self.head(self.features(input_ids))
 
     def sum_loss(self, input_ids, labels):
         logits = self.logits(input_ids)[:, :-1]

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 class PerToken(lm.Normalizing):
     """Predicts each token from the one before alone, so samples may share a row."""
 
-    def logits(self, input_ids):
-        return self.head(torch.tanh(self.hidden(self.embedding(input_ids))))
+    def features(self, input_ids):
+        return torch.tanh(self.hidden(self.embedding(input_ids)))
 
 
 class Events(TrainerCallback):
@@ -55,7 +55,7 @@ def run(
     kind = model if isinstance(model, type) else getattr(lm, model)
     odb = {"on_oom": "split", **options.pop("odb", {})}
     given = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
-    model = fail(kind(), "logits", fails, place)
+    model = fail(kind(), "features", fails, place)
     trainer = t.make_trainer(folder, model=model, odb=odb, **given | options)
     trainer.add_callback(events := (notes or Events)(trainer))
     trainer.train(resume_from_checkpoint=resume)

@@ -149,6 +149,13 @@ def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model,
     trainer, noted = run(tmp_path, above(20), notes=Gradients, **options)
     error, seen = worst_error([noted.steps])
     assert error < 1e-12
+    losses = [
+        lm.expected_loss(torch.tensor(step["before"], dtype=torch.float64), step["keys"])
+        if step["keys"]
+        else 0.0
+        for step in noted.steps
+    ]
+    assert logs_of(trainer, "loss") == pytest.approx(losses, abs=2e-4)
     long = {key for key in range(SIZE) if len(lm.sample_of(key)["input_ids"]) > 20}
     assert sorted(seen) == sorted({*range(SIZE)} - long)
     report = audit(tmp_path / "ledger", SIZE)

@@ -743,6 +743,7 @@ INVALID = [
     ("log_metrics", 1, TypeError),
     ("ledger", 3, TypeError),
     ("exclude", 3, TypeError),
+    ("dearest_first", -1, ValueError),
     ("on_oom", "x", ValueError),
     ("guard_above", 2, ValueError),
     ("shrink", 2.0, ValueError),

@@ -44,6 +44,7 @@ SLOW_PATHS = {
         "integrations/test_run_states.py",
         "integrations/test_trainer_columns.py",
         "integrations/test_trainer_losses.py",
+        "integrations/test_trainer_memory.py",
         "sources/test_hf_datasets.py",
     ],
     "sweep": [

@@ -7,7 +7,9 @@ from torch import nn
 PLACES = ("forward", "backward")
 
 
-class _FailsInBackward(torch.autograd.Function):
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward runs out of memory."""
+
     @staticmethod
     def forward(ctx, value):
         return value.view_as(value)
@@ -15,6 +17,26 @@ class _FailsInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         raise torch.OutOfMemoryError("out of memory, as the test wants it")
+
+
+def fail(model, method, fails, place="forward"):
+    """Let a method of a model run out of memory in training, and return the model.
+
+    Args:
+        fails: called with the shape of the method's first argument: whether it runs out of memory.
+        place: where, "forward" or "backward".
+    """
+    whole = getattr(model, method)
+
+    def failing(first, *args, **kwargs):
+        is_out = model.training and fails(*first.shape[:2])
+        value = whole(first, *args, **kwargs)
+        if is_out and place == "forward":
+            raise torch.OutOfMemoryError("out of memory, as the test wants it")
+        return FailsInBackward.apply(value) if is_out else value
+
+    setattr(model, method, failing)
+    return model
 
 
 class FailingModel(nn.Module):
@@ -37,7 +59,7 @@ class FailingModel(nn.Module):
         hidden = self.inner(input_ids, position_ids)
         if fails and self.place == "forward":
             raise torch.OutOfMemoryError("out of memory, as the test wants it")
-        return _FailsInBackward.apply(hidden) if fails else hidden
+        return FailsInBackward.apply(hidden) if fails else hidden
 
 
 def never(rows, width):
@@ -50,10 +72,10 @@ def above(cost):
     return lambda rows, width: rows * width > cost
 
 
-def at_call(numbers):
+def at_call(numbers, least_rows=2):
     """Batches of several samples run out of memory in the calls of these numbers."""
     calls = iter(range(1 << 30))
-    return lambda rows, width: next(calls) in numbers and rows > 1
+    return lambda rows, width: next(calls) in numbers and rows >= least_rows
 
 
 def loss_of(model):

@@ -6,7 +6,8 @@ in `tests/_compat/test_accelerate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -71,3 +72,31 @@ def unwrap_model(model: Any) -> Any:
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+@contextmanager
+def without_gathering(accelerator: Any, name: str) -> Iterator[None]:
+    """Within this context, an accelerator raises an error where it would wait for other ranks.
+
+    Relies on `Accelerator.gather` and `reduce`, which `gather_for_metrics` calls, too.
+
+    Args:
+        accelerator: the accelerator.
+        name: the class of the trainer, for the error.
+
+    Raises:
+        RuntimeError: within the context, one of them was called.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"`compute_loss` of `{name}` gathers from other ranks, which compute another number of "
+            "parts where memory runs out. Leave out `on_oom`; or give `guard_above=1`, with which "
+            "no step that the budget allows is computed in parts."
+        )
+
+    accelerator.gather = accelerator.reduce = refuse
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.reduce

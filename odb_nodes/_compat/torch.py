@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["forget_step", "is_sharded", "pin_memory", "without_ddp_sync"]
+__all__ = ["forget_step", "is_sharded", "pin_memory", "uncompiled", "without_ddp_sync"]
 
 
 @contextmanager
@@ -29,6 +29,12 @@ def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
             yield
     finally:
         model.require_forward_param_sync = before
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module, such as DDP, that `torch.compile` was called on; or `model` itself."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -164,6 +164,15 @@ def deepspeed_has_scheduler(trainer: Any) -> bool:
     return "scheduler" in deepspeed_config(trainer.accelerator)
 
 
+def steps_within_backward(args: Any) -> bool:
+    """Return whether the optimizer steps as soon as a gradient is there, within the backward.
+
+    Relies on the names of `OptimizerNames`: LOMO, and those that end with "layerwise".
+    """
+    name = str(args.optim.value)
+    return name in ("lomo", "adalomo") or name.endswith("layerwise")
+
+
 # --- columns --------------------------------------------------------------------------------------
 
 

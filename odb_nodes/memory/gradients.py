@@ -26,7 +26,7 @@ def kind_of(model: nn.Module) -> Kind:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an `nn.Module`, but is `{type(model).__name__}` instead.")
-    if callable(getattr(model, "backward", None)):
+    if has_own_backward(model):
         raise TypeError(
             f"`{type(model).__name__}` has a `backward` of its own, which cannot be computed in "
             "parts. Pass a plain module, DDP or FSDP."
@@ -34,6 +34,11 @@ def kind_of(model: nn.Module) -> Kind:
     if isinstance(model, DistributedDataParallel):
         return "ddp"
     return "sharded" if is_sharded(model) else "local"
+
+
+def has_own_backward(model: nn.Module) -> bool:
+    """Tell whether the backward of a model is not torch's, as that of DeepSpeed's engine."""
+    return callable(getattr(model, "backward", None))
 
 
 @contextmanager
@@ -67,6 +72,14 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+
+
+def give_gradients(model: nn.Module) -> None:
+    """Give a model gradients of 0 if it has none, so that what steps by them finds some."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if all(one.grad is None for one in parameters):
+        for one in parameters:
+            one.grad = torch.zeros_like(one)
 
 
 def average_gradients(model: DistributedDataParallel) -> None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from odb_nodes._core.checks import check_choice, check_count
-from odb_nodes.alignment import RankAligner
-from odb_nodes.alignment.aligned_round import LossRule
-from odb_nodes.alignment.exchange import Channel
-from odb_nodes.contract.graph import find_budget, walk
+from odb_nodes._core.checks import check_choice
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
-from odb_nodes.memory.guarded_step import GuardContext, GuardedStep, OnOom
-from odb_nodes.memory.notice import FailureNotice
-from odb_nodes.nodes import GroupCollator
-from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
+from odb_nodes.memory.context import GUARD_ABOVE, GuardContext, OnOom
+from odb_nodes.memory.guarded_step import GuardedStep
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 
@@ -62,37 +55,15 @@ class OomGuard:
         loader: ODBDataLoader | Loader[Any],
         on_oom: OnOom = "split",
         *,
-        guard_above: float = 0.8,
+        guard_above: float = GUARD_ABOVE,
         limit: int | None = None,
         shrink: float | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
-        if not 0 <= guard_above <= 1:
-            raise ValueError(f"`guard_above` must be in 0..1, but is {guard_above!r} instead.")
         self._loader = loader
-        nodes = [*walk(loader.root)]
-        collators = [node for node in nodes if isinstance(node, GroupCollator)]
-        if len(collators) != 1:
-            raise TypeError(
-                "`loader` must yield the batches of a `GroupCollator`, but its graph has "
-                f"{len(collators)}."
-            )
-        self._aligner = next((node for node in nodes if isinstance(node, RankAligner)), None)
-        budget = find_budget(collators[0])
-        known = None if budget is None else budget.tokens
-        if shrink is not None:
-            _check_shrink(shrink, budget, self._aligner)
-        self._context = GuardContext(
-            collator=collators[0],
-            rule=LossRule(world_size=1, accumulate=1),
-            cost=padded_tokens if budget is None else BudgetCost(budget),
-            limit=known if limit is None else check_count("limit", limit),
-            on_oom=on_oom,
-            guard_above=guard_above,
-            shrink=shrink,
+        self._context = GuardContext.of(
+            loader, on_oom=on_oom, guard_above=guard_above, limit=limit, shrink=shrink
         )
-        if self._aligner is not None:
-            self._context.ask_for_budget = self._aligner.budget_wishes.ask_for
 
     @property
     def ooms(self) -> int:
@@ -114,7 +85,7 @@ class OomGuard:
         self._context.collator.keep_samples()
         batches: list[tuple[Any, StepInfo]] = []
         iterator = iter(self._loader)
-        self._begin()
+        self._context.meet(type(self).__name__)
         for batch in iterator:
             info = pop_step_info(batch)
             batches.append((batch, info))
@@ -123,31 +94,3 @@ class OomGuard:
                 batches = []
         if batches:
             yield GuardedStep(self._context, batches)
-
-    def _begin(self) -> None:
-        """Meet the other ranks."""
-        aligner, context = self._aligner, self._context
-        if aligner is None:
-            return
-        context.rule = aligner.rule
-        if aligner.rule.world_size == 1:
-            return
-        if context.channel is None:
-            exchange = aligner.peers.new_exchange()
-            context.channel = Channel(exchange, 2 * aligner.accumulate)
-            number = exchange.ranks[exchange.rank]
-            context.notice = FailureNotice(exchange.ranks, number, exchange.timeout_s)
-        context.channel.begin()
-        fields = ("on_oom", "guard_above", "limit", "shrink")
-        own = {name: getattr(context, name) for name in fields}
-        context.channel.agree({type(self).__name__: own})
-
-
-def _check_shrink(shrink: Any, budget: TokenBudget | None, aligner: RankAligner | None) -> None:
-    if not isinstance(shrink, float) or not 0 < shrink < 1:
-        raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
-    if budget is None or aligner is None or budget.shapes is not None:
-        raise ValueError(
-            "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
-            "batches of a fixed shape have no smaller one. Leave it out."
-        )

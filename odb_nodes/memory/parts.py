@@ -59,15 +59,19 @@ class StepParts:
         return sum(map(len, self._parts)) + sum(self._fillers)
 
     def __iter__(self) -> Iterator[Part]:
-        for number, parts in enumerate(self._parts):
-            info = self._kept(number)
-            is_whole = len(parts) == 1 and not self._skipped[number]
-            for samples in parts:
-                own = info if is_whole else self._of_part(info, samples)
-                yield Part(number, samples, own, self._cost(samples), is_whole)
-            for _ in range(self._fillers[number]):
-                filler = [best_filler(parts)]
-                yield Part(number, filler, _of_filler(info), self._cost(filler), is_whole=False)
+        for number in range(len(self._parts)):
+            yield from self.of(number)
+
+    def of(self, number: int) -> Iterator[Part]:
+        """Yield the parts of a batch."""
+        parts, info = self._parts[number], self._kept(number)
+        is_whole = len(parts) == 1 and not self._skipped[number]
+        for samples in parts:
+            own = info if is_whole else self._of_part(info, samples)
+            yield Part(number, samples, own, self._cost(samples), is_whole)
+        for _ in range(self._fillers[number]):
+            filler = [best_filler(parts)]
+            yield Part(number, filler, _of_filler(info), self._cost(filler), is_whole=False)
 
     def halve(self, cost: int) -> bool:
         """Halve each part that costs so much, or more.
@@ -104,6 +108,21 @@ class StepParts:
     def skipped(self) -> list[tuple[int, int]]:
         """Return samples and targets that were left out of each batch."""
         return [(len(some), sum(one.targets for one in some)) for some in self._skipped]
+
+    def skipped_parts(self) -> Iterator[Part]:
+        """Yield what was left out of each batch, where anything was."""
+        for number, samples in enumerate(self._skipped):
+            if samples:
+                info = self._with_rows(self._infos[number], samples)
+                yield Part(number, samples, info, self._cost(samples), is_whole=False)
+
+    def kept_part(self, number: int) -> Part | None:
+        """Return what is left of a batch, as one part; `None` where that is nothing."""
+        samples = [sample for some in self._parts[number] for sample in some]
+        if not samples:
+            return None
+        is_whole = not self._skipped[number]
+        return Part(number, samples, self._kept(number), self._cost(samples), is_whole)
 
     def loss_factor(self, left_out: Sequence[tuple[int, int]]) -> float:
         """Return what the gradients are multiplied by, where samples were left out on any rank.

@@ -128,3 +128,15 @@ def test_hooks_of_checkpoints_get_the_folder_and_can_be_removed(accelerator, tmp
             for handle in handles:
                 handle.remove()
         assert list(map(str, seen)) == [str(tmp_path)] * 2
+
+
+def test_an_accelerator_may_be_kept_from_gathering(accelerator):
+    used_in = "_compat/accelerate.py (`integrations/huggingface/guard.py`)"
+    with relies_on("accelerate", "Accelerator.gather, as gather_for_metrics calls it", used_in):
+        one, gather = torch.ones(1), accelerator.gather
+        with compat.without_gathering(accelerator, "Some"):
+            for method in ("gather", "gather_for_metrics", "reduce"):
+                with pytest.raises(RuntimeError, match="`compute_loss` of `Some` gathers"):
+                    getattr(accelerator, method)(one)
+        assert accelerator.gather == gather
+        assert torch.equal(accelerator.gather_for_metrics(one), one)

@@ -47,3 +47,12 @@ def test_a_scaler_forgets_the_step_that_failed():
             scaler.scale(weight.sum()).backward()
             scaler.unscale_(optimizer)
             forget_step(scaler)
+
+
+def test_a_compiled_model_has_the_one_that_it_was_made_of():
+    with relies_on("torch", "OptimizedModule._orig_mod", "_compat/torch.py"):
+        from odb_nodes._compat.torch import uncompiled
+
+        model = torch.nn.Linear(2, 2)
+        assert uncompiled(torch.compile(model)) is model
+        assert uncompiled(model) is model

@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import DefaultFlowCallback, TrainerState
+from transformers.training_args import OptimizerNames
 
 pytestmark = pytest.mark.slow  # importing it takes seconds
 
@@ -289,6 +290,7 @@ def test_the_last_log_has_the_speed(tmp_path):
         ("training_step", ["model", "inputs", "num_items_in_batch"]),
         ("compute_loss", ["model", "inputs", "return_outputs", "num_items_in_batch"]),
         ("create_scheduler", ["num_training_steps", "optimizer"]),
+        ("evaluate", []),
         ("log", ["logs"]),
     ],
 )
@@ -314,6 +316,15 @@ def test_arguments_that_versions_have_added(tmp_path):
         sizes = compat.parallel_sizes(trainer)
         assert "get_tp_size" in sizes
         assert {*sizes.values()} == {1}
+
+
+def test_optimizers_that_step_within_backward_are_known_by_name(tmp_path):
+    what = "OptimizerNames of LOMO and of layers"
+    with relies_on("transformers", what, USED_IN.format("checks")):
+        names = {one.value for one in OptimizerNames}
+        assert {"lomo", "adalomo", "galore_adamw_layerwise"} < names
+        for name, steps in (("adalomo", True), ("galore_adamw_layerwise", True), ("sgd", False)):
+            assert compat.steps_within_backward(arguments(tmp_path, optim=name)) is steps
 
 
 def test_a_schedule_of_deepspeed_is_made_of_the_bound(tmp_path):

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from language_models import LR, Texts, append, gradient_of, rank_and_size, read, weights_of
+from memory_faults import fail
 
-from odb_nodes import ODBDataLoader, pop_step_info
+from odb_nodes import Ledger, ODBDataLoader, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
+from odb_nodes.memory import OomGuard
 
 SCALES = {
     "ours": lambda info, steps: info.loss_scale,
@@ -85,6 +87,42 @@ def train(
                     os.kill(os.getpid(), signal.SIGKILL)
     accelerator.free_memory()
     return weights_of(raw)
+
+
+def train_guarded(
+    folder, fails, *, accumulate=1, size=40, epochs=2, save_at=None, resume=None, ledger=None
+):
+    """Train by an `OomGuard`, with a model of the accelerator. Returns weights, and its failures.
+
+    Args:
+        fails: which batches run out of memory, see `memory_faults.fail`.
+        save_at: after which step a checkpoint is saved.
+    """
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    raw = fail(language_models.Normalizing(), "features", fails, "backward")
+    optimizer = torch.optim.SGD(raw.parameters(), lr=LR, momentum=0.9)
+    options = {"window": 12, "round_size": 4, "accumulate": accumulate}
+    loader = ODBDataLoader(Texts(size), token_budget=64, **options)
+    configured = configure_accelerator(accelerator, loader)
+    model, optimizer = accelerator.prepare(raw, optimizer)
+    if resume is not None:
+        accelerator.load_state(resume)
+    guard, step = OomGuard(configured.loader, guard_above=0.0), 0
+    rank, world_size = rank_and_size()
+    with configured, Ledger(ledger or folder, rank=rank, world_size=world_size) as kept:
+        for _ in range(epochs):
+            for guarded in guard:
+                guarded.backward(model, lambda batch: model(**batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+                for info in guarded.infos:
+                    kept.record(info)
+                step += 1
+                if step == save_at:
+                    kept.sync()
+                    accelerator.save_state(Path(folder, f"step-{step}"), safe_serialization=False)
+    accelerator.free_memory()
+    return weights_of(raw), guard.ooms
 
 
 def weights(model):

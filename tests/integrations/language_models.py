@@ -48,10 +48,13 @@ class Decoder(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
         self.seen = []
 
-    def logits(self, input_ids):
+    def features(self, input_ids):
         positions = torch.arange(1, input_ids.shape[1] + 1)[:, None]
         mean = self.embedding(input_ids).cumsum(1) / positions
-        return self.head(torch.tanh(self.hidden(mean)))
+        return torch.tanh(self.hidden(mean))
+
+    def logits(self, input_ids):
+        return self.head(self.features(input_ids))
 
     def sum_loss(self, input_ids, labels):
         logits = self.logits(input_ids)[:, :-1]
@@ -159,6 +162,15 @@ def gradient_of(model):
 
 def expected_gradient(weights, ids):
     """That of the mean over all supervised tokens of these samples, computed one by one."""
+    return _expected(weights, ids)[1]
+
+
+def expected_loss(weights, ids):
+    """That mean."""
+    return _expected(weights, ids)[0]
+
+
+def _expected(weights, ids):
     model = Decoder()
     nn.utils.vector_to_parameters(weights, model.parameters())
     total, items = 0.0, 0
@@ -166,8 +178,9 @@ def expected_gradient(weights, ids):
         labels = torch.tensor(sample["labels"])[None]
         total = total + model.sum_loss(torch.tensor(sample["input_ids"])[None], labels)
         items += int((labels[:, 1:] != -100).sum())
-    (total / max(items, 1)).backward()
-    return gradient_of(model)
+    mean = total / max(items, 1)
+    mean.backward()
+    return mean.item(), gradient_of(model)
 
 
 def append(path, entry):

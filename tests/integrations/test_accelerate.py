@@ -19,6 +19,7 @@ import language_models as lm  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
 from ledgers import check_ledger  # noqa: E402
+from memory_faults import above  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
@@ -37,6 +38,37 @@ def places_of(exhaustive):
 
 def loader_of(accumulate=1, size=SIZE):
     return ODBDataLoader(lm.Texts(size), token_budget=64, window=12, accumulate=accumulate)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_guarded_loop_trains_as_one_of_accelerate_whose_memory_suffices(tmp_path, accumulate):
+    ledger, folder = tmp_path / "ledger", tmp_path / "run"
+    expected = a.train(tmp_path, model="Normalizing", accumulate=accumulate)
+    options = {"accumulate": accumulate, "ledger": ledger}
+    found, ooms = a.train_guarded(folder, above(40), save_at=2, **options)
+    assert ooms > 0
+    assert found == pytest.approx(expected, abs=1e-10)
+    resumed, _ = a.train_guarded(folder, above(40), resume=folder / "step-2", **options)
+    assert resumed == pytest.approx(expected, abs=1e-10)
+    check_ledger(ledger, SIZE, attempts=2)
+
+
+def test_a_guarded_loop_of_two_ranks_trains_as_one_of_accelerate(tmp_path):
+    body = """
+        from memory_faults import above
+        folder = sys.argv[1]
+        expected = a.train(folder, model="Normalizing", size=37, accumulate=2)
+        options = {"size": 37, "accumulate": 2, "ledger": folder + "/ledger"}
+        found, ooms = a.train_guarded(folder, above(40), **options)
+        r.finish([float((found - expected).abs().max()), ooms])
+    """
+    results = run_ranks(tmp_path, IMPORTS + dedent(body), 2, str(tmp_path), warm=WARM)
+    assert all(error < 1e-10 for error, _ in results)
+    assert sum(ooms for _, ooms in results) > 0
+    check_ledger(tmp_path / "ledger", 37, attempts=1)
 
 
 # --- one rank -------------------------------------------------------------------------------------

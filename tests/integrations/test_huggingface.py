@@ -744,6 +744,10 @@ INVALID = [
     ("ledger", 3, TypeError),
     ("exclude", 3, TypeError),
     ("dearest_first", -1, ValueError),
+    ("on_oom", "x", ValueError),
+    ("guard_above", 2, ValueError),
+    ("shrink", 2.0, ValueError),
+    ("empty_cache", "x", ValueError),
 ]
 
 

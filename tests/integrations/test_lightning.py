@@ -129,6 +129,11 @@ def test_a_manual_backward_that_is_not_weighed_is_refused():
         r.fit(module=Unweighed(), max_epochs=1)
 
 
+def test_steps_in_parts_need_a_loop_of_ones_own():
+    with pytest.raises(ValueError, match="`on_oom` must not be given.*`odb_nodes.memory.OomGuard`"):
+        ODBDataModule([], token_budget=60, on_oom="split")
+
+
 def test_another_accumulation_than_the_loader_has_is_refused():
     module, callback = r.Module(), ODBCallback()
     loader = ODBDataLoader(samples_of(0, r.SIZE), token_budget=60, window=8)

@@ -80,7 +80,7 @@ def config(**options):
 def make_trainer(folder, name="train", model="Normalizing", size=40, kill_at=None, **options):
     """A trainer that records into `folder/name-rank.jsonl`."""
     rank, _ = rank_and_size()
-    model = getattr(language_models, model)()
+    model = getattr(language_models, model)() if isinstance(model, str) else model
     odb = config(**options.pop("odb", {}))
     kind = options.pop("kind", ODBTrainer)
     keys = ("compute_loss_func", "eval_dataset", "data_collator")

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes.memory.failures import free_memory
 
 
 class RunCallback(TrainerCallback):
@@ -57,7 +58,10 @@ class RunCallback(TrainerCallback):
         self._has_stepped = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Abandon an epoch that another callback has stopped; finish a run whose end was late."""
+        """Abandon an epoch that another callback has stopped; finish a run whose end was late.
+
+        Memory that the allocator caches is given back where the configuration says so.
+        """
         if control.should_epoch_stop:
             self._run.batches.abandon_epoch()
         state.epoch = self._run.epoch
@@ -65,6 +69,8 @@ class RunCallback(TrainerCallback):
         is_late = state.global_step < state.max_steps
         if self._has_stepped and self._run.batches.is_done and is_late:
             compat.finish_at_this_step(args, state, control)
+        if self._trainer.odb.empty_cache is not None:
+            free_memory()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state of this rank into the checkpoint."""

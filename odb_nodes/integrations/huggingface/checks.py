@@ -49,6 +49,11 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "DeepSpeed would plan it for an upper bound of the steps. Or remove the `scheduler`: "
             "then the `Trainer` makes one."
         )
+    if config.on_oom is not None and compat.steps_within_backward(args):
+        raise ValueError(
+            f'`optim` must not be "{args.optim.value}" where `on_oom` is given: its steps are '
+            "within the backward, and cannot be taken back where memory runs out. Leave one out."
+        )
     is_padded = config.collate_fn is not None or not compat.is_default_collator(
         trainer.data_collator
     )

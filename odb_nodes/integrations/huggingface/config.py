@@ -10,6 +10,7 @@ from odb_nodes._core.checks import check_bool, check_choice, check_count, check_
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
+from odb_nodes.memory.context import GUARD_ABOVE, check_guard_above, check_shrink
 
 Schedule = Literal["steps", "samples"]
 LossKind = Literal["divided", "token_mean", "sample_mean"]
@@ -44,6 +45,17 @@ class ODBConfig(BatchOptions):
         ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
             The same for all restarts of a run, and for no other run.
 
+        on_oom: what happens where forward or backward runs out of memory. `"split"`: the optimizer
+            step is computed again, in parts; a sample that does not fit alone is an error.
+            `"skip"`: such a sample is left out, the mean is over the others. `None`: the error is
+            raised. See `odb_nodes.memory.OomGuard`.
+        guard_above: under DDP, share of the budget that the dearest batch of a step must cost for
+            the step to be computed so that `on_oom` can take it back.
+        shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
+            their groups under from then on. `None`: the budget stays. For `on_oom` alone.
+        empty_cache: when memory that torch's allocator caches is given back: after each `"epoch"`,
+            or then and before and after each `"evaluate"`. `None`: never.
+
     Raises:
         TypeError, ValueError: a field is not what is said above.
     """
@@ -56,6 +68,10 @@ class ODBConfig(BatchOptions):
     lr_scaling: LrScaling | None = None
     log_metrics: bool = True
     ledger: str | os.PathLike[str] | None = None
+    on_oom: Literal["split", "skip"] | None = None
+    guard_above: float = GUARD_ABOVE
+    shrink: float | None = None
+    empty_cache: Literal["epoch", "evaluate"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,3 +92,12 @@ class ODBConfig(BatchOptions):
         check_choice("schedule", self.schedule, get_args(Schedule))
         check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)
+        if self.on_oom is not None:
+            check_choice("on_oom", self.on_oom, ("split", "skip"))
+        check_guard_above(self.guard_above)
+        if self.shrink is not None:
+            check_shrink(self.shrink)
+            if self.on_oom is None:
+                raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
+        if self.empty_cache is not None:
+            check_choice("empty_cache", self.empty_cache, ("epoch", "evaluate"))

@@ -19,6 +19,7 @@ from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_options, make_batches
 from odb_nodes.integrations.huggingface.columns import ModelKeys
+from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.integrations.resuming import load_saved_state
@@ -57,6 +58,23 @@ class RunState(NodeState):
     loader: SourceState
 
 
+@dataclass(kw_only=True)
+class TakenStep:
+    """The batches of an optimizer step that the `Trainer` has been given.
+
+    Attributes:
+        batches: the batches.
+        infos: the `StepInfo` of each.
+        own: how many batches there are without those that are repeated.
+        wait_s: seconds that were spent waiting for each, on the mean.
+    """
+
+    batches: list[dict[str, Any]]
+    infos: list[StepInfo]
+    own: int
+    wait_s: float
+
+
 class Run:
     """Follows one call of `train`, and takes the batches of each optimizer step.
 
@@ -78,14 +96,16 @@ class Run:
         self.batches = batches
         self.losses = LossWeigher(trainer)
         self.meter = StepMeter()
-        self.optimizer_samples = 0
         self._steps_per_epoch = steps_per_epoch
         self._resumed_at = resumed_at
         self._keys = ModelKeys(trainer)
         self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
-        self._taken: list[StepInfo] = []  # of the optimizer step that has begun
         self._ledger = _ledger_of(trainer)
+        self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)  # that has begun
+        self.guard: RunGuard | None = None
+        if trainer.odb.on_oom is not None:
+            self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys)
 
     # --- how far it is ----------------------------------------------------------------------------
 
@@ -215,23 +235,36 @@ class Run:
                 "`train_dataset`, `data_collator` and `ODBConfig.process_fn`."
             )
         infos = [pop_step_info(batch) for batch in taken]
-        self._taken = list(infos)
-        self.optimizer_samples = infos[0].optimizer_samples
         kept = [self._keys.of(batch) for batch in taken]
         while len(kept) < count:
             kept.append(dict(kept[-1]))
             infos.append(_repeated(infos[-1]))
-        if self._trainer.odb.log_metrics:
-            for batch, info in zip(kept, infos, strict=True):
-                self.meter.add(batch, info, wait_s)
+        self._step = TakenStep(batches=kept, infos=infos, own=len(taken), wait_s=wait_s)
+        if self.guard is not None:
+            self.guard.begin_step(kept, infos)
         return kept, self.losses.weigh(kept, infos)
 
+    @property
+    def optimizer_samples(self) -> int:
+        """Samples of the optimizer step, on all ranks, without those that were left out."""
+        _, infos = self._computed()
+        return infos[0].optimizer_samples
+
     def record_step(self) -> None:
-        """Write the optimizer step that is done into the ledger, if there is one."""
+        """Count the optimizer step that is done, and write it into the ledger, if there is one."""
+        step, (batches, infos) = self._step, self._computed()
         if self._ledger is not None:
-            for info in self._taken:
+            for info in infos[: step.own]:
                 self._ledger.record(info)
-        self._taken = []
+        if self._trainer.odb.log_metrics:
+            for batch, info in zip(batches, infos, strict=True):
+                self.meter.add(batch, info, step.wait_s)
+        self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)
+
+    def _computed(self) -> tuple[list[dict[str, Any]], list[StepInfo]]:
+        """Return the batches of the optimizer step, and the `StepInfo` of each."""
+        at = self._step if self.guard is None else self.guard
+        return at.batches, at.infos
 
     def save(self, folder: str) -> None:
         """Write the state of this rank into a checkpoint, after its ledger is on the disk."""
@@ -249,7 +282,9 @@ class Run:
         """Return the metrics of the steps since the last call. All ranks call it together."""
         if not len(self.meter):
             return {}
-        return self.meter.take_metrics(self._trainer.accelerator.gather, self._trainer.args.device)
+        gather = self._trainer.accelerator.gather
+        metrics = self.meter.take_metrics(gather, self._trainer.args.device)
+        return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
 
 
 def make_run(trainer: Any, checkpoint: str | None) -> Run:

@@ -18,7 +18,9 @@ from odb_nodes.integrations.huggingface.checks import allow_streams, check_overr
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.labels import RenamingCollate
 from odb_nodes.integrations.huggingface.run import Run, make_run
+from odb_nodes.integrations.huggingface.weighing import MicroStep
 from odb_nodes.integrations.learning_rate import follow
+from odb_nodes.memory.failures import free_memory
 from odb_nodes.planning import TokenBudget
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.
@@ -174,18 +176,35 @@ class ODBTrainerMixin(_Mixed):
 
         Raises:
             ValueError: a method of a subclass would have it normalized twice, or not at all.
+            StepMemoryError: memory ran out, and `ODBConfig.on_oom` can do nothing about it.
         """
-        run = self.odb_run
+        run, training_step = self.odb_run, super().training_step
         if run is None or not run.losses.waiting:
-            return super().training_step(model, inputs, num_items_in_batch, *args)
-        with run.losses.computing(num_items_in_batch):
-            return super().training_step(model, inputs, num_items_in_batch, *args)
+            return training_step(model, inputs, num_items_in_batch, *args)
+
+        def compute(batch: dict[str, Any], weight: MicroStep) -> Any:
+            with run.losses.computing(weight):
+                return training_step(model, batch, num_items_in_batch, *args)
+
+        weight = run.losses.next(num_items_in_batch)
+        if run.guard is None:
+            return compute(inputs, weight)
+        return run.guard.compute(model, inputs, weight, compute)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; in training, weighed by its share of the optimizer step."""
         result = super().compute_loss(*args, **kwargs)
         micro_step = None if self.odb_run is None else self.odb_run.losses.active
         return result if micro_step is None else micro_step.scale(result)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, and give back cached memory where `ODBConfig.empty_cache` says so."""
+        if self.odb.empty_cache != "evaluate":
+            return super().evaluate(*args, **kwargs)
+        free_memory()
+        metrics = super().evaluate(*args, **kwargs)
+        free_memory()
+        return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log `odb/*` beside the loss, and the speed by the samples that were trained on."""

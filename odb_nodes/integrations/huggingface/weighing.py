@@ -68,6 +68,9 @@ class LossWeigher:
         self._loss_is = trainer.odb.loss_is
         self._normalizer = _BY_NAME.get(self._loss_is, Normalizer.UNKNOWN)
         self._tells_items = False
+        self._unit = _LABELS  # what a mean loss of the optimizer step is over
+        self._total = 1  # of these, on all ranks
+        self._share = 0.0  # weight of one of them
         self._is_warned = False
         self.waiting: deque[MicroStep] = deque()
         self.active: MicroStep | None = None
@@ -93,8 +96,7 @@ class LossWeigher:
                 of the batches have labels.
         """
         trainer = self._trainer
-        names = compat.label_names(trainer)
-        counts = [count_targets(batch, shift=self._shift, names=names) for batch in batches]
+        counts = [self._targets(batch) for batch in batches]
         is_told = [{"labels", "shift_labels"} & {*batch} for batch in batches]
         mine = [
             [
@@ -109,16 +111,52 @@ class LossWeigher:
         # One message, on all ranks alike: they decide the same, whatever their own batches are.
         device = trainer.args.device
         of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
-        over = self._over(of_ranks)
-        if over is not _LABELS or not self._is_divided(batches, of_ranks):
-            for batch, count in zip(batches, counts, strict=True):
-                if count == 0:
-                    give_targets(batch)
-            share = len(of_ranks) / max(1, int(of_ranks[:, over].sum()))
-            self._note(infos, [count * share for count in mine[over]], None)
-            return None
-        items = of_ranks[:, over].sum().clamp(min=1) / compat.num_items_divisor(trainer)
-        return self._note(infos, [1.0] * len(infos), items)
+        self._unit = over = self._over(of_ranks)
+        self._total = max(1, int(of_ranks[:, over].sum()))
+        self._share = len(of_ranks) / self._total
+        self._tells_items = over is _LABELS and self._is_divided(batches, of_ranks)
+        self.waiting = deque(map(self._micro_step, infos, mine[over]))
+        if self._tells_items:
+            items: torch.Tensor = of_ranks[:, over].sum().clamp(min=1)
+            return items / compat.num_items_divisor(trainer)
+        for batch, count in zip(batches, counts, strict=True):
+            if count == 0:
+                give_targets(batch)
+        return None
+
+    def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
+        """Return the weight of a part of a batch of the optimizer step.
+
+        Args:
+            batch: the batch of the part; where its loss is a mean over no targets, it is given
+                some.
+            info: the `StepInfo` of the part.
+        """
+        units = self.units(batch, info)
+        if not self._tells_items and self._targets(batch) == 0:
+            give_targets(batch)
+        return self._micro_step(info, units)
+
+    def units(self, batch: dict[str, Any], info: StepInfo) -> int:
+        """Return how many a batch has of what the loss of the optimizer step is a mean over."""
+        if self._unit is _LABELS:
+            return self._targets(batch) or 0
+        return info.local_targets if self._unit is _TARGETS else info.local_samples
+
+    def factor_without(self, units: int) -> float:
+        """Return what a loss is multiplied by where the mean is over so many less, on all ranks."""
+        rest = self._total - units
+        return self._total / rest if rest > 0 else 0.0
+
+    def _targets(self, batch: dict[str, Any]) -> int | None:
+        names = compat.label_names(self._trainer)
+        return count_targets(batch, shift=self._shift, names=names)
+
+    def _micro_step(self, info: StepInfo, units: int) -> MicroStep:
+        """Return the weight of a batch, which makes up for the `Trainer`'s own division."""
+        divisor = compat.loss_divisor(self._trainer, is_told=self._tells_items)
+        share = 1.0 if self._tells_items else units * self._share
+        return MicroStep(info=info, factor=0.0 if info.is_filler else share * divisor)
 
     def _over(self, of_ranks: torch.Tensor) -> int:
         """Return which of the counts a mean loss is over.
@@ -160,27 +198,14 @@ class LossWeigher:
             stacklevel=2,
         )
 
-    def _note(
-        self, infos: list[StepInfo], shares: list[float], items: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Note the factor of each batch, which makes up for the `Trainer`'s own division."""
-        self._tells_items = items is not None
-        divisor = compat.loss_divisor(self._trainer, is_told=self._tells_items)
-        self.waiting = deque(
-            MicroStep(info=info, factor=0.0 if info.is_filler else share * divisor)
-            for info, share in zip(infos, shares, strict=True)
-        )
-        return items
-
-    @contextmanager
-    def computing(self, num_items_in_batch: Any) -> Iterator[None]:
-        """Make the next batch of the optimizer step the active one within the block.
+    def next(self, num_items_in_batch: Any) -> MicroStep:
+        """Return the weight of the next batch of the optimizer step.
 
         Args:
             num_items_in_batch: what `training_step` was called with.
 
         Raises:
-            ValueError: the loss would be normalized twice, or was not weighed.
+            ValueError: the loss would be normalized twice, or not at all.
         """
         if (num_items_in_batch is not None) != self._tells_items:
             raise ValueError(
@@ -189,7 +214,16 @@ class LossWeigher:
                 f"{'not at all' if self._tells_items else 'twice'}. A subclass overrides "
                 "`get_batch_samples` or `training_step`: pass on what it was given."
             )
-        self.active = micro_step = self.waiting.popleft()
+        return self.waiting.popleft()
+
+    @contextmanager
+    def computing(self, micro_step: MicroStep) -> Iterator[None]:
+        """Make a batch the active one within the block.
+
+        Raises:
+            ValueError: its loss was not weighed.
+        """
+        self.active = micro_step
         try:
             yield
         finally:

@@ -35,8 +35,8 @@ class ODBDataModule(LightningDataModule):
             trainer.
 
     Raises:
-        TypeError, ValueError: an option is not valid, `accumulate` is given, or `uneven="join"`,
-            which needs a loop of your own.
+        TypeError, ValueError: an option is not valid, `accumulate` is given, or `on_oom` or
+            `uneven="join"`, which need a loop of your own.
     """
 
     def __init__(self, dataset: Any, *, token_budget: int | TokenBudget, **options: Any) -> None:
@@ -44,6 +44,12 @@ class ODBDataModule(LightningDataModule):
         if "accumulate" in options:
             raise ValueError(
                 "`accumulate` must not be given: it is `accumulate_grad_batches` of the trainer."
+            )
+        if "on_oom" in options:
+            raise ValueError(
+                "`on_oom` must not be given: Lightning computes each batch as a whole, and once. "
+                "Where memory may run out, use a loop of your own, with "
+                "`odb_nodes.memory.OomGuard`."
             )
         self._dataset = dataset
         self._options = LoaderOptions(token_budget=token_budget, **options)

@@ -1,0 +1,190 @@
+"""Optimizer steps of a `Trainer` that are computed in parts where memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from odb_nodes._compat.accelerate import without_gathering
+from odb_nodes._compat.torch import is_sharded, uncompiled
+from odb_nodes.integrations.huggingface.columns import ModelKeys
+from odb_nodes.integrations.huggingface.weighing import LossWeigher, MicroStep
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.memory.context import GuardContext
+from odb_nodes.memory.gradients import (
+    average_gradients,
+    check_no_gradients,
+    give_gradients,
+    has_own_backward,
+    scale_gradients,
+)
+from odb_nodes.memory.parts import Part
+from odb_nodes.memory.partwise_step import PartwiseStep, Run, StepBatch
+from odb_nodes.step_info import StepInfo
+
+Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
+"""(batch, its weight) -> its loss; adds its gradients."""
+
+
+class RunGuard:
+    """Computes the optimizer steps of a run, in parts where memory runs out.
+
+    Args:
+        trainer: the trainer that runs, whose `ODBConfig` has an `on_oom`.
+        loader: the loader of the run, before its first epoch.
+        losses: what weighs the losses of the run.
+        keys: what the model gets of a batch.
+
+    Attributes:
+        batches: the batches of the optimizer step that has begun; those that samples were left out
+            of are without them once the step is computed.
+    """
+
+    def __init__(
+        self, trainer: Any, loader: ODBDataLoader, losses: LossWeigher, keys: ModelKeys
+    ) -> None:
+        odb = trainer.odb
+        self._trainer, self._losses, self._keys = trainer, losses, keys
+        self._context = GuardContext.of(
+            loader, on_oom=odb.on_oom, guard_above=odb.guard_above, limit=None, shrink=odb.shrink
+        )
+        self._context.collator.keep_samples()
+        self._has_met = False
+        self.batches: list[dict[str, Any]] = []
+        self._step = PartwiseStep(self._context, [])
+        self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
+        self._is_alone = False
+        self._ooms = self._parts = self._steps = 0  # until they are taken
+
+    @property
+    def infos(self) -> list[StepInfo]:
+        """The `StepInfo` of each batch; of a step that is done, without what was left out."""
+        return self._step.infos
+
+    def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
+        """Begin an optimizer step.
+
+        Args:
+            batches: the batches that the `Trainer` gets.
+            infos: the `StepInfo` of each; where a batch is repeated, with its `step`.
+
+        Raises:
+            PeerError, StateError: the ranks have other options, or one did not come.
+        """
+        if not self._has_met:
+            self._context.meet("ODBConfig")
+            self._has_met = True
+        taken: list[StepBatch] = []
+        for batch, info in zip(batches, infos, strict=True):
+            is_repeated = bool(taken) and taken[-1].info.step == info.step
+            samples = (
+                taken[-1].samples if is_repeated else self._context.collator.take_samples(info)
+            )
+            taken.append(StepBatch(batch, samples, info))
+        self.batches, self._returned = [*batches], []
+        self._step = PartwiseStep(self._context, taken)
+
+    def compute(
+        self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
+    ) -> torch.Tensor:
+        """Add the gradients of the next batch of the step, and return its loss.
+
+        Args:
+            model: the model, in its wrappers.
+            inputs: the batch.
+            weight: the weight of its loss.
+            compute: see `Compute`.
+
+        Raises:
+            StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
+                that is not guarded.
+            ValueError: `inputs` is not what the step began with.
+            PeerError: another rank failed, or did not come.
+        """
+        number, step, model = len(self._returned), self._step, uncompiled(model)
+        if inputs is not self.batches[number]:
+            raise ValueError(
+                "`training_step` must be given a batch as `get_batch_samples` returned it, but "
+                f"`{type(self._trainer).__name__}` passes on another one, which the parts of a "
+                "batch would differ from. Change batches in `_prepare_inputs`, or leave out "
+                "`on_oom`."
+            )
+
+        def run(part: Part, batch: Any) -> torch.Tensor:
+            if batch is not None:
+                return compute(batch, weight)
+            batch = self._collate(part)
+            return compute(batch, self._losses.weigh_part(batch, part.info))
+
+        if number == 0:
+            check_no_gradients(model)
+            self._is_alone = self._is_computed_alone(model)
+        if self._is_alone:
+            loss = self._compute_alone(number, model, run)
+        else:
+            (part,) = step.parts.of(number)
+            with step.together(part):
+                loss = run(part, step.take(part))
+        self._returned.append(loss)
+        if len(self._returned) == len(self.batches):
+            self._parts += len(step.parts)
+            self._steps += len(self.batches)
+        return loss
+
+    def take_metrics(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Return `odb/ooms` and `odb/parts` since the last call. All ranks call it together.
+
+        Args:
+            gather: returns the tensors of all ranks, concatenated.
+        """
+        ooms, self._ooms = self._context.ooms - self._ooms, self._context.ooms
+        own = [ooms, self._parts, self._steps]
+        self._parts = self._steps = 0
+        of_ranks = gather(torch.tensor([own], device=self._trainer.args.device))
+        ooms, parts, steps = of_ranks.sum(0).tolist()
+        return {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
+
+    def _is_computed_alone(self, model: nn.Module) -> bool:
+        """Tell whether this rank computes the step without the others, and can take it back."""
+        if has_own_backward(model) or is_sharded(model):
+            return False
+        if self._context.channel is None:
+            return True
+        return isinstance(model, DistributedDataParallel) and self._context.guards(self.infos)
+
+    def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
+        step, is_one_rank = self._step, self._context.channel is None
+        accelerator, name = self._trainer.accelerator, type(self._trainer).__name__
+        with nullcontext() if is_one_rank else without_gathering(accelerator, name):
+            step.compute(number, model, run)
+        # After each batch: between them, the `Trainer` may have the ranks wait for each other.
+        left_out, loss = step.agree(), step.losses[number]
+        if number < len(self.batches) - 1:
+            return loss
+        if step.settle(left_out):
+            factor = self._factor_of_rest()
+            scale_gradients(model, factor)
+            # The `Trainer` adds this to the losses of the batches before.
+            loss = torch.stack(step.losses).sum() * factor - sum(self._returned)
+        if isinstance(model, DistributedDataParallel):
+            average_gradients(model)
+        give_gradients(model)  # All samples may have been left out, of all ranks.
+        return loss
+
+    def _factor_of_rest(self) -> float:
+        """Take samples out that were left out, and return what the gradients are multiplied by."""
+        parts, lost = self._step.parts, 0
+        for part in parts.skipped_parts():
+            lost += self._losses.units(self._collate(part), part.info)
+            if (kept := parts.kept_part(part.batch)) is not None:
+                self.batches[part.batch] = self._collate(kept)
+        own = torch.tensor([lost], device=self._trainer.args.device)
+        return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
+
+    def _collate(self, part: Part) -> dict[str, Any]:
+        return self._keys.of(self._context.collate(part))

@@ -1,0 +1,172 @@
+"""What the steps of a loop that runs out of memory have in common, and how its ranks meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from odb_nodes._core.checks import check_count
+from odb_nodes.alignment import RankAligner
+from odb_nodes.alignment.aligned_round import LossRule
+from odb_nodes.alignment.exchange import Channel
+from odb_nodes.contract.graph import find_budget, walk
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.loader import Loader
+from odb_nodes.memory.notice import FailureNotice
+from odb_nodes.memory.parts import Part
+from odb_nodes.nodes import GroupCollator
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.group_costs import BudgetCost, CostFn, padded_tokens
+from odb_nodes.step_info import StepInfo, pop_step_info
+
+OnOom = Literal["split", "skip", "raise"]
+GUARD_ABOVE = 0.8
+"""Default of `guard_above`: share of the limit."""
+
+_LEAST = 4  # of the limit at least one part in so many is asked for
+
+
+@dataclass(kw_only=True)
+class GuardContext:
+    """What the steps of a loop have in common.
+
+    Attributes:
+        collator: makes batches of samples.
+        aligner: the `RankAligner` of the graph; `None` where there is none.
+        rule: how the losses of all ranks and micro-steps become one.
+        cost: samples -> what computing them at once costs.
+        limit: the cost that is known to fit; `None` where none is.
+        on_oom, guard_above, shrink: see `OomGuard`.
+        channel: to the other ranks; `None` where there are none.
+        notice: likewise, for steps that all ranks compute together.
+        ooms, split_steps, skipped_samples: see `OomGuard`.
+    """
+
+    collator: GroupCollator
+    aligner: RankAligner | None
+    rule: LossRule
+    cost: CostFn
+    limit: int | None
+    on_oom: OnOom
+    guard_above: float
+    shrink: float | None
+    channel: Channel | None = None
+    notice: FailureNotice | None = None
+    ooms: int = 0
+    split_steps: int = 0
+    skipped_samples: int = 0
+
+    def __post_init__(self) -> None:
+        self.fits = self.limit
+        """The cost that is known to fit on this rank."""
+
+    @classmethod
+    def of(
+        cls,
+        loader: ODBDataLoader | Loader[Any],
+        *,
+        on_oom: OnOom,
+        guard_above: float,
+        limit: int | None,
+        shrink: float | None,
+    ) -> GuardContext:
+        """Return the context of the batches of a loader.
+
+        Raises:
+            TypeError, ValueError: an argument of `OomGuard` is not valid.
+        """
+        nodes = [*walk(loader.root)]
+        collators = [node for node in nodes if isinstance(node, GroupCollator)]
+        if len(collators) != 1:
+            raise TypeError(
+                "`loader` must yield the batches of a `GroupCollator`, but its graph has "
+                f"{len(collators)}."
+            )
+        aligner = next((node for node in nodes if isinstance(node, RankAligner)), None)
+        budget = find_budget(collators[0])
+        known = None if budget is None else budget.tokens
+        check_guard_above(guard_above)
+        if shrink is not None:
+            check_shrink(shrink)
+            _check_can_shrink(budget, aligner)
+        return cls(
+            collator=collators[0],
+            aligner=aligner,
+            rule=LossRule(world_size=1, accumulate=1),
+            cost=padded_tokens if budget is None else BudgetCost(budget),
+            limit=known if limit is None else check_count("limit", limit),
+            on_oom=on_oom,
+            guard_above=guard_above,
+            shrink=shrink,
+        )
+
+    def meet(self, holder: str) -> None:
+        """Meet the other ranks, and compare what all must have in common.
+
+        Args:
+            holder: the class that the options are given to, for errors.
+
+        Raises:
+            PeerError, StateError: see `Channel.agree`.
+        """
+        aligner = self.aligner
+        if aligner is None:
+            return
+        self.rule = aligner.rule
+        if aligner.rule.world_size == 1:
+            return
+        if self.channel is None:
+            exchange = aligner.peers.new_exchange()
+            self.channel = Channel(exchange, 2 * aligner.accumulate)
+            number = exchange.ranks[exchange.rank]
+            self.notice = FailureNotice(exchange.ranks, number, exchange.timeout_s)
+        self.channel.begin()
+        fields = ("on_oom", "guard_above", "limit", "shrink")
+        own = {name: getattr(self, name) for name in fields}
+        self.channel.agree({holder: own})
+
+    def note(self, failed: Part) -> None:
+        """Count that memory ran out, and ask for a smaller budget."""
+        self.ooms += 1
+        if self.shrink is not None:
+            most = failed.cost if self.limit is None else max(failed.cost, self.limit // _LEAST)
+            self.fits = max(1, int(self.shrink * most))
+            if self.aligner is not None:
+                self.aligner.budget_wishes.ask_for(self.fits)
+
+    @property
+    def rank(self) -> int:
+        """This rank, of those that share the data."""
+        return 0 if self.channel is None else self.channel.rank
+
+    def guards(self, infos: Sequence[StepInfo]) -> bool:
+        """Tell whether a step may run out of memory: the same on all ranks."""
+        most = max(info.most_cost for info in infos)
+        return self.limit is None or most > self.guard_above * self.limit
+
+    def collate(self, part: Part) -> Any:
+        """Return the batch of a part."""
+        batch = self.collator.collate(part.samples, part.info)
+        pop_step_info(batch)
+        return batch
+
+
+def check_guard_above(guard_above: Any) -> None:
+    """Raise a `ValueError` if `guard_above` is no share."""
+    if not isinstance(guard_above, (int, float)) or not 0 <= guard_above <= 1:
+        raise ValueError(f"`guard_above` must be in 0..1, but is {guard_above!r} instead.")
+
+
+def check_shrink(shrink: Any) -> None:
+    """Raise a `ValueError` if `shrink` is no share below 1."""
+    if not isinstance(shrink, float) or not 0 < shrink < 1:
+        raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
+
+
+def _check_can_shrink(budget: TokenBudget | None, aligner: RankAligner | None) -> None:
+    if budget is None or aligner is None or budget.shapes is not None:
+        raise ValueError(
+            "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
+            "batches of a fixed shape have no smaller one. Leave it out."
+        )

@@ -49,6 +49,8 @@ SLOW_PATHS = {
     ],
     "sweep": [
         "loader/test_resume.py",
+        "memory/test_find_budget.py",
+        "memory/test_guard.py",
         "vision/test_augmentation.py",
         "vision/test_mixed_images.py",
     ],

@@ -31,9 +31,9 @@ def kind_of(model: nn.Module) -> Kind:
             f"`{type(model).__name__}` has a `backward` of its own, which cannot be computed in "
             "parts. Pass a plain module, DDP or FSDP."
         )
-    if isinstance(model, DistributedDataParallel):
-        return "ddp"
-    return "sharded" if is_sharded(model) else "local"
+    if is_sharded(model) or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
+        return "sharded"
+    return "ddp" if isinstance(model, DistributedDataParallel) else "local"
 
 
 def has_own_backward(model: nn.Module) -> bool:

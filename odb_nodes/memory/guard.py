@@ -86,11 +86,14 @@ class OomGuard:
         batches: list[tuple[Any, StepInfo]] = []
         iterator = iter(self._loader)
         self._context.meet(type(self).__name__)
-        for batch in iterator:
-            info = pop_step_info(batch)
-            batches.append((batch, info))
-            if info.ends_optimizer_step:
+        try:
+            for batch in iterator:
+                info = pop_step_info(batch)
+                batches.append((batch, info))
+                if info.ends_optimizer_step:
+                    yield GuardedStep(self._context, batches)
+                    batches = []
+            if batches:
                 yield GuardedStep(self._context, batches)
-                batches = []
-        if batches:
-            yield GuardedStep(self._context, batches)
+        finally:
+            self._context.collator.keep_samples(False)

@@ -56,6 +56,7 @@ class PartwiseStep:
         )
         self.losses: list[torch.Tensor] = []
         self._tried: set[int] = set()  # samples alone in their part
+        self._has_failed = False
 
     @property
     def where(self) -> str:
@@ -158,7 +159,8 @@ class PartwiseStep:
                 except (RuntimeError, MemoryError) as error:
                     if self._context.on_oom == "raise" or not is_out_of_memory(error):
                         raise
-                    free_memory(error)
+                    free_memory(error, old_garbage=self._has_failed)
+                    self._has_failed = True
                     return part
             self.losses[number : number + 1] = [torch.stack(losses).sum() if losses else nothing]
         return None

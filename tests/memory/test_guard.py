@@ -1,5 +1,7 @@
 """A guarded step has the gradients of the whole, whatever has run out of memory in it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gradients import LanguageModel, OneProcess, gradient_of, relative_error, samples_of
@@ -22,6 +24,7 @@ from odb_nodes import (
 )
 from odb_nodes.errors import StepMemoryError
 from odb_nodes.memory import OomGuard
+from odb_nodes.memory.gradients import kind_of
 
 SAMPLES = 60
 LAYOUTS = ("padded", "packed")
@@ -225,16 +228,21 @@ def test_what_is_not_for_a_step_is_refused():
         next(steps).backward(Engine(1, 1), loss_of(model))
 
 
-def test_samples_of_a_loader_that_was_reset_are_not_kept():
+def test_samples_are_kept_only_while_a_guard_asks_for_them():
     loader = loader_of()
-    collator = loader.root
-    step = next(iter(OomGuard(loader)))
+    steps = iter(OomGuard(loader))
+    first = next(steps)
     next(iter(loader))
-    with pytest.raises(StateError, match=r"the samples of step 9 of epoch 1 are not kept"):
-        collator.take_samples(
-            step.infos[0].__class__(**{**vars(step.infos[0]), "step": 9, "epoch": 1})
-        )
-    assert len(collator._kept) == 1  # of the batch that is out, and not one more
+    with pytest.raises(StateError, match="the samples of step 9 of epoch 1 are not kept"):
+        loader.root.take_samples(replace(first.infos[0], step=9, epoch=1))
+    assert len(loader.root._kept) == 1  # of the batch that is out, and not one more
+    steps.close()
+    assert loader.root._kept is None
+
+
+def test_ranks_that_share_their_statistics_compute_together():
+    assert kind_of(nn.Linear(2, 2)) == "local"
+    assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))) == "sharded"
 
 
 def test_a_collate_function_that_fails_is_not_taken_for_a_lack_of_memory():

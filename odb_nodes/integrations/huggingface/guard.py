@@ -122,8 +122,9 @@ class RunGuard:
             return compute(batch, self._losses.weigh_part(batch, part.info))
 
         if number == 0:
-            check_no_gradients(model)
             self._is_alone = self._is_computed_alone(model)
+            if self._is_alone:
+                check_no_gradients(model)
         if self._is_alone:
             loss = self._compute_alone(number, model, run)
         else:

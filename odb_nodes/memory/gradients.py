@@ -31,9 +31,14 @@ def kind_of(model: nn.Module) -> Kind:
             f"`{type(model).__name__}` has a `backward` of its own, which cannot be computed in "
             "parts. Pass a plain module, DDP or FSDP."
         )
-    if is_sharded(model) or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
+    if has_collectives(model):
         return "sharded"
     return "ddp" if isinstance(model, DistributedDataParallel) else "local"
+
+
+def has_collectives(model: nn.Module) -> bool:
+    """Tell whether ranks compute a model together: its parameters, or statistics, are shared."""
+    return is_sharded(model) or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
 
 
 def has_own_backward(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.accelerate import without_gathering
-from odb_nodes._compat.torch import is_sharded, uncompiled
+from odb_nodes._compat.torch import uncompiled
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.weighing import LossWeigher, MicroStep
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -20,6 +20,7 @@ from odb_nodes.memory.gradients import (
     average_gradients,
     check_no_gradients,
     give_gradients,
+    has_collectives,
     has_own_backward,
     scale_gradients,
 )
@@ -152,7 +153,7 @@ class RunGuard:
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
         """Tell whether this rank computes the step without the others, and can take it back."""
-        if has_own_backward(model) or is_sharded(model):
+        if has_own_backward(model) or has_collectives(model):
             return False
         if self._context.channel is None:
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +14,11 @@ from odb_nodes.alignment.exchange import Channel
 from odb_nodes.contract.graph import find_budget, walk
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
+from odb_nodes.memory.meter import MemoryMeter
+from odb_nodes.memory.model import MemoryModel
 from odb_nodes.memory.notice import FailureNotice
 from odb_nodes.memory.parts import Part
+from odb_nodes.memory.run_meter import RunMeter
 from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, padded_tokens
@@ -40,6 +44,7 @@ class GuardContext:
         on_oom, guard_above, shrink: see `OomGuard`.
         channel: to the other ranks; `None` where there are none.
         notice: likewise, for steps that all ranks compute together.
+        run_meter: measures what is computed; `None` where nothing does.
         ooms, split_steps, skipped_samples: see `OomGuard`.
     """
 
@@ -53,6 +58,7 @@ class GuardContext:
     shrink: float | None
     channel: Channel | None = None
     notice: FailureNotice | None = None
+    run_meter: RunMeter | None = None
     ooms: int = 0
     split_steps: int = 0
     skipped_samples: int = 0
@@ -70,6 +76,8 @@ class GuardContext:
         guard_above: float,
         limit: int | None,
         shrink: float | None,
+        meter: MemoryMeter | None = None,
+        memory: MemoryModel | None = None,
     ) -> GuardContext:
         """Return the context of the batches of a loader.
 
@@ -90,7 +98,10 @@ class GuardContext:
         if shrink is not None:
             check_shrink(shrink)
             _check_can_shrink(budget, aligner)
+        if meter is None and memory is not None:
+            raise ValueError("`memory` needs a `meter` to learn from: pass `meter=CudaMeter()`.")
         return cls(
+            run_meter=None if meter is None else RunMeter(meter, memory, budget),
             collator=collators[0],
             aligner=aligner,
             rule=LossRule(world_size=1, accumulate=1),
@@ -139,6 +150,10 @@ class GuardContext:
     def rank(self) -> int:
         """This rank, of those that share the data."""
         return 0 if self.channel is None else self.channel.rank
+
+    def measuring(self, part: Part) -> AbstractContextManager[None]:
+        """Return the context within which a part is measured, if anything measures."""
+        return nullcontext() if self.run_meter is None else self.run_meter.measuring(part)
 
     def guards(self, infos: Sequence[StepInfo]) -> bool:
         """Tell whether a step may run out of memory: the same on all ranks."""

@@ -10,6 +10,8 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.memory.context import GUARD_ABOVE, GuardContext, OnOom
 from odb_nodes.memory.guarded_step import GuardedStep
+from odb_nodes.memory.meter import MemoryMeter
+from odb_nodes.memory.model import MemoryModel
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 
@@ -45,6 +47,10 @@ class OomGuard:
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from the next round on; the smallest wins, and states keep it. Not
             for a budget with `shapes`. `None`: the budget stays.
+        meter: measures each part that is computed, see `peak_share`; a meter that is a context
+            manager has to be entered around the loop. `None` measures nothing.
+        memory: learns from each measurement, with the sample's source where all of a part have one,
+            and is fitted now and then; its `accuracy` says how far off it was.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -58,11 +64,19 @@ class OomGuard:
         guard_above: float = GUARD_ABOVE,
         limit: int | None = None,
         shrink: float | None = None,
+        meter: MemoryMeter | None = None,
+        memory: MemoryModel | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
         self._loader = loader
         self._context = GuardContext.of(
-            loader, on_oom=on_oom, guard_above=guard_above, limit=limit, shrink=shrink
+            loader,
+            on_oom=on_oom,
+            guard_above=guard_above,
+            limit=limit,
+            shrink=shrink,
+            meter=meter,
+            memory=memory,
         )
 
     @property
@@ -79,6 +93,12 @@ class OomGuard:
     def skipped_samples(self) -> int:
         """Samples of this rank that were left out, since they did not fit alone."""
         return self._context.skipped_samples
+
+    @property
+    def peak_share(self) -> float:
+        """The largest peak so far, as a share of the `meter`'s limit; 0.0 without one."""
+        run_meter = self._context.run_meter
+        return 0.0 if run_meter is None else run_meter.peak_share
 
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does."""

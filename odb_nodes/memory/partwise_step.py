@@ -135,7 +135,8 @@ class PartwiseStep:
         """
         notice = self._context.notice
         try:
-            with nullcontext() if notice is None else notice.watching():
+            watching = nullcontext() if notice is None else notice.watching()
+            with watching, self._context.measuring(part):
                 yield
         except Exception as error:
             if self._context.on_oom != "raise" and is_out_of_memory(error):
@@ -155,7 +156,8 @@ class PartwiseStep:
             losses: list[torch.Tensor] = []
             for part in self.parts.of(number):
                 try:
-                    losses.append(run(part, self.take(part)))
+                    with self._context.measuring(part):
+                        losses.append(run(part, self.take(part)))
                 except (RuntimeError, MemoryError) as error:
                     if self._context.on_oom == "raise" or not is_out_of_memory(error):
                         raise

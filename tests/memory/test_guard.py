@@ -23,8 +23,9 @@ from odb_nodes import (
     audit,
 )
 from odb_nodes.errors import StepMemoryError
-from odb_nodes.memory import OomGuard
+from odb_nodes.memory import MemoryModel, OomGuard
 from odb_nodes.memory.gradients import kind_of
+from odb_nodes.testing import SavedTensorMeter
 
 SAMPLES = 60
 LAYOUTS = ("padded", "packed")
@@ -238,6 +239,21 @@ def test_samples_are_kept_only_while_a_guard_asks_for_them():
     assert len(loader.root._kept) == 1  # of the batch that is out, and not one more
     steps.close()
     assert loader.root._kept is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_of_memory_learns_from_the_steps_of_a_run(layout):
+    memory, meter = MemoryModel(), SavedTensorMeter(120_000)
+    with meter:
+        guard, found = epoch(loader_of(layout), LanguageModel(), meter=meter, memory=memory)
+    assert 0 < guard.peak_share <= 1
+    accuracy = memory.accuracy()
+    assert accuracy.steps.steps >= len(found) - 8
+    assert accuracy.steps.mean_error < 0.05
+    with pytest.raises(ValueError, match="`memory` needs a `meter`"):
+        OomGuard(loader_of(), memory=memory)
+    with pytest.raises(TypeError, match="`meter` must have `reset"):
+        OomGuard(loader_of(), meter=3)
 
 
 def test_ranks_that_share_their_statistics_compute_together():

@@ -1,0 +1,58 @@
+"""What the steps of a run take, and a model that goes on learning from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from odb_nodes._core.checks import check_type
+from odb_nodes.memory.meter import MemoryMeter, check_meter
+from odb_nodes.memory.model import MemoryModel
+from odb_nodes.memory.parts import Part
+from odb_nodes.planning import TokenBudget
+
+_FIT_EVERY = 64  # parts
+
+
+class RunMeter:
+    """Measures what is computed at once in a run.
+
+    Args:
+        meter: what measures.
+        model: learns from each measurement; `None` for none.
+        budget: the budget of the batches, which says their shapes.
+
+    Attributes:
+        peak_share: largest peak so far, as a share of the meter's limit.
+    """
+
+    def __init__(
+        self, meter: MemoryMeter, model: MemoryModel | None, budget: TokenBudget | None
+    ) -> None:
+        self._meter = check_meter(meter)
+        check_type("memory", model, MemoryModel | None)
+        self._model, self._budget = model, budget
+        self._learned = 0
+        self.peak_share = 0.0
+
+    @contextmanager
+    def measuring(self, part: Part) -> Iterator[None]:
+        """Measure what is computed within this context, unless it fails."""
+        self._meter.reset()
+        yield
+        peak_bytes = self._meter.peak_bytes()
+        self.peak_share = max(self.peak_share, peak_bytes / self._meter.limit_bytes)
+        if self._model is not None and peak_bytes > 0:
+            self._learn(self._model, part, peak_bytes)
+
+    def _learn(self, model: MemoryModel, part: Part, peak_bytes: int) -> None:
+        tokens = [sample.tokens for sample in part.samples]
+        rows, width = (len(tokens), max(tokens))
+        if self._budget is not None:
+            rows, width = self._budget.shape(tokens)
+        patches = sum(sample.patches for sample in part.samples)
+        sources = {sample.source for sample in part.samples}
+        model.add(rows, width, patches, peak_bytes, sources.pop() if len(sources) == 1 else "")
+        self._learned += 1
+        if self._learned % _FIT_EVERY == 0 or self._learned == 8:
+            model.fit()

@@ -99,7 +99,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self._round_size = round_up(check_count("round_size", round_size), accumulate)
-        self._uneven = uneven
+        self.uneven = uneven
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         self.peers = Peers(process_group, timeout_s, self._round_size)
@@ -156,7 +156,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _clear(self) -> None:
         self._kept_limits = self._at.next_limits
         self._at = AlignerState()
-        self._reader = GroupReader(self.source, self.measure, self._uneven == "fill")
+        self._reader = GroupReader(self.source, self.measure, self.uneven == "fill")
         self._steps = AlignedRound()
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
@@ -176,8 +176,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """
         self._at, accumulate = state, self.rule.accumulate
         self.budget_wishes.wish = state.wish
-        self._steps = state.steps(ends_alone=self._uneven == "join")
-        resumed = ResumedRound(state, self._steps, self._reader, accumulate, self._uneven)
+        self._steps = state.steps(ends_alone=self.uneven == "join")
+        resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
         resumed.restore(self._round_size if state.drained else self._round_steps())
         self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
         self.replayed_samples = resumed.replayed_samples
@@ -193,7 +193,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
-        return state.fixed_fields(ends_alone=self._uneven == "join")
+        return state.fixed_fields(ends_alone=self.uneven == "join")
 
     def next(self) -> AlignedGroup:
         """Return the next group and its `StepInfo`.
@@ -291,16 +291,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             blamed = blame_sources(self.source)
             raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}. {blamed}")
         key = hash_ints(self._seed, self._epochs.epoch, at.round)
-        plan = plan_round(reports, uneven=self._uneven, key=key)
+        plan = plan_round(reports, uneven=self.uneven, key=key)
         if groups:
             self._filler = best_filler(groups)
-        if self._uneven == "fill":
+        if self.uneven == "fill":
             received = self.peers.share_filler(reports, self._filler, where)
             if received is not None:
                 at.filler, self._filler = received, decode_sample(received)
-        at.last = plan.last or (self._uneven == "join" and report.ended)
+        at.last = plan.last or (self.uneven == "join" and report.ended)
         self._steps = AlignedRound.of(plan, self.peers.rank)
-        if self._uneven == "join" and at.last:
+        if self.uneven == "join" and at.last:
             self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
         at.limits = at.next_limits
@@ -309,7 +309,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at.peers_go_on = not plan.last
         at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
-        if self._uneven == "stop" and plan.last:
+        if self.uneven == "stop" and plan.last:
             whose = f"of rank {self.peers.rank} are not emitted in epoch {self._epochs.epoch}"
             at.unemitted_samples, rest = self._reader.leave(groups[len(self._steps) :], whose)
             at.left_out += rest
@@ -346,7 +346,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "rank": self.peers.rank,
             "world_size": self.peers.world_size,
             "round_size": self._round_size,
-            "uneven": self._uneven,
+            "uneven": self.uneven,
             "loss_scaling": self.rule.scaling,
             "accumulate": self.rule.accumulate,
             "seed": self._seed,

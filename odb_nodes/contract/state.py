@@ -12,7 +12,7 @@ import copy
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,7 +71,6 @@ class NodeState:
     Annotations may be plain types, `X | None`, `list[X]`, tuples, `dict[K, V]` and `Any`;
     `SourceState` for what a source's `state_dict()` returned; `Count` for a number of items, and
     `Annotated` with another limit, `InRange` or `RowsOf`. They are checked when a state is loaded.
-    A field with a default may be missing there: states were saved before it was declared.
     """
 
     def validate(self) -> None:
@@ -162,10 +161,9 @@ def unseal(
 
 def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -> dict[str, Any]:
     """Return the values of the declared fields, which are all there and hold what they may."""
-    defaults = {one.name: one.default for one in fields(declared)}
-    expected = [*sorted(ENVELOPE), *defaults]
-    lacking = [name for name in expected if name not in state]
-    if missing := [name for name in lacking if defaults.get(name, MISSING) is MISSING]:
+    names = [one.name for one in fields(declared)]
+    expected = [*sorted(ENVELOPE), *names]
+    if missing := [name for name in expected if name not in state]:
         raise StateError(
             f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
         )
@@ -173,7 +171,7 @@ def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -
         raise StateError(
             f"the state of {node} has `{'`, `'.join(unknown)}`, which no {node} saves. {_EARLIER}"
         )
-    values = {name: state.get(name, default) for name, default in defaults.items()}
+    values = {name: state[name] for name in names}
     if broken := check_fields(declared, values):
         raise _damaged(node, broken, state)
     return values

@@ -95,6 +95,7 @@ class GuardContext:
         budget = find_budget(collators[0])
         known = None if budget is None else budget.tokens
         check_guard_above(guard_above)
+        _check_graph(budget, aligner)
         if shrink is not None:
             check_shrink(shrink)
             _check_can_shrink(budget, aligner)
@@ -142,7 +143,8 @@ class GuardContext:
         self.ooms += 1
         if self.shrink is not None:
             most = failed.cost if self.limit is None else max(failed.cost, self.limit // _LEAST)
-            self.fits = max(1, int(self.shrink * most))
+            asked = max(1, int(self.shrink * most))
+            self.fits = min(asked, self.fits or asked)
             if self.aligner is not None:
                 self.aligner.budget_wishes.ask_for(self.fits)
 
@@ -177,6 +179,27 @@ def check_shrink(shrink: Any) -> None:
     """Raise a `ValueError` if `shrink` is no share below 1."""
     if not isinstance(shrink, float) or not 0 < shrink < 1:
         raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
+
+
+def _check_graph(budget: TokenBudget | None, aligner: RankAligner | None) -> None:
+    """Raise a `ValueError` where batches cannot be computed in parts."""
+    if budget is not None and budget.shapes is not None and budget.layout == "padded":
+        raise ValueError(
+            "a budget with `shapes` has no smaller batches: each part would be padded to a whole "
+            "shape again. Leave `shapes` out, or the guard."
+        )
+    if aligner is not None and aligner.uneven == "join":
+        raise ValueError(
+            '`uneven` must be "fill" or "stop" with a guard, whose ranks agree on each step, but '
+            'is "join" instead.'
+        )
+    if aligner is not None and type(aligner.measure.cost_fn) is not BudgetCost:
+        if aligner.measure.cost_fn is not padded_tokens:
+            raise ValueError(
+                "`cost_fn` of the `RankAligner` must be the default with a guard, which compares "
+                "costs with the budget. Say what attention adds as "
+                "`TokenBudget(attention_tokens=...)`."
+            )
 
 
 def _check_can_shrink(budget: TokenBudget | None, aligner: RankAligner | None) -> None:

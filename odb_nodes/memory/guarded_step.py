@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +16,7 @@ from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.gradients import (
     average_gradients,
     check_no_gradients,
+    give_gradients,
     kind_of,
     scale_gradients,
 )
@@ -73,14 +75,26 @@ class GuardedStep:
             raise RuntimeError("`backward` was called before for this step. Take the next one.")
         self._is_done = True
 
+        if kind == "ddp" and self._context.channel is None and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "a DDP model needs a `RankAligner` over all of its ranks below the guard, so that "
+                "they agree on what is computed in parts. Use `ODBDataLoader`, or put one in."
+            )
+
         def run(part: Part, batch: Any) -> torch.Tensor:
             return self._add(part, batch, loss_fn, scaler)
+
+        def run_alone(part: Part, batch: Any) -> torch.Tensor:
+            if part.is_whole or part.info.loss_scale:
+                return run(part, batch)
+            # Its mean over no targets is NaN, and so would be its gradients, whatever the weight.
+            return torch.zeros((), device=next(model.parameters()).device)
 
         if kind == "sharded" or (kind == "ddp" and not self._context.guards(step.infos)):
             return self._compute_together(model, run)
         check_no_gradients(model)
         for number in range(len(step.infos)):
-            step.compute(number, model, run)
+            step.compute(number, model, run_alone)
         left_out, loss = step.agree(), torch.stack(step.losses).sum()
         if step.settle(left_out):
             factor = step.parts.loss_factor(left_out)
@@ -88,6 +102,7 @@ class GuardedStep:
             loss = loss * factor
         if isinstance(model, DistributedDataParallel):
             average_gradients(model)
+        give_gradients(model)  # All samples may have been left out, of all ranks.
         return loss
 
     def _compute_together(self, model: nn.Module, run: Run) -> torch.Tensor:

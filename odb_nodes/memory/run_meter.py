@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from odb_nodes._core.checks import check_type
 from odb_nodes.memory.meter import MemoryMeter, check_meter
@@ -12,6 +12,7 @@ from odb_nodes.memory.parts import Part
 from odb_nodes.planning import TokenBudget
 
 _FIT_EVERY = 64  # parts
+_FIRST_FIT = 8
 
 
 class RunMeter:
@@ -54,5 +55,6 @@ class RunMeter:
         sources = {sample.source for sample in part.samples}
         model.add(rows, width, patches, peak_bytes, sources.pop() if len(sources) == 1 else "")
         self._learned += 1
-        if self._learned % _FIT_EVERY == 0 or self._learned == 8:
-            model.fit()
+        if self._learned % _FIT_EVERY == 0 or self._learned == _FIRST_FIT:
+            with suppress(ValueError):  # of points that are too few, as where all shapes are one
+                model.fit()

@@ -58,7 +58,7 @@ class BucketerState(NodeState):
     oversize_samples: Count
     skipped_samples: dict[str, Count]
     left_out: list[tuple[int | None, str, str]]
-    dearest_groups: Count = 0
+    dearest_groups: Count
 
     def validate(self) -> None:
         """Check that what is pooled was pulled."""

@@ -7,7 +7,7 @@ import torch
 from graphs import make, sampler
 
 from odb_nodes import Loader, StateError, load_state, save_state
-from odb_nodes.contract import Count, NodeState, copy_state
+from odb_nodes.contract import NodeState, copy_state
 from odb_nodes.contract.state import add_digest, seal, seal_whole, unseal, unseal_whole
 
 
@@ -47,19 +47,6 @@ def test_a_state_is_copied_whole():
 def test_a_state_that_does_not_fit_says_why(state, message):
     with pytest.raises(StateError, match=message):
         unseal(state, "Node", OneField, {})
-
-
-def test_a_field_with_a_default_may_be_missing_in_a_state_of_before():
-    @dataclass(kw_only=True)
-    class TwoFields(OneField):
-        y: Count = 3
-
-    assert unseal(seal("Node", {}, {"x": 1}), "Node", TwoFields, {}) == TwoFields(x=1, y=3)
-    assert unseal(seal("Node", {}, {"x": 1, "y": 5}), "Node", TwoFields, {}).y == 5
-    with pytest.raises(StateError, match="lacks `x`: it"):
-        unseal(seal("Node", {}, {"y": 5}), "Node", TwoFields, {})
-    with pytest.raises(StateError, match="`y` must be an integer in"):
-        unseal(seal("Node", {}, {"x": 1, "y": -1}), "Node", TwoFields, {})
 
 
 def test_a_whole_state_is_refused_after_any_change():

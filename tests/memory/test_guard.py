@@ -15,6 +15,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     ODBDataLoader,
+    RankAligner,
     SampleError,
     StateError,
     TokenBudget,
@@ -123,13 +124,18 @@ def test_steps_above_the_limit_are_computed_in_parts_from_the_beginning():
     assert guard.ooms == 0 < guard.split_steps
 
 
+def with_targets():
+    """The samples that have targets: others need not be computed in parts, and fit so."""
+    return [one for one in samples_of(0, SAMPLES) if (one["labels"][1:] != -100).any()]
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_path):
     samples = samples_of(0, SAMPLES)
     whole = OneProcess([SAMPLES])
     loader = loader_of(accumulate=accumulate)
     with Ledger(tmp_path) as ledger:
-        guard, found = epoch(loader, FailingModel(above(20)), ledger, on_oom="skip")
+        guard, found = epoch(loader, FailingModel(above(12)), ledger, on_oom="skip")
     seen = []
     for gradient, _, keys, _ in found:
         ids = [samples[key]["id"] for some in keys for key in some]
@@ -138,15 +144,14 @@ def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_
             assert relative_error(gradient, whole.gradient([ids], "exact")) < 1e-12
     left = {one["id"] for one in samples} - {*seen}
     assert len(left) == guard.skipped_samples
-    assert left == {one["id"] for one in samples if len(one["input_ids"]) > 20}
+    assert left == {one["id"] for one in with_targets() if len(one["input_ids"]) > 12}
     report = audit(tmp_path, SAMPLES)
     assert report.ok
     assert f"{len(left)} skipped (out of memory)" in str(report)
 
 
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
-    longest = max(enumerate(samples_of(0, SAMPLES)), key=lambda one: len(one[1]["input_ids"]))
-    tokens = len(longest[1]["input_ids"])
+    tokens = max(len(one["input_ids"]) for one in with_targets())
     message = rf"step \d+ of epoch 0, rank 0: a sample \(key \d+\) with {tokens} tokens .* alone"
     with pytest.raises(StepMemoryError, match=message):
         epoch(loader_of(), FailingModel(above(tokens - 1)))
@@ -198,8 +203,13 @@ def test_what_is_not_for_a_guard_is_refused():
     for shrink in (0, 1.0, "0.9"):
         with pytest.raises(ValueError, match="`shrink` must be above 0 and below 1"):
             OomGuard(loader, shrink=shrink)
-    with pytest.raises(ValueError, match="`shrink` needs a `RankAligner`"):
-        OomGuard(loader_of(token_budget=TokenBudget(96, shapes=4)), shrink=0.9)
+    with pytest.raises(ValueError, match="a budget with `shapes` has no smaller batches"):
+        OomGuard(loader_of(token_budget=TokenBudget(96, shapes=4)))
+    with pytest.raises(ValueError, match='`uneven` must be "fill" or "stop" with a guard'):
+        OomGuard(loader_of(uneven="join"))
+    source = WindowBucketer(LengthObserver(IterableWrapper(samples_of(0, 9))), 96, 16)
+    with pytest.raises(ValueError, match="`cost_fn` of the `RankAligner` must be the default"):
+        OomGuard(Loader(GroupCollator(RankAligner(source, cost_fn=len))))
     with pytest.raises(TypeError, match="its graph has 0"):
         OomGuard(Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16)))
 
@@ -254,6 +264,39 @@ def test_a_model_of_memory_learns_from_the_steps_of_a_run(layout):
         OomGuard(loader_of(), memory=memory)
     with pytest.raises(TypeError, match="`meter` must have `reset"):
         OomGuard(loader_of(), meter=3)
+
+
+def test_a_mean_over_no_targets_leaves_no_nan_in_the_gradients_of_a_split_batch():
+    def own_mean(model):
+        def loss(batch):
+            logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="none"
+            )
+            mask = (labels != -100).flatten()
+            return (losses * mask).sum() / mask.sum()
+
+        return loss
+
+    def gradients(fails):
+        found, model = [], FailingModel(fails)
+        for step in OomGuard(loader_of(token_budget=250)):
+            step.backward(model, own_mean(model))
+            found.append((step.infos[0].local_targets, gradient_of(model)))
+            model.zero_grad()
+        return found
+
+    for (targets, whole), (_, found) in zip(gradients(never), gradients(above(60)), strict=True):
+        if targets:
+            assert relative_error(found, whole) < 1e-12
+
+
+def test_a_model_of_memory_does_not_end_a_run_of_one_shape():
+    memory, meter = MemoryModel(), SavedTensorMeter(10**9)
+    data = [{"input_ids": [1] * 12, "labels": [1] * 12} for _ in range(80)]
+    with meter:
+        for step in OomGuard(ODBDataLoader(data, token_budget=48), meter=meter, memory=memory):
+            step.backward(model := LanguageModel(), loss_of(model))
 
 
 def test_ranks_that_share_their_statistics_compute_together():

@@ -42,7 +42,9 @@ def train(ledger):
         ids = [samples[key]["id"] for info in step.infos for key in info.keys]
         skipped.extend(samples[one.key]["id"] for info in step.infos for one in info.left_out)
         groups = [group for of_rank in r.gathered([ids]) for group in of_rank if group]
-        errors.append(relative_error(gradient_of(model), one_process.gradient(groups, "exact")))
+        found = gradient_of(model)
+        expected = one_process.gradient(groups, "exact") if groups else 0 * found
+        errors.append(relative_error(found, expected))
         for info in step.infos:
             ledger.record(info)
         seen.extend(ids)
@@ -101,7 +103,7 @@ def test_any_rank_may_run_out_of_memory(tmp_path, world_size, place, accumulate)
 def test_samples_that_do_not_fit_alone_are_left_out_on_all_ranks_alike(
     tmp_path, world_size, accumulate
 ):
-    found = train(tmp_path, world_size, above=20, on_oom="skip", accumulate=accumulate, seed=1)
+    found = train(tmp_path, world_size, above=12, on_oom="skip", accumulate=accumulate, seed=1)
     assert sum(one["left"] for one in found) == sum(len(one["skipped"]) for one in found) > 3
 
 
@@ -123,7 +125,7 @@ def ends_of(tmp_path, body, world_size, **how):
 
 
 def test_where_a_sample_does_not_fit_alone_all_ranks_say_so(tmp_path):
-    errors, _ = ends_of(tmp_path, TRAIN, 2, above=20)
+    errors, _ = ends_of(tmp_path, TRAIN, 2, above=12)
     assert "StepMemoryError: step" in errors[0] + errors[1]
     for text in errors:
         assert "does not fit into memory alone" in text

@@ -105,17 +105,6 @@ def test_it_resumes_exactly_amid_the_dearest_groups(layout, state, window, sampl
     assert window == 16 or longest[:5] == sorted(longest[:5], reverse=True)  # not refilled
 
 
-def test_a_state_of_before_has_no_dearest_groups_and_still_loads():
-    node = bucketer(LENGTHS)
-    next(node)
-    state = node.state_dict()
-    del state["dearest_groups"]
-    assert "dearest_first" not in state["config"] and "budget.row_sizes" not in state["config"]
-    again = bucketer(LENGTHS)
-    again.reset(state)
-    assert ids(again) == ids(node)
-
-
 def test_a_run_that_goes_on_with_dearest_first_begins_with_them():
     loader = Loader(bucketer(LENGTHS))
     steps = iter(loader)

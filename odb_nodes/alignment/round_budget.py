@@ -51,7 +51,8 @@ class RoundBudget:
         wishes = [report.wish for report in reports if report.wish]
         if not wishes or (found := self._limits()) is None:
             return before
-        _, now = found
+        # A rank without further groups has not tightened yet what had been agreed on.
+        now = found[1] if before is None else Limits(*before)
         return now.tightened(now._replace(tokens=min(wishes))).to_state()
 
     def change(self, at: AlignerState) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from odb_nodes._core.checks import check_count
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
-from odb_nodes.alignment.exchange import Channel
+from odb_nodes.alignment.exchange import Channel, Exchange, LocalExchange
 from odb_nodes.contract.graph import find_budget, walk
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
@@ -66,6 +66,7 @@ class GuardContext:
     def __post_init__(self) -> None:
         self.fits = self.limit
         """The cost that is known to fit on this rank."""
+        self._exchange: Exchange = LocalExchange()
 
     @classmethod
     def of(
@@ -130,9 +131,11 @@ class GuardContext:
             return
         if self.channel is None:
             exchange = aligner.peers.new_exchange()
-            self.channel = Channel(exchange, 2 * aligner.accumulate)
-            number = exchange.ranks[exchange.rank]
-            self.notice = FailureNotice(exchange.ranks, number, exchange.timeout_s)
+            self.channel, self._exchange = Channel(exchange, 2 * aligner.accumulate), exchange
+        exchange = self._exchange
+        # A new one each time: the last one may hold what has failed then.
+        number = exchange.ranks[exchange.rank]
+        self.notice = FailureNotice(exchange.ranks, number, exchange.timeout_s)
         self.channel.begin()
         fields = ("on_oom", "guard_above", "limit", "shrink")
         own = {name: getattr(self, name) for name in fields}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -15,6 +16,7 @@ from odb_nodes.collate.protocol import Collate
 from odb_nodes.errors import SampleError
 from odb_nodes.memory.failures import free_memory, is_out_of_memory
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample
 
@@ -130,6 +132,7 @@ class LongestFirst:
     Args:
         dataset: a sequence of items.
         token_budget: padded tokens of a batch, those to be generated included; or a `TokenBudget`.
+            A sample that exceeds it has a batch of its own, whatever `oversize` says.
         new_tokens: most tokens that are generated for each sample.
         process_fn: item -> processed sample. Default: the items are processed samples.
         observe: processed sample -> its tokens, see `LengthObserver`.
@@ -186,22 +189,9 @@ class LongestFirst:
 
     def _grouped(self, budget: TokenBudget) -> list[list[int]]:
         """Return the indices of each batch: runs of like length, the longest first."""
-        lengths = [sample.tokens + self._new_tokens for sample in self._samples]
-        groups: list[list[int]] = []
-        for index in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
-            last = groups[-1] if groups else []
-            group = [self._samples[one] for one in (*last, index)]
-            if last and _fits(budget, group, lengths[last[0]]):
-                last.append(index)
-            else:
-                groups.append([index])
+        tokens = np.array([one.tokens + self._new_tokens for one in self._samples], np.int64)
+        patches = np.array([one.patches for one in self._samples], np.int64)
+        table = np.stack((tokens, np.arange(len(tokens)), patches))
+        table = table[:, tokens.argsort(kind="stable")]
+        groups: list[list[int]] = [one.tolist() for one in LengthRuns(budget).partition(table)]
         return groups
-
-
-def _fits(budget: TokenBudget, samples: Sequence[Sample], longest: int) -> bool:
-    patches = sum(sample.patches for sample in samples)
-    return (
-        budget.cost([longest] * len(samples)) <= budget.tokens
-        and (budget.max_samples is None or len(samples) <= budget.max_samples)
-        and (budget.max_patches is None or patches <= budget.max_patches)
-    )

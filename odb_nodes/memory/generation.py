@@ -192,6 +192,5 @@ class LongestFirst:
         tokens = np.array([one.tokens + self._new_tokens for one in self._samples], np.int64)
         patches = np.array([one.patches for one in self._samples], np.int64)
         table = np.stack((tokens, np.arange(len(tokens)), patches))
-        table = table[:, tokens.argsort(kind="stable")]
-        groups: list[list[int]] = [one.tolist() for one in LengthRuns(budget).partition(table)]
-        return groups
+        groups = LengthRuns(budget).partition(table[:, tokens.argsort(kind="stable")])
+        return [sorted(one.tolist(), key=lambda index: (-tokens[index], index)) for one in groups]

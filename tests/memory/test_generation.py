@@ -98,6 +98,7 @@ def test_results_are_in_the_order_of_the_data(model, ranks):
         )
         longest = []
         for batch, indices in batches:
+            assert indices == sorted(indices, key=lambda index: (-len(data[index]), index))
             rows, cols = batch["input_ids"].shape
             assert rows * (cols + 12) <= 96
             longest.append(cols)

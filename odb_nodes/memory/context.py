@@ -12,6 +12,7 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import Channel, Exchange, LocalExchange
 from odb_nodes.contract.graph import find_budget, walk
+from odb_nodes.errors import StepMemoryError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.memory.meter import MemoryMeter
@@ -141,6 +142,25 @@ class GuardContext:
         own = {name: getattr(self, name) for name in fields}
         self.channel.agree({holder: own})
 
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell the other ranks why this one cannot go on."""
+        if self.channel is not None:
+            self.channel.fail(error, where)
+
+    def leave(self) -> None:
+        """The loop is over: no rank waits for this one any more."""
+        if self.notice is not None:
+            self.notice.leave()
+
+    def raise_told(self, error: BaseException) -> None:
+        """Raise what another rank has told, if any has; it is why this one has failed.
+
+        Raises:
+            StepMemoryError: memory ran out on another rank, in a step that all compute together.
+        """
+        if self.notice is not None and (reason := self.notice.read()) is not None:
+            raise StepMemoryError(reason) from error
+
     def note(self, failed: Part) -> None:
         """Count that memory ran out, and ask for a smaller budget."""
         self.ooms += 1
@@ -167,7 +187,7 @@ class GuardContext:
 
     def collate(self, part: Part) -> Any:
         """Return the batch of a part."""
-        batch = self.collator.collate(part.samples, part.info)
+        batch = self.collator.collate(part.samples, part.info, part.number)
         pop_step_info(batch)
         return batch
 

@@ -22,7 +22,8 @@ def kind_of(model: nn.Module) -> Kind:
     """Return who computes a step of a model.
 
     Raises:
-        TypeError: it is no `nn.Module`, or one whose backward is not torch's.
+        TypeError: it is no `nn.Module`, or one whose backward is not torch's, or one that has a DDP
+            model within.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an `nn.Module`, but is `{type(model).__name__}` instead.")
@@ -33,7 +34,14 @@ def kind_of(model: nn.Module) -> Kind:
         )
     if has_collectives(model):
         return "sharded"
-    return "ddp" if isinstance(model, DistributedDataParallel) else "local"
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    if any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+        raise TypeError(
+            f"`{type(model).__name__}` has a DDP model within, whose gradients cannot be kept on "
+            "this rank until all agree. Wrap the whole model by DDP."
+        )
+    return "local"
 
 
 def has_collectives(model: nn.Module) -> bool:
@@ -88,9 +96,16 @@ def give_gradients(model: nn.Module) -> None:
 
 
 def average_gradients(model: DistributedDataParallel) -> None:
-    """Average the gradients over the ranks of a model, as its own backward would have."""
+    """Average the gradients over the ranks of a model, as its own backward would have.
+
+    Its communication hooks are not called.
+    """
     group, ranks = model.process_group, dist.get_world_size(model.process_group)
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    parameters = [
+        one
+        for name, one in model.module.named_parameters()
+        if one.requires_grad and name not in model.parameters_to_ignore
+    ]
     if not parameters:
         return
     device = parameters[0].device

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from odb_nodes._core.checks import check_choice
+from odb_nodes.errors import StateError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.memory.context import GUARD_ABOVE, GuardContext, OnOom
 from odb_nodes.memory.guarded_step import GuardedStep
 from odb_nodes.memory.meter import MemoryMeter
 from odb_nodes.memory.model import MemoryModel
+from odb_nodes.memory.partwise_step import StepBatch
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 
@@ -69,6 +71,7 @@ class OomGuard:
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
         self._loader = loader
+        self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
         self._context = GuardContext.of(
             loader,
             on_oom=on_oom,
@@ -101,19 +104,53 @@ class OomGuard:
         return 0.0 if run_meter is None else run_meter.peak_share
 
     def __iter__(self) -> Iterator[GuardedStep]:
-        """Begin an epoch, or continue from a loaded state, as `iter(loader)` does."""
+        """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
+
+        Where the loader raises between the batches of an optimizer step, those that came before
+        are kept for the next `iter`, which goes on with the step if the loader does.
+
+        Raises:
+            StateError: the loader stands within an optimizer step, whose batches before are gone.
+            StepMemoryError: memory ran out on another rank, see `GuardedStep.backward`.
+        """
         self._context.collator.keep_samples()
-        batches: list[tuple[Any, StepInfo]] = []
-        iterator = iter(self._loader)
+        batches = iter(self._loader)
         self._context.meet(type(self).__name__)
         try:
-            for batch in iterator:
-                info = pop_step_info(batch)
-                batches.append((batch, info))
-                if info.ends_optimizer_step:
-                    yield GuardedStep(self._context, batches)
-                    batches = []
-            if batches:
-                yield GuardedStep(self._context, batches)
+            while step := self._taken(batches):
+                yield GuardedStep(self._context, step)
         finally:
+            self._context.leave()
             self._context.collator.keep_samples(False)
+
+    def _taken(self, batches: Iterator[Any]) -> list[StepBatch]:
+        """Return the batches of the next optimizer step; none at the end of the epoch."""
+        context, begun = self._context, self._begun
+        try:
+            for batch in batches:
+                info = pop_step_info(batch)
+                if begun and not _follows(info, begun[-1].info):
+                    begun.clear()
+                begun.append(StepBatch(batch, context.collator.take_samples(info), info))
+                if begun[0].info.micro_step:
+                    raise StateError(_within_step(begun.pop().info))
+                if info.ends_optimizer_step:
+                    break
+        except Exception as error:
+            context.fail(error, "taking a batch")
+            context.raise_told(error)
+            raise
+        self._begun = []
+        return begun
+
+
+def _follows(info: StepInfo, before: StepInfo) -> bool:
+    return (info.epoch, info.step) == (before.epoch, before.step + 1)
+
+
+def _within_step(info: StepInfo) -> str:
+    return (
+        f"step {info.step} of epoch {info.epoch} is micro-step {info.micro_step} of "
+        f"{info.micro_steps} of an optimizer step, whose batches before are gone. Load a state "
+        "that was saved between two optimizer steps."
+    )

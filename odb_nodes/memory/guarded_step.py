@@ -30,10 +30,9 @@ LossFn = Callable[[Any], torch.Tensor]
 class GuardedStep:
     """The batches of one optimizer step."""
 
-    def __init__(self, context: GuardContext, batches: Sequence[tuple[Any, StepInfo]]) -> None:
+    def __init__(self, context: GuardContext, batches: Sequence[StepBatch]) -> None:
         self._context = context
-        taken = [StepBatch(one, context.collator.take_samples(info), info) for one, info in batches]
-        self._step = PartwiseStep(context, taken)
+        self._step = PartwiseStep(context, batches)
         self._is_done = False
 
     @property
@@ -66,7 +65,8 @@ class GuardedStep:
         Raises:
             StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
                 that is not guarded.
-            RuntimeError: there are gradients already, or `backward` was called before.
+            RuntimeError: `backward` was called before; or there are gradients already, which a
+                guarded step would lose; or a DDP model has no `RankAligner`.
             PeerError: another rank failed, or did not come.
         """
         model = uncompiled(model)
@@ -110,7 +110,8 @@ class GuardedStep:
         step, limit = self._step, self._context.limit
         most = max(info.most_cost for info in step.infos)
         if limit is not None and most > limit:
-            step.parts.cut(-(-most // limit))
+            pieces = -(-most // limit)
+            step.parts.cut(min(pieces, max(info.all_samples_this_step for info in step.infos)))
         losses, count = [], len(step.parts)
         for number, part in enumerate(step.parts):
             waits = isinstance(model, DistributedDataParallel) and number < count - 1
@@ -119,6 +120,7 @@ class GuardedStep:
                 model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
             ):
                 losses.append(run(part, step.take(part)))
+        step.count()
         return torch.stack(losses).sum()
 
     def _add(self, part: Part, batch: Any, loss_fn: LossFn, scaler: Any) -> torch.Tensor:

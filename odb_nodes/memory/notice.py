@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from odb_nodes._compat.torch_distributed import abort_groups
 from odb_nodes.alignment.exchange.store import BoundedStore, StoreLost
@@ -24,16 +24,20 @@ _EXIT_CODE = 70
 class FailureNotice:
     """A text that one rank leaves at the store of the job for all others.
 
-    While a rank is inside of `watching`, a thread looks for it. A rank that waits in a collective
-    for the one that has failed is got out: the collective fails once that process ends; after a
-    while the connections are aborted; and where that does not help within `timeout_s`, the process
-    ends with the text.
+    From `enter` to `leave`, a thread looks for it. A rank that waits in a collective for the one
+    that has failed is got out: the collective fails once that process ends; after a while the
+    connections are aborted; and where that does not help within `timeout_s`, the process ends with
+    the text. Collectives of a GPU are waited for only where the loop needs what comes of them, so a
+    rank stays inside until its loop is over.
 
     Args:
         ranks: the numbers in the job of the ranks that compute together. Each of them makes its
             notices in the same order.
         rank: the number of this one.
         timeout_s: see above.
+
+    Attributes:
+        told: what another rank has left, as soon as the thread has found it.
 
     Raises:
         StoreLost: the store of the job does not answer.
@@ -46,6 +50,7 @@ class FailureNotice:
         count = self._store.call("add", f"{place}/{rank}", 1, limit_s=timeout_s)
         self._store.use_prefix(f"{place}/{count}")
         self._inside = threading.Event()
+        self.told: str | None = None
         watcher = threading.Thread(
             target=_watch, args=(weakref.ref(self),), name="odb_nodes-notice", daemon=True
         )
@@ -58,6 +63,8 @@ class FailureNotice:
 
     def read(self, wait_s: float = _READ_S) -> str | None:
         """Return the text that another rank has left, or leaves within `wait_s` seconds."""
+        if self.told is not None:
+            return self.told
         deadline = time.monotonic() + wait_s
         try:
             while not self._store.call("check", [_KEY], limit_s=_READ_S):
@@ -68,24 +75,24 @@ class FailureNotice:
         except StoreLost:
             return None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within this context the rank is got out of collectives where another has failed."""
+    def enter(self) -> None:
+        """From now on the rank is got out of collectives where another has failed."""
         self._inside.set()
-        try:
-            yield
-        finally:
-            self._inside.clear()
+
+    def leave(self) -> None:
+        """From now on it is not, until `enter`."""
+        self._inside.clear()
 
     def look(self) -> None:
         """Get this rank out, if it is inside and another has failed."""
         if not self._inside.is_set() or (text := self.read(0.0)) is None:
             return
+        self.told = text
         if self._left_within(_GRACE_S):
             return
+        print(text, file=sys.stderr, flush=True)  # What fails now does not say why.
         abort_groups()
         if not self._left_within(self._timeout_s):
-            print(text, file=sys.stderr, flush=True)
             os._exit(_EXIT_CODE)  # Nothing else ends a collective that hangs.
 
     def _left_within(self, seconds: float) -> bool:

@@ -25,6 +25,7 @@ class Part:
         info: the `StepInfo` of a batch of these alone; its `loss_scale` weighs their mean loss.
         cost: what they cost, in the unit of the budget.
         is_whole: whether they are a whole batch, as it was planned.
+        number: of the part in its batch.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class Part:
     info: StepInfo
     cost: int
     is_whole: bool
+    number: int = 0
 
 
 class StepParts:
@@ -66,12 +68,12 @@ class StepParts:
         """Yield the parts of a batch."""
         parts, info = self._parts[number], self._kept(number)
         is_whole = len(parts) == 1 and not self._skipped[number]
-        for samples in parts:
+        for place, samples in enumerate(parts):
             own = info if is_whole else self._of_part(info, samples)
-            yield Part(number, samples, own, self._cost(samples), is_whole)
-        for _ in range(self._fillers[number]):
+            yield Part(number, samples, own, self._cost(samples), is_whole, place)
+        for place in range(len(parts), len(parts) + self._fillers[number]):
             filler = [best_filler(parts)]
-            yield Part(number, filler, _of_filler(info), self._cost(filler), is_whole=False)
+            yield Part(number, filler, _of_filler(info), self._cost(filler), False, place)
 
     def halve(self, cost: int) -> bool:
         """Halve each part that costs so much, or more.
@@ -173,7 +175,10 @@ class StepParts:
         if info.is_filler:
             return info
         own = self._with_rows(info, samples)
-        share = own.local_targets / info.local_targets if info.local_targets else 0.0
+        mine, whole = own.local_targets, info.local_targets
+        if not whole:  # a loss of its own kind, of samples
+            mine, whole = own.local_samples, info.local_samples
+        share = mine / whole if whole else 0.0
         return replace(own, loss_scale=info.loss_scale * share)
 
     def _with_rows(self, info: StepInfo, samples: list[Sample]) -> StepInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,8 +90,7 @@ class PartwiseStep:
                     self._make_room(failed)
                     again = range(number + 1)
         except Exception as error:
-            if context.channel is not None:
-                context.channel.fail(error, self.where)
+            context.fail(error, self.where)
             raise
 
     def agree(self) -> list[tuple[int, int]]:
@@ -106,6 +105,10 @@ class PartwiseStep:
             own = rows[:, : own.size].sum(0).reshape(own.shape)
         return [(samples, targets) for samples, targets in own.tolist()]
 
+    def count(self) -> None:
+        """Count the step, which is computed."""
+        self._context.split_steps += len(self.parts) > len(self._batches)
+
     def settle(self, left_out: Sequence[tuple[int, int]]) -> bool:
         """End the step: count it, and correct what is known of its batches.
 
@@ -115,7 +118,7 @@ class PartwiseStep:
         Returns:
             Whether samples were left out, on any rank.
         """
-        self._context.split_steps += len(self.parts) > len(self._batches)
+        self.count()
         is_changed = any(samples for samples, _ in left_out)
         if is_changed:
             self.infos = self.parts.infos(left_out)
@@ -134,19 +137,23 @@ class PartwiseStep:
             StepMemoryError: memory ran out, on any rank.
         """
         notice = self._context.notice
+        if notice is not None:
+            if notice.told is not None:
+                notice.leave()
+                raise StepMemoryError(notice.told)
+            notice.enter()
         try:
-            watching = nullcontext() if notice is None else notice.watching()
-            with watching, self._context.measuring(part):
+            with self._context.measuring(part):
                 yield
         except Exception as error:
+            self._context.leave()
             if self._context.on_oom != "raise" and is_out_of_memory(error):
                 self._context.note(part)
                 text = self._cannot_be_taken_back(part)
                 if notice is not None:
                     notice.give(text)
                 raise StepMemoryError(text) from error
-            if notice is not None and (reason := notice.read()) is not None:
-                raise StepMemoryError(reason) from error
+            self._context.raise_told(error)
             raise
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:

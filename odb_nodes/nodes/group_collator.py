@@ -170,12 +170,21 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         cost = 0 if self._budget is None else self._budget.cost([one.tokens for one in group])
         return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
 
-    def collate(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:
-        """Return the batch of a group again, as it was made at that step of that epoch."""
+    def collate(
+        self, group: list[Sample], info: StepInfo, part: int = 0
+    ) -> MutableMapping[str, Any]:
+        """Return the batch of a group again, as it was made at that step of that epoch.
+
+        Args:
+            group: the samples.
+            info: the `StepInfo` of the batch.
+            part: tells parts of a group from one another, which draw random numbers of their own.
+        """
         run = partial(self._collate_group, group, info)
         if self._seeded.draws_nothing:
             return run()
-        return self._seeded.call(run, hash_ints(self._seed, self._rank, info.epoch, info.step))
+        place = (info.step, part) if part else (info.step,)
+        return self._seeded.call(run, hash_ints(self._seed, self._rank, info.epoch, *place))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: the seed, unless `collate_fn` is known not to draw."""

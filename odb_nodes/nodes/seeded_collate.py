@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from odb_nodes._core.seeds import (
     seeded_generators,
     states_of_rngs,
 )
+from odb_nodes.errors import WorkerError
 
 __all__ = ["DeferredBatch", "SeededCollate", "declares_draws"]
 
@@ -78,6 +80,8 @@ class SeededCollate:
         self.draws = declared
         """Whether the function draws from the global generators; `None` until that is known."""
         self._makes_new = True  # a generator in its first call, maybe
+        # A batch may be collated ahead while parts of one that is out are, on the trainer's thread.
+        self._one_at_a_time = threading.Lock()
 
     def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
         """Return what `run`, which calls the function, returns under the seed `key`.
@@ -106,16 +110,32 @@ class SeededCollate:
             key: the seed.
             again: called before a second call of `run`.
         """
-        with _seeded(self._collate, key) as known:
+        with self._turn(), _seeded(self._collate, key) as known:
             batch = run()
             if not (self._makes_new and _has_others(self._collate, known)):
                 return batch
         again()
-        with _seeded(self._collate, key) as known:
+        with self._turn(), _seeded(self._collate, key) as known:
             batch = run()
             # One that is new after each call is none that a seed could reach.
             self._makes_new = not _has_others(self._collate, known)
         return batch
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the function's own generators alone among the threads of this library.
+
+        Raises:
+            WorkerError: another thread does not give them back.
+        """
+        if not self._one_at_a_time.acquire(timeout=_LIMIT_S):
+            raise WorkerError(
+                f"`collate_fn` has not returned within {_LIMIT_S:g} s on another thread: it hangs."
+            )
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
 
 @contextmanager

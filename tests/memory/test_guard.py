@@ -15,6 +15,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     ODBDataLoader,
+    PaddingCollate,
     RankAligner,
     SampleError,
     StateError,
@@ -115,6 +116,50 @@ def test_a_run_that_resumes_goes_on_alike():
         ):
             assert relative_error(one[0], other[0]) < 1e-12
             assert one[2] == other[2]
+
+
+class FailsOnce:
+    """Collates, but for the first time that a batch of a step is made."""
+
+    draws_random_numbers = False
+
+    def __init__(self, step):
+        self.step, self.failed = step, False
+
+    def __call__(self, samples):
+        return PaddingCollate()(samples)
+
+    def collate_step(self, samples, info):
+        if info.step == self.step and not self.failed:
+            self.failed = True
+            raise ValueError("as the test wants it")
+        return self(samples)
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_batches_of_a_step_in_which_the_loader_raises_are_kept(step):
+    _, expected = epoch(loader_of(accumulate=3), FailingModel(never))
+    model, found = FailingModel(above(40)), []
+    loader = loader_of(accumulate=3, collate_fn=FailsOnce(step))
+    guard = OomGuard(loader)
+    for _ in range(2):
+        try:
+            for one in guard:
+                loss = float(one.backward(model, loss_of(model)))
+                keys = [info.keys for info in one.infos]
+                found.append((gradient_of(model), loss, keys))
+                model.zero_grad()
+        except ValueError:
+            continue
+    check_equal(found, [one[:3] for one in expected])
+
+
+def test_a_state_within_an_optimizer_step_is_refused():
+    batches = iter(loader := loader_of(accumulate=3))
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="step 1 of epoch 0 is micro-step 1 of 3"):
+        next(iter(OomGuard(loader)))
 
 
 def test_steps_above_the_limit_are_computed_in_parts_from_the_beginning():
@@ -302,6 +347,60 @@ def test_a_model_of_memory_does_not_end_a_run_of_one_shape():
 def test_ranks_that_share_their_statistics_compute_together():
     assert kind_of(nn.Linear(2, 2)) == "local"
     assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))) == "sharded"
+
+
+def test_parts_of_a_batch_draw_random_numbers_of_their_own():
+    def collate(samples):
+        return PaddingCollate()(samples) | {"draw": torch.rand(())}
+
+    def draws(**options):
+        model, found = LanguageModel(), []
+
+        def loss_fn(batch):
+            found.append(float(batch.pop("draw")))
+            return loss_of(model)(batch)
+
+        for step in OomGuard(loader_of(collate_fn=collate), **options):
+            step.backward(model, loss_fn)
+            model.zero_grad()
+        return found
+
+    whole, parts = draws(), draws(limit=24)
+    assert len(parts) == len({*parts}) > len(whole) == len({*whole})
+
+
+@pytest.mark.parametrize("scaling", ["none", "approx"])
+def test_batches_without_targets_are_weighed_by_samples_where_the_loss_is(scaling):
+    def epoch_of(**options):
+        samples = [{**one, "labels": [-100] * len(one["labels"])} for one in samples_of(0, 20)]
+        model, gradients = LanguageModel(), []
+        loader = ODBDataLoader(samples, token_budget=96, window=8, loss_scaling=scaling)
+        for step in OomGuard(loader, **options):
+            step.backward(model, lambda batch: row_means(model, batch))
+            gradients.append(gradient_of(model))
+            model.zero_grad()
+        return gradients
+
+    def row_means(model, batch):
+        mask = batch["attention_mask"][:, :, None]
+        hidden = model(batch["input_ids"]) * mask
+        return (hidden.square().sum((1, 2)) / mask.sum((1, 2))).mean()
+
+    for whole, parts in zip(epoch_of(), epoch_of(limit=30), strict=True):
+        assert whole.abs().max() > 0
+        assert relative_error(parts, whole) < 1e-12
+
+
+def test_a_model_with_ddp_within_is_refused(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+        with pytest.raises(TypeError, match="Wrap the whole model by DDP"):
+            kind_of(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_collate_function_that_fails_is_not_taken_for_a_lack_of_memory():

@@ -36,6 +36,7 @@ class BoundedStore:
 
     def __init__(self, limit_s: float) -> None:
         self._last: Call | None = None
+        self._queue = threading.Lock()  # two threads may call
         self._store: Any = None
         self._store = self._answer(self.begin(compat.job_store), limit_s)
 
@@ -62,8 +63,9 @@ class BoundedStore:
     def begin(self, function: str | Callable[..., Any], *arguments: Any) -> Call:
         """Call a method of the store, or another function, after all calls before; do not wait."""
         called = getattr(self._store, function) if isinstance(function, str) else function
-        self._last = Call(self._last, called, arguments)
-        return self._last
+        with self._queue:
+            self._last = call = Call(self._last, called, arguments)
+        return call
 
     def make_group(self, prefix: str, rank: int, world_size: int, limit_s: float) -> Any:
         """Return the gloo group of the ranks that meet below a prefix; see `compat.gloo_group`.

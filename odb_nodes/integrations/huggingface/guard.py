@@ -151,6 +151,10 @@ class RunGuard:
         ooms, parts, steps = of_ranks.sum(0).tolist()
         return {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
 
+    def close(self) -> None:
+        """End the run: this rank waits for no other any more."""
+        self._context.leave()
+
     def _is_computed_alone(self, model: nn.Module) -> bool:
         """Tell whether this rank computes the step without the others, and can take it back."""
         if has_own_backward(model) or has_collectives(model):

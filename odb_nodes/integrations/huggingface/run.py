@@ -274,6 +274,8 @@ class Run:
 
     def close(self) -> None:
         """Stop the workers, and close the ledger."""
+        if self.guard is not None:
+            self.guard.close()
         if self._ledger is not None:
             self._ledger.close()
         self.batches.loader.close()

@@ -10,7 +10,7 @@ from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
 from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
-LimitsState = tuple[Count, Count | None, Count | None] | None
+LimitsState = tuple[Count, Count | None, Count | None, Count, Count | None] | None
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,8 @@ class AlignerState(EpochState):
         sizes: samples of each of these, 0 where there is none.
         left_out: key, source and reason of what is left out, and in no step yet.
         left_out_ahead: likewise, of what comes with the next round.
-        limits: `tokens`, `max_samples` and `max_patches` of the groups after the first of the
-            round, where they are tighter than where `source` stands.
+        limits: the `Limits` of the groups after the first of the round, where they are tighter than
+            where `source` stands.
         next_limits: likewise of the next round, and those after it.
         wish: the `tokens` that this rank asks all ranks for; 0 for none.
         excluded: the keys that are excluded and were not yet where `source` stands, by source.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,18 +45,21 @@ class GroupReader:
     Args:
         source: node that yields groups, `list[Sample]`.
         measure: tells what groups cost.
+        budget: what groups are formed under.
         may_split: groups may be split where there are fewer than steps.
     """
 
     def __init__(
-        self, source: BaseNode[list[Sample]], measure: GroupCostEstimator, may_split: bool
+        self,
+        source: BaseNode[list[Sample]],
+        measure: GroupCostEstimator,
+        budget: RoundBudget,
+        may_split: bool,
     ) -> None:
-        self.source, self._measure, self._may_split = source, measure, may_split
-        self.budget = RoundBudget(source)
+        self.source, self.budget = source, budget
+        self._measure, self._may_split = measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
-        self.limits: LimitsState = None
-        """Limits of the budget that all groups of a round are formed under, but the first."""
         self.ahead: list[Sample] | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
         self.next_state: Any = None
@@ -65,12 +69,17 @@ class GroupReader:
         self.left_out_ahead: list[LeftOut] = []
         """Those that come with the first group of the next round."""
 
-    def read(self, most: int) -> list[list[Sample]]:
-        """Return the next groups, `most` of them, or all that are left."""
+    def read(self, most: int, limits: LimitsState = None) -> list[list[Sample]]:
+        """Return the next groups, `most` of them, or all that are left.
+
+        Args:
+            most: how many.
+            limits: what all of them but the first are formed under.
+        """
         first = self._read_one() if self.ahead is None else self.ahead
         groups = [] if first is None else [first]
         # After the first group, which was formed with the round before.
-        self.budget.tighten(self.limits)
+        self.budget.tighten(limits)
         while groups and len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
@@ -180,7 +189,7 @@ class GroupReader:
         Raises:
             StateError: the source does not yield as many again.
         """
-        groups = self.read(most)
+        groups = self.read(most, at.limits)
         least = 1 if at.drained else needed - at.splits
         if len(groups) < least:
             raise StateError(
@@ -211,7 +220,7 @@ class GroupReader:
             most: how many were asked for.
             filler: a sample for the steps that none of them is for.
         """
-        return make_report(
+        report, ladder = make_report(
             groups,
             most=most,
             ended=self.ahead is None,
@@ -220,6 +229,7 @@ class GroupReader:
             measure=self._measure,
             tokens=tokens_of,
         )
+        return replace(report, wish=self.budget.wish), ladder
 
     def report_steps(
         self, groups: list[list[Sample]], filler: Sample | None, *, ended: bool

@@ -10,6 +10,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.forks import Owner
+from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
@@ -20,7 +21,7 @@ from odb_nodes.alignment.exchange import (
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
 from odb_nodes.errors import PeerError, StateError
-from odb_nodes.nodes.payload import encode_sample
+from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.sample import Sample
 
@@ -164,30 +165,31 @@ class Peers:
             raise
 
     def share_filler(
-        self, reports: list[CostReport], own: Sample | None, where: str
-    ) -> bytes | None:
-        """Give ranks that never had a sample one of another rank's.
+        self, reports: list[CostReport], at: AlignerState, own: Sample | None, where: str
+    ) -> Sample | None:
+        """Give ranks that never had a sample one of another rank's, and return this rank's.
 
         Args:
             reports: the reports of all ranks for the round.
+            at: where this rank stands; it notes a sample that is another rank's.
             own: this rank's filler, if it has one.
             where: the place that errors name.
-
-        Returns:
-            An encoded sample, on the ranks that had none.
 
         Raises:
             SampleError: on the rank that should give one: it cannot be sent.
         """
         if all(report.has_filler for report in reports) or not any(one.groups for one in reports):
-            return None
+            return own
         donor = next(rank for rank, report in enumerate(reports) if report.groups)
         data = b""
         if self.rank == donor and own is not None:
             with self.reporting_failure(f"{where}, sending a sample to a rank that has none"):
                 data = encode_sample(own)
         received = self._channel.gather_bytes(data, where)[donor]
-        return None if reports[self.rank].has_filler else received
+        if reports[self.rank].has_filler:
+            return own
+        at.filler = received
+        return decode_sample(received)
 
     def answer_until_all_end(self, nothing: CostReport) -> None:
         """Go on answering ranks that still have data, from a thread, until they have ended."""

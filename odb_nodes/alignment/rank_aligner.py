@@ -22,7 +22,6 @@ from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import blame_sources
 from odb_nodes.contract.node import check_node
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.planning.alignment import Uneven, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler
@@ -103,7 +102,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         self.peers = Peers(process_group, timeout_s, self._round_size)
-        self.budget_wishes = RoundBudget(source)
+        self.round_budget = RoundBudget(source)
         self.replayed_samples = 0
         """Samples of the round that the last restore processed again."""
         self._at = AlignerState()
@@ -156,7 +155,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _clear(self) -> None:
         self._kept_limits = self._at.next_limits
         self._at = AlignerState()
-        self._reader = GroupReader(self.source, self.measure, self.uneven == "fill")
+        self._reader = GroupReader(
+            self.source, self.measure, self.round_budget, self.uneven == "fill"
+        )
         self._steps = AlignedRound()
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
@@ -164,7 +165,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
-        self.budget_wishes.tighten(self._kept_limits)
+        self.round_budget.tighten(self._kept_limits)
         self.source.reset(None)
         self._at.source = copy_state(self.source.state_dict())
 
@@ -175,7 +176,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             StateError: the source does not yield it again.
         """
         self._at, accumulate = state, self.rule.accumulate
-        self.budget_wishes.wish = state.wish
+        self.round_budget.wish = state.wish
         self._steps = state.steps(ends_alone=self.uneven == "join")
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
         resumed.restore(self._round_size if state.drained else self._round_steps())
@@ -185,7 +186,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
         at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
-        at.wish = self.budget_wishes.wish
+        at.wish = self.round_budget.wish
         at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
             self._held.put_into(at)
@@ -250,6 +251,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "step": self._at.step,
             "totals of the round": self._steps.digest(),
             "exclude": repr(excluded_below(self.source)),
+            "limits of the next round": self._at.next_limits,
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }
         self.peers.agree(config, self.source)
@@ -280,11 +282,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
         with self.peers.reporting_failure(where):
             most = self._round_steps()
-            self._reader.limits = at.next_limits
-            groups = [] if at.drained else self._reader.read(most)
+            groups = [] if at.drained else self._reader.read(most, at.next_limits)
             left_out = [] if at.drained else self._reader.left_out
             report, ladder = self._reader.report(groups, most, self._filler)
-            report = replace(report, wish=self.budget_wishes.wish)
         self._agree()
         reports = self.peers.reports(report, where)
         if not (at.step or any(one.groups for one in reports)):
@@ -295,17 +295,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if groups:
             self._filler = best_filler(groups)
         if self.uneven == "fill":
-            received = self.peers.share_filler(reports, self._filler, where)
-            if received is not None:
-                at.filler, self._filler = received, decode_sample(received)
+            self._filler = self.peers.share_filler(reports, at, self._filler, where)
         at.last = plan.last or (self.uneven == "join" and report.ended)
         self._steps = AlignedRound.of(plan, self.peers.rank)
         if self.uneven == "join" and at.last:
             self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
-        at.limits = at.next_limits
-        at.next_limits = self.budget_wishes.wished(reports, at.limits)
-        at.splits = plan.splits[self.peers.rank]
+        at.limits, at.splits = at.next_limits, plan.splits[self.peers.rank]
+        at.next_limits = self.round_budget.wished(reports, at.limits)
         at.peers_go_on = not plan.last
         at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)

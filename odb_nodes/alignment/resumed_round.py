@@ -73,7 +73,6 @@ class ResumedRound:
         with exclude_later(), allow_mismatch(False) if forms_again else nullcontext():
             self._reader.source.reset(copy_state(at.source))
         if not at_end:
-            self._reader.limits = at.limits
             self._form(most)
         self._reader.budget.change(at)
         self._exclude(at_end)
@@ -151,9 +150,7 @@ class ResumedRound:
             report = self._reader.report_steps(groups, self.filler, ended=at.last)
         reports = peers.reports(report, where)
         if not self._joins:  # A rank that has ended before others only answers reports.
-            received = peers.share_filler(reports, self.filler, where)
-            if received is not None:
-                at.filler, self.filler = received, decode_sample(received)
+            self.filler = peers.share_filler(reports, at, self.filler, where)
         steps.filler, at.unsettled = self.filler, False
         steps.settle(at.emitted, step_totals(reports, len(groups)), self._accumulate)
         if self._joins and at.last:

@@ -53,7 +53,7 @@ class RoundBudget:
             return before
         # A rank without further groups has not tightened yet what had been agreed on.
         now = found[1] if before is None else Limits(*before)
-        return now.tightened(now._replace(tokens=min(wishes))).to_state()
+        return (*now.tightened(now._replace(tokens=min(wishes))),)
 
     def change(self, at: AlignerState) -> None:
         """Let a state that was saved under a larger budget go on with the present one.
@@ -67,7 +67,7 @@ class RoundBudget:
         if now.tightened(nominal) == now:
             return
         before = nominal if at.next_limits is None else Limits(*at.next_limits)
-        at.next_limits = nominal.tightened(before).to_state()
+        at.next_limits = (*nominal.tightened(before),)
         for node in walk(self._source):
             if isinstance(node, StatefulNode) and hasattr(node, "limits"):
                 name, config = type(node).__name__, node.fingerprint()

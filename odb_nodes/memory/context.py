@@ -169,7 +169,7 @@ class GuardContext:
             asked = max(1, int(self.shrink * most))
             self.fits = min(asked, self.fits or asked)
             if self.aligner is not None:
-                self.aligner.budget_wishes.ask_for(self.fits)
+                self.aligner.round_budget.ask_for(self.fits)
 
     @property
     def rank(self) -> int:

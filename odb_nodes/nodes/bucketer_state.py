@@ -26,7 +26,7 @@ class BucketerState(NodeState):
         pulled: samples pulled in the epoch.
         pulled_since_source: samples of these that were pulled after `source`.
         ended: the source has ended.
-        limits: `tokens`, `max_samples` and `max_patches` that groups are formed under.
+        limits: what groups are formed under, and samples admitted; see `Limits`.
         has_own_limits: these are others than those of the budget.
         pool: `"replay"`: the records of the pooled samples, oldest first.
         waiting: `"replay"`: a bit for each of the samples last pulled, the last one first: whether
@@ -47,7 +47,7 @@ class BucketerState(NodeState):
     pulled: Count
     pulled_since_source: Count
     ended: bool
-    limits: tuple[Count, Count | None, Count | None]
+    limits: tuple[Count, Count | None, Count | None, Count, Count | None]
     has_own_limits: bool
     pool: RecordsState
     waiting: Annotated[bytes | None, RowsOf(1)]

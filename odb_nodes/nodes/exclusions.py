@@ -17,10 +17,11 @@ class ExclusionCounter:
     """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
 
     Args:
-        budget: the budget that groups are formed under.
+        budget: the budget that tells which samples are oversize.
         keys: the keys that are excluded.
 
     Attributes:
+        budget: likewise; it may become smaller.
         keys: the keys that are excluded.
         excluded: samples that were left out by their keys.
         oversize: samples that exceed the budget on their own.
@@ -30,7 +31,7 @@ class ExclusionCounter:
     """
 
     def __init__(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
-        self._budget = budget
+        self.budget = budget
         self.keys = keys
         self.excluded = 0
         self.oversize = 0
@@ -79,19 +80,19 @@ class ExclusionCounter:
         if isinstance(sample, Skipped):
             self._skip(sample, ordinal)
             return False
-        if not self._budget.is_oversize(sample.tokens, sample.patches):
+        if not self.budget.is_oversize(sample.tokens, sample.patches):
             return True
         size = (
             f"sample {ordinal} of the epoch{name_of(sample)}, with {sample.tokens} tokens and "
             f"{sample.patches} patches, exceeds the budget on its own: "
-            f"{self._budget.limit_of(sample.tokens)}"
+            f"{self.budget.limit_of(sample.tokens)}"
         )
-        if self._budget.oversize == "error":
+        if self.budget.oversize == "error":
             raise SampleError(
                 f'{size}. Raise the budget, shorten the sample, or set `oversize` to "alone" or '
                 '"drop".'
             )
-        drops = self._budget.oversize == "drop"
+        drops = self.budget.oversize == "drop"
         if not self.oversize:
             fate = "dropped" if drops else "given a group of its own"
             warnings.warn(
@@ -142,7 +143,7 @@ class ExclusionCounter:
                 "processing raise for such samples to see what is wrong."
             )
         raise SampleError(
-            f"all {samples} samples of the epoch exceed {self._budget} on their own: they were "
+            f"all {samples} samples of the epoch exceed {self.budget} on their own: they were "
             'dropped. Raise the budget, or set `oversize` to "alone".'
         )
 

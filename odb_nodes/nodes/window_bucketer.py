@@ -103,6 +103,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         """Form groups under tighter limits from now on; a state keeps them."""
         self._limits = self._limits.tightened(limits)
         self._pool.limit(self._limits)
+        self._exclusions.budget = self._limits.of_samples(self._budget)
 
     @property
     def excluded(self) -> ExcludedKeys:
@@ -235,7 +236,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             pulled=pool.pulled,
             pulled_since_source=pool.pulled - base,
             ended=self._ended,
-            limits=self._limits.to_state(),
+            limits=(*self._limits,),
             has_own_limits=self._limits != Limits.of(self._budget),
             pool=recipe,
             waiting=waiting,
@@ -277,7 +278,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
         self._dearest_groups = 0
-        self._exclusions = ExclusionCounter(self._budget, self.excluded | self.exclude)
+        budget = self._limits.of_samples(self._budget)
+        self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude)
         self._by_key = self.recalls
         self._keeps_present = self._by_key or self._mode == "payload"
         self._records = PoolRecords(self._pool, with_items=self._by_key)

@@ -61,7 +61,7 @@ class RollingPool(Generic[T]):
 
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
-        budget = limits.applied_to(self._budget)
+        budget = limits.of_groups(self._budget)
         self._grouping = Packing(budget) if budget.layout == "packed" else LengthRuns(budget)
         self._tail = None
 

@@ -1,5 +1,7 @@
 """A budget that becomes smaller within an epoch: by a rank's wish, or for a run that resumes."""
 
+import re
+
 import pytest
 from aligned_ranks import TIMEOUT_S, cut, on_ranks, shard
 from torchdata.nodes import IterableWrapper
@@ -9,7 +11,9 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     ParallelProcessor,
+    PeerError,
     RankAligner,
+    SampleError,
     ShardedSampler,
     StateError,
     TokenBudget,
@@ -28,20 +32,24 @@ class Job:
         kind: "keys" or "iterable": whether a restore makes samples again by their keys.
     """
 
-    def __init__(self, kind, ranks, accumulate=1, layout="padded"):
+    def __init__(self, kind, ranks, accumulate=1, layout="padded", uneven="fill", oversize="alone"):
         self.kind, self.ranks, self.accumulate, self.layout = kind, ranks, accumulate, layout
+        self.uneven, self.oversize = uneven, oversize
 
-    def loader(self, exchange, tokens=96, **limits):
-        data = [cut(one) for one in shard(exchange.rank, SAMPLES)]
+    def size(self, rank):
+        return SAMPLES if self.uneven == "fill" else SAMPLES - 60 * rank
+
+    def loader(self, exchange, tokens=96, exclude=(), **limits):
+        size = self.size(exchange.rank)
+        data = [cut(one) for one in shard(exchange.rank, size)]
         if self.kind == "keys":
-            source = ParallelProcessor(
-                ShardedSampler(SAMPLES, rank=0, world_size=1), data.__getitem__
-            )
+            source = ParallelProcessor(ShardedSampler(size, rank=0, world_size=1), data.__getitem__)
         else:
             source = IterableWrapper(data)
-        budget = TokenBudget(tokens, layout=self.layout, **limits)
-        bucketer = WindowBucketer(LengthObserver(source), budget, 12)
+        budget = TokenBudget(tokens, layout=self.layout, oversize=self.oversize, **limits)
+        bucketer = WindowBucketer(LengthObserver(source), budget, 12, exclude=exclude)
         options = {"timeout_s": TIMEOUT_S, "round_size": 8, "accumulate": self.accumulate}
+        options["uneven"] = self.uneven
         self.aligner = aligner = RankAligner(bucketer, exchange, **options)
         return Loader(GroupCollator(aligner, rank=exchange.rank)), aligner
 
@@ -56,7 +64,7 @@ class Job:
             ids = [] if info.is_filler else batch["id"].tolist()
             for step, rank, tokens in asks:
                 if (step, rank) == (info.step, exchange.rank):
-                    aligner.budget_wishes.ask_for(tokens)
+                    aligner.round_budget.ask_for(tokens)
             found.append((ids, info, loader.state_dict()))
         return found
 
@@ -133,13 +141,96 @@ def test_a_run_resumes_with_a_smaller_budget_at_every_step(kind, ranks, accumula
                 assert names_of(steps) == names_of(before[again + 1 :])
 
 
+@pytest.mark.parametrize("uneven", ["join", "stop"])
+@pytest.mark.parametrize(("kind", "ranks"), [("keys", 2), ("iterable", 2)])
+def test_ranks_that_end_apart_shrink_alike_and_resume_exactly(kind, ranks, uneven, sampled):
+    job = Job(kind, ranks, uneven=uneven)
+    asks = [(5, 1, SMALLER), (21, 0, 30)]
+    whole = on_ranks(ranks, lambda exchange: job.run(exchange, asks))
+    for rank, steps in enumerate(whole):
+        found = ids_of(steps)
+        assert len(found) == len({*found}) <= job.size(rank)
+        assert uneven == "stop" or len(found) == job.size(rank)
+        assert max(info.most_cost for _, info, _ in steps[45:]) <= 30
+    for place in range(0, min(map(len, whole)) - 1, sampled(every=5).get("every", 1)):
+        later = [one for one in asks if one[0] > place]
+
+        def resume(exchange, place=place, later=later):
+            return job.run(exchange, later, whole[exchange.rank][place][2])
+
+        for steps, before in zip(on_ranks(ranks, resume), whole, strict=True):
+            assert names_of(steps) == names_of(before[place + 1 :])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_are_excluded_from_a_run_whose_budget_shrinks(ranks, sampled):
+    job, gone = Job("keys", ranks), {*range(30, 200, 7)}
+    asks = [(5, ranks - 1, SMALLER), (17, 0, 30)]
+    whole = on_ranks(ranks, lambda exchange: job.run(exchange, asks))
+    for place in range(0, len(whole[0]) - 1, sampled(every=5).get("every", 1)):
+        later = [one for one in asks if one[0] > place]
+
+        def resume(exchange, place=place, later=later):
+            budget = {"exclude": gone}
+            return job.run(exchange, later, whole[exchange.rank][place][2], budget=budget)
+
+        for rank, steps in enumerate(on_ranks(ranks, resume)):
+            before = ids_of(whole[rank][: place + 1])
+            expected = {*range(SAMPLES)} - (gone - {one - 1000 * rank for one in before})
+            assert sorted([*before, *ids_of(steps)]) == sorted(
+                1000 * rank + one for one in expected
+            )
+
+
+@pytest.mark.parametrize(("kind", "ranks"), JOBS)
+def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, ranks, sampled):
+    job = Job(kind, ranks, oversize="drop")
+    whole = on_ranks(ranks, lambda exchange: job.run(exchange, [(9, 0, 60)]))
+    options = {"budget": {"tokens": 20}}
+    for place in range(0, len(whole[0]), sampled(every=5).get("every", 1)):
+
+        def resume(exchange, place=place):
+            state = whole[exchange.rank][place][2]
+            return job.run(exchange, (), state, change_budget=True, **options)
+
+        changed = on_ranks(ranks, resume)
+        for rank, steps in enumerate(changed):
+            fates = [*whole[rank][: place + 1], *steps]
+            found, dropped = ids_of(fates), [one for _, info, _ in fates for one in info.left_out]
+            assert len(found) == len({*found}) == SAMPLES - len(dropped)
+            assert {one.reason for one in dropped} <= {"dropped"}
+        for again in range(0, min(12, len(changed[0])), 3):  # in that round, and in the next
+
+            def resume_again(exchange, again=again, changed=changed):
+                return job.run(exchange, (), changed[exchange.rank][again][2], **options)
+
+            for steps, before in zip(on_ranks(ranks, resume_again), changed, strict=True):
+                assert names_of(steps) == names_of(before[again + 1 :])
+
+
+@pytest.mark.parametrize(("kind", "ranks"), JOBS)
+def test_a_sample_that_a_smaller_budget_refuses_was_not_in_the_round(kind, ranks, sampled):
+    job = Job(kind, ranks, oversize="error")
+    whole = on_ranks(ranks, job.run)
+    for place in range(0, len(whole[0]) // 2, sampled(every=5).get("every", 1)):
+
+        def resume(exchange, place=place):
+            state = whole[exchange.rank][place][2]
+            return job.run(exchange, (), state, change_budget=True, budget={"tokens": 20})
+
+        with pytest.raises((PeerError, SampleError), match="`tokens` is 20") as raised:
+            on_ranks(ranks, resume)
+        ordinal = int(re.search(r"sample (\d+) of the epoch", str(raised.value))[1])
+        assert ordinal >= min(len(ids_of(steps[: place + 1])) for steps in whole)
+
+
 def test_the_next_epoch_goes_on_with_the_smaller_budget():
     job = Job("keys", 1)
 
     def run(exchange):
         loader, aligner = job.loader(exchange)
         epochs = [[pop_step_info(batch) for batch in loader]]
-        aligner.budget_wishes.ask_for(SMALLER)
+        aligner.round_budget.ask_for(SMALLER)
         epochs += [[pop_step_info(batch) for batch in loader] for _ in range(2)]
         return epochs, loader.state_dict()
 

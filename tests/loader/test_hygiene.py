@@ -14,7 +14,7 @@ from odb_nodes import WorkerError
 
 START_METHODS = ["fork", "spawn", "forkserver"]
 ORPHAN_LIMIT_S = 5.0
-EXIT_LIMIT_S = 10.0
+EXIT_LIMIT_S = 30.0  # a worker that is about to start first imports what it needs
 
 
 def assert_nobody_is_left(program, limit_s=ORPHAN_LIMIT_S):
@@ -303,7 +303,9 @@ EPOCHS = """
 )
 def test_ten_epochs_leave_nothing_behind(start_method, prefetch, run):
     code, _, errors = run(EPOCHS, start_method, prefetch).finish(120)
-    assert (code, errors) == (0, "")
+    # Workers that start slowly are logged.
+    others = [line for line in errors.splitlines() if "samples in the pool before" not in line]
+    assert (code, others) == (0, [])
 
 
 def own_threads():

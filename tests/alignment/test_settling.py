@@ -5,6 +5,7 @@ import pytest
 
 from odb_nodes import Sample
 from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.peers import Peers
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning.alignment import FILLER, CostReport, step_totals
@@ -53,4 +54,4 @@ def test_optimizer_steps_that_nobody_has_a_sample_for_are_dropped_as_a_whole(
 
 def test_where_no_rank_has_a_group_nobody_sends_one_to_fill_with():
     nothing = CostReport(np.zeros((2, 5), np.int64), 0, ended=True, has_filler=False)
-    assert Peers(None, 1.0, 8).share_filler([nothing] * 2, None, "a round") is None
+    assert Peers(None, 1.0, 8).share_filler([nothing] * 2, AlignerState(), None, "a round") is None

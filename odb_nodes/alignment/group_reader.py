@@ -13,7 +13,7 @@ from odb_nodes.alignment.aligner_state import AlignerState, LimitsState
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_budget import RoundBudget
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.graph import find_budget, remaining_samples
+from odb_nodes.contract.graph import budget_below, remaining_samples
 from odb_nodes.contract.node import call_member
 from odb_nodes.contract.recall import recalls
 from odb_nodes.errors import StateError
@@ -263,5 +263,5 @@ class GroupReader:
 
 def cost_below(source: BaseNode[Any]) -> CostFn:
     """Return the cost of a group under the budget below; where there is none, its padded tokens."""
-    budget = find_budget(source)
+    budget = budget_below(source)
     return padded_tokens if budget is None else BudgetCost(budget)

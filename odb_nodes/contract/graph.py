@@ -16,8 +16,8 @@ __all__ = [
     "begin_cycle",
     "begin_epoch",
     "blame_sources",
+    "budget_below",
     "close_nodes",
-    "find_budget",
     "has_threads",
     "length_of",
     "remaining_samples",
@@ -112,7 +112,7 @@ def blame_sources(root: BaseNode[Any]) -> str:
     )
 
 
-def find_budget(source: BaseNode[Any]) -> TokenBudget | None:
+def budget_below(source: BaseNode[Any]) -> TokenBudget | None:
     """Return the budget of the groups that a graph forms; `None` where it forms none."""
     for node in walk(source):
         if isinstance(budget := getattr(node, "budget", None), TokenBudget):

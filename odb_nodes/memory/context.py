@@ -11,7 +11,7 @@ from odb_nodes._core.checks import check_count
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import Channel, Exchange, LocalExchange
-from odb_nodes.contract.graph import find_budget, walk
+from odb_nodes.contract.graph import budget_below, walk
 from odb_nodes.errors import StepMemoryError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
@@ -94,7 +94,7 @@ class GuardContext:
                 f"{len(collators)}."
             )
         aligner = next((node for node in nodes if isinstance(node, RankAligner)), None)
-        budget = find_budget(collators[0])
+        budget = budget_below(collators[0])
         known = None if budget is None else budget.tokens
         check_guard_above(guard_above)
         _check_graph(budget, aligner)

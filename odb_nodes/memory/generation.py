@@ -15,6 +15,7 @@ from odb_nodes.collate import PaddingCollate
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.errors import SampleError
 from odb_nodes.memory.failures import free_memory, is_out_of_memory
+from odb_nodes.memory.gradients import has_collectives
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.processing.observation import observe_sample
@@ -31,10 +32,11 @@ def generate_in_parts(
     Args:
         model: has a `generate`, as the models of transformers have.
         batch: its arguments: tensors whose first dimension is that of `input_ids`, (B, T), and
-            anything that is no tensor.
+            anything that is no tensor. A model whose ranks compute together (FSDP, tensor
+            parallelism) is not asked again: there the error is raised.
         pad_token_id: fills the rows of shorter parts, on the right. Default: that of the model's
             `generation_config`, or else its first end-of-sequence token.
-        options: further arguments of `generate`.
+        options: further arguments of `generate`, the same for all rows.
 
     Returns:
         What `generate` returns for the whole batch, (B, S), or (B * `num_return_sequences`, S); and
@@ -42,8 +44,8 @@ def generate_in_parts(
 
     Raises:
         TypeError: the batch has no `input_ids`, or `generate` returns no tensor.
-        ValueError: a tensor has another first dimension, so rows cannot be told apart; or there is
-            no padding token.
+        ValueError: a tensor has another first dimension, so rows cannot be told apart; an option
+            has a row for each of the batch; or there is no padding token.
         torch.OutOfMemoryError: one row alone does not fit.
     """
     if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
@@ -54,6 +56,9 @@ def generate_in_parts(
                 f"`{name}` of shape {tuple(value.shape)} is not of the {len(ids)} rows of "
                 "`input_ids`, so the batch cannot be halved. Generate with smaller batches."
             )
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor) and value.ndim and len(value) == len(ids) > 1:
+            raise ValueError(f"`{name}` has a row for each of `input_ids`: put it into `batch`.")
     done: list[torch.Tensor] = []
     waiting = [range(len(ids))]
     while waiting:
@@ -82,7 +87,8 @@ def _generate(
     try:
         found = model.generate(**part, **options)
     except (RuntimeError, MemoryError) as error:
-        if len(rows) < 2 or not is_out_of_memory(error):
+        is_shared = isinstance(model, torch.nn.Module) and has_collectives(model)
+        if len(rows) < 2 or is_shared or not is_out_of_memory(error):
             raise
         free_memory(error)
         return None

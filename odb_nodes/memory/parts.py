@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from odb_nodes.alignment.aligned_round import LossRule
-from odb_nodes.planning.group_costs import best_filler
+from odb_nodes.planning.alignment import cut_by_length
+from odb_nodes.planning.group_costs import best_filler, tokens_of
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.step_info import StepInfo, facts_of_rows
 
@@ -87,7 +87,7 @@ class StepParts:
             for samples in parts:
                 halves = [samples]
                 if len(samples) > 1 and self._cost(samples) >= cost:
-                    halves, halved = _cut(samples, 2), True
+                    halves, halved = cut_by_length(samples, 2, tokens_of), True
                 self._parts[number] += halves
         return halved
 
@@ -97,7 +97,7 @@ class StepParts:
         Where a batch has fewer samples, one of them is computed again, without weight.
         """
         for number, (samples,) in enumerate(self._parts):
-            self._parts[number] = _cut(samples, pieces)
+            self._parts[number] = cut_by_length(samples, pieces, tokens_of)
             self._fillers[number] = pieces - len(self._parts[number])
 
     def skip(self, part: Part) -> None:
@@ -211,11 +211,3 @@ def _of_filler(info: StepInfo) -> StepInfo:
         loss_scale=0.0,
         **facts_of_rows([]),
     )
-
-
-def _cut(samples: list[Sample], pieces: int) -> list[list[Sample]]:
-    """Return up to `pieces` lists, of samples of like length, each in their order."""
-    by_length = sorted(range(len(samples)), key=lambda index: samples[index].tokens)
-    bounds = [len(samples) * piece // pieces for piece in range(pieces + 1)]
-    chosen = [sorted(by_length[a:b]) for a, b in pairwise(bounds)]
-    return [[samples[index] for index in some] for some in chosen if some]

@@ -17,7 +17,7 @@ from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState
-from odb_nodes.contract.graph import find_budget
+from odb_nodes.contract.graph import budget_below
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.batch_checks import BatchChecks
@@ -88,7 +88,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
         self.source = source
-        self._budget = find_budget(source)
+        self._budget = budget_below(source)
         self._collate = collate_for(self._budget, collate_fn)
         self._checks = BatchChecks(self._budget)
         self._seed = check_integer("seed", seed)

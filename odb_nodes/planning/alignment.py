@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -174,7 +175,7 @@ class SplitLadder(Generic[T]):
         )
         if parent is None:
             return None
-        off, rest = self._halves(self.groups(len(self._parts))[parent])
+        off, rest = cut_by_length(self.groups(len(self._parts))[parent], 2, self._tokens)
         self._parts.append((parent, off, rest))
         costs = self._measure(off), self._measure(rest)
         self._after[parent] = costs[1]
@@ -189,14 +190,16 @@ class SplitLadder(Generic[T]):
             groups.append(off)
         return groups
 
-    def _halves(self, group: list[T]) -> tuple[list[T], list[T]]:
-        """Return the shorter and the longer samples, each half in the order of the group."""
-        by_length = sorted(range(len(group)), key=lambda index: self._tokens(group[index]))
-        short = set(by_length[: len(group) // 2])
-        return (
-            [sample for index, sample in enumerate(group) if index in short],
-            [sample for index, sample in enumerate(group) if index not in short],
-        )
+
+def cut_by_length(group: Sequence[T], pieces: int, tokens: Callable[[T], int]) -> list[list[T]]:
+    """Return up to `pieces` parts of a group, of like lengths and numbers of samples.
+
+    The shortest samples come first; each part is in the order of the group.
+    """
+    by_length = sorted(range(len(group)), key=lambda index: tokens(group[index]))
+    bounds = [len(group) * piece // pieces for piece in range(pieces + 1)]
+    parts = [sorted(by_length[start:stop]) for start, stop in pairwise(bounds) if start < stop]
+    return [[group[index] for index in part] for part in parts]
 
 
 def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> RoundPlan:

@@ -75,6 +75,8 @@ def test_several_sequences_of_each_row_stay_together(model, most_rows):
 def test_what_cannot_be_halved_is_an_error(model, most_rows):
     with pytest.raises(TypeError, match="must have `input_ids`"):
         generate_in_parts(model, {"inputs": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match="`prompt_ids` has a row for each of `input_ids`"):
+        generate_in_parts(model, batch_of(), prompt_ids=torch.ones(9, 3))
     with pytest.raises(ValueError, match=r"`pixel_values` of shape \(7, 3\) is not of the 9 rows"):
         generate_in_parts(model, {**batch_of(), "pixel_values": torch.ones(7, 3)})
     with pytest.raises(TypeError, match="Leave out `return_dict_in_generate`"):

@@ -25,8 +25,8 @@ class ODBConfig(BatchOptions):
             `per_device_train_batch_size`, which is not used.
         collate_fn: the collate function for training, in place of the trainer's `data_collator`,
             which evaluation uses.
-        window, process_fn, observe, state, workers, prefetch, round_size, timeout_s, exclude,
-            dearest_first: as in `ODBDataLoader`.
+        window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
+        round_size, timeout_s, exclude, dearest_first: likewise.
         uneven: `"fill"` or `"stop"`; see `RankAligner`. A `Trainer` has no `Join`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.

@@ -45,7 +45,7 @@ class ODBTrainerMixin(_Mixed):
 
     Args:
         odb: the options of the dynamic batches.
-        *args, **kwargs: the arguments of the trainer.
+        args, kwargs: the arguments of the trainer.
 
     Raises:
         TypeError, ValueError: an argument of the trainer cannot be used with dynamic batches.

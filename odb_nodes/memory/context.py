@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, padded_tokens
 from odb_nodes.step_info import StepInfo, pop_step_info
+
+logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]
 GUARD_ABOVE = 0.8
@@ -161,10 +164,25 @@ class GuardContext:
         if self.notice is not None and (reason := self.notice.read()) is not None:
             raise StepMemoryError(reason) from error
 
-    def note(self, failed: Part) -> None:
-        """Count that memory ran out, and ask for a smaller budget."""
+    def note(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
+        """Count and log that memory ran out, and ask for a smaller budget.
+
+        Args:
+            failed: what ran out of memory.
+            remedy: what is done about it, for the log.
+            shrinks: whether to ask, where `shrink` is given.
+        """
         self.ooms += 1
-        if self.shrink is not None:
+        logger.warning(
+            "rank %d ran out of memory in step %d of epoch %d, with %d samples, %d tokens: %s",
+            self.rank,
+            failed.info.step,
+            failed.info.epoch,
+            len(failed.samples),
+            sum(sample.tokens for sample in failed.samples),
+            remedy,
+        )
+        if self.shrink is not None and shrinks:
             most = failed.cost if self.limit is None else max(failed.cost, self.limit // _LEAST)
             asked = max(1, int(self.shrink * most))
             self.fits = min(asked, self.fits or asked)

@@ -49,10 +49,11 @@ class OomGuard:
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from the next round on; the smallest wins, and states keep it. Not
             for a budget with `shapes`. `None`: the budget stays.
-        meter: measures each part that is computed, see `peak_share`; a meter that is a context
-            manager has to be entered around the loop. `None` measures nothing.
+        meter: measures each part that is computed, see `peak_share`. `None` measures nothing.
         memory: learns from each measurement, with the sample's source where all of a part have one,
-            and is fitted now and then; its `accuracy` says how far off it was.
+            and is fitted now and then; its `accuracy` says how far off it was. Left out are the
+            first optimizer step, in which the optimizer may not have its state yet, and packed rows
+            under a budget with `attention_tokens`, whose width does not say what attention takes.
 
     Raises:
         TypeError, ValueError: an argument is not valid.

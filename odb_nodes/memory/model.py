@@ -50,6 +50,11 @@ class MemoryModel:
     def __repr__(self) -> str:
         return f"MemoryModel({len(self._points)} points, {self._fit})"
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there is a fit, so that predictions are compared with what is added."""
+        return self._fit is not None
+
     def add(self, rows: int, width: int, patches: int, peak_bytes: int, source: str = "") -> None:
         """Add the peak of one step.
 

@@ -25,6 +25,12 @@ its batch as it was yielded; `None` where it is to be collated."""
 _SHOWN = 8  # keys in an error
 _SHRINK = 0.9  # of the cost that did not fit, in an error
 
+# What is done where memory ran out, as the log has it.
+_HALVE = "batches that cost as much are halved, and the step is computed again"
+_TRY_AGAIN = "the step is computed again, since memory may have been in pieces"
+_LEAVE_OUT = "the sample is left out, and the step is computed again"
+_RAISE = "the step cannot be computed"
+
 
 class StepBatch(NamedTuple):
     """A batch of an optimizer step as it was yielded, with its samples."""
@@ -57,6 +63,8 @@ class PartwiseStep:
         self.losses: list[torch.Tensor] = []
         self._tried: set[int] = set()  # samples alone in their part
         self._has_failed = False
+        if batches and context.run_meter is not None:
+            context.run_meter.begin_step()
 
     @property
     def where(self) -> str:
@@ -85,9 +93,10 @@ class PartwiseStep:
         try:
             with local_gradients(model):
                 while (failed := self._failing(again, model, run)) is not None:
-                    context.note(failed)
+                    remedy = self._remedy(failed)
+                    context.note(failed, remedy, shrinks=remedy != _TRY_AGAIN)
                     clear_gradients(model)
-                    self._make_room(failed)
+                    self._make_room(failed, remedy)
                     again = range(number + 1)
         except Exception as error:
             context.fail(error, self.where)
@@ -148,7 +157,7 @@ class PartwiseStep:
         except Exception as error:
             self._context.leave()
             if self._context.on_oom != "raise" and is_out_of_memory(error):
-                self._context.note(part)
+                self._context.note(part, _RAISE)
                 text = self._cannot_be_taken_back(part)
                 if notice is not None:
                     notice.give(text)
@@ -174,12 +183,20 @@ class PartwiseStep:
             self.losses[number : number + 1] = [torch.stack(losses).sum() if losses else nothing]
         return None
 
-    def _make_room(self, failed: Part) -> None:
+    def _remedy(self, failed: Part) -> str:
         if len(failed.samples) > 1:
+            return _HALVE
+        if id(failed.samples[0]) not in self._tried:  # Memory in pieces is whole again now.
+            return _TRY_AGAIN
+        is_dispensable = self._context.on_oom == "skip" or failed.info.is_filler
+        return _LEAVE_OUT if is_dispensable else _RAISE
+
+    def _make_room(self, failed: Part, remedy: str) -> None:
+        if remedy == _HALVE:
             self.parts.halve(failed.cost)
-        elif id(failed.samples[0]) not in self._tried:  # Memory in pieces is whole again now.
+        elif remedy == _TRY_AGAIN:
             self._tried.add(id(failed.samples[0]))
-        elif self._context.on_oom == "skip" or failed.info.is_filler:
+        elif remedy == _LEAVE_OUT:
             self.parts.skip(failed)
             self._context.skipped_samples += not failed.info.is_filler
         else:

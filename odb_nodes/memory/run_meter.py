@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from odb_nodes._core.checks import check_type
-from odb_nodes.memory.meter import MemoryMeter, check_meter
+from odb_nodes.memory.meter import MemoryMeter, check_meter, measuring
 from odb_nodes.memory.model import MemoryModel
 from odb_nodes.memory.parts import Part
 from odb_nodes.planning import TokenBudget
@@ -18,8 +18,12 @@ _FIRST_FIT = 8
 class RunMeter:
     """Measures what is computed at once in a run.
 
+    The model does not learn from the first optimizer step, which may be before the optimizer has
+    its state. Nor does it from packed rows under a budget with `attention_tokens`: their attention
+    grows with the lengths of the samples within, which rows and width do not tell.
+
     Args:
-        meter: what measures.
+        meter: what measures. It is entered for each measurement.
         model: learns from each measurement; `None` for none.
         budget: the budget of the batches, which says their shapes.
 
@@ -33,17 +37,41 @@ class RunMeter:
         self._meter = check_meter(meter)
         check_type("memory", model, MemoryModel | None)
         self._model, self._budget = model, budget
-        self._learned = 0
+        self._has_shapes = (
+            budget is None or budget.layout == "padded" or budget.attention_tokens is None
+        )
+        self._steps = self._learned = 0
+        self._recent_share = 0.0  # until it is taken
         self.peak_share = 0.0
+
+    @property
+    def mean_error(self) -> float | None:
+        """Mean relative error of the model's last 1,024 predictions; `None` before the first."""
+        if self._model is None or not self._model.is_fitted:
+            return None
+        errors = self._model.accuracy().steps
+        return errors.mean_error if errors.steps else None
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step."""
+        self._steps += 1
+
+    def take_peak_share(self) -> float:
+        """Return the largest peak since the last call, as a share of the meter's limit."""
+        share, self._recent_share = self._recent_share, 0.0
+        return share
 
     @contextmanager
     def measuring(self, part: Part) -> Iterator[None]:
         """Measure what is computed within this context, unless it fails."""
-        self._meter.reset()
-        yield
-        peak_bytes = self._meter.peak_bytes()
-        self.peak_share = max(self.peak_share, peak_bytes / self._meter.limit_bytes)
-        if self._model is not None and peak_bytes > 0:
+        with measuring(self._meter):
+            self._meter.reset()
+            yield
+            peak_bytes = self._meter.peak_bytes()
+        share = peak_bytes / self._meter.limit_bytes
+        self.peak_share = max(self.peak_share, share)
+        self._recent_share = max(self._recent_share, share)
+        if self._model is not None and peak_bytes > 0 and self._steps > 1 and self._has_shapes:
             self._learn(self._model, part, peak_bytes)
 
     def _learn(self, model: MemoryModel, part: Part, peak_bytes: int) -> None:

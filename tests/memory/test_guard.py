@@ -24,6 +24,7 @@ from odb_nodes import (
     WorkerOptions,
     audit,
 )
+from odb_nodes.contract.graph import walk
 from odb_nodes.errors import StepMemoryError
 from odb_nodes.memory import MemoryModel, OomGuard
 from odb_nodes.memory.gradients import kind_of
@@ -299,16 +300,75 @@ def test_samples_are_kept_only_while_a_guard_asks_for_them():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_of_memory_learns_from_the_steps_of_a_run(layout):
     memory, meter = MemoryModel(), SavedTensorMeter(120_000)
-    with meter:
-        guard, found = epoch(loader_of(layout), LanguageModel(), meter=meter, memory=memory)
+    guard, found = epoch(loader_of(layout), LanguageModel(), meter=meter, memory=memory)
     assert 0 < guard.peak_share <= 1
     accuracy = memory.accuracy()
-    assert accuracy.steps.steps >= len(found) - 8
+    assert accuracy.steps.steps >= len(found) - 9
     assert accuracy.steps.mean_error < 0.05
     with pytest.raises(ValueError, match="`memory` needs a `meter`"):
         OomGuard(loader_of(), memory=memory)
     with pytest.raises(TypeError, match="`meter` must have `reset"):
         OomGuard(loader_of(), meter=3)
+
+
+class Noted(MemoryModel):
+    """Notes the shapes that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def add(self, rows, width, *rest):
+        self.shapes.append((rows, width))
+        super().add(rows, width, *rest)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_model_of_memory_learns_from_the_second_optimizer_step_on(accumulate):
+    memory, model = Noted(), FailingModel(never)
+    epoch(loader_of(accumulate=accumulate), model, meter=SavedTensorMeter(10**9), memory=memory)
+    assert memory.shapes == model.calls[accumulate:]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_rows_whose_attention_is_within_samples_are_measured_alone(layout):
+    budget = TokenBudget(96, layout=layout, attention_tokens=50)
+    options = {"meter": SavedTensorMeter(10**9), "memory": (memory := Noted())}
+    guard, found = epoch(loader_of(token_budget=budget), LanguageModel(), **options)
+    assert guard.peak_share > 0
+    assert len(memory.shapes) == (len(found) - 1 if layout == "padded" else 0)
+
+
+def test_memory_in_pieces_does_not_shrink_the_budget():
+    def failing(times):
+        failed = []
+
+        def fails(rows, width):
+            failed.append((rows, width))
+            return rows == 1 and failed.count((rows, width)) <= times
+
+        loader = loader_of(token_budget=TokenBudget(96, max_samples=1), round_size=1)
+        guard, _ = epoch(loader, FailingModel(fails), on_oom="skip", shrink=0.5)
+        assert guard.ooms > 0
+        (bucketer,) = (node for node in walk(loader.root) if isinstance(node, WindowBucketer))
+        return guard.skipped_samples, bucketer.limits.tokens
+
+    assert failing(times=1) == (0, 96)
+    skipped, tokens = failing(times=2)
+    assert skipped > 0 and tokens < 96
+
+
+def test_each_lack_of_memory_is_logged_with_what_is_done(caplog):
+    guard, _ = epoch(loader_of(), FailingModel(above(15)), on_oom="skip")
+    lines = [record.getMessage() for record in caplog.records if record.name == "odb_nodes"]
+    assert len(lines) == guard.ooms
+    assert lines[0].startswith("rank 0 ran out of memory in step 0 of epoch 0, with ")
+    ends = {line.rpartition(": ")[2].partition(",")[0] for line in lines}
+    assert ends == {
+        "batches that cost as much are halved",
+        "the step is computed again",
+        "the sample is left out",
+    }
 
 
 def test_a_mean_over_no_targets_leaves_no_nan_in_the_gradients_of_a_split_batch():

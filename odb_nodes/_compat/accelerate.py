@@ -75,7 +75,28 @@ def unwrap_model(model: Any) -> Any:
 
 
 @contextmanager
-def without_gathering(accelerator: Any, name: str) -> Iterator[None]:
+def mixed_precision(accelerator: Any, model: Any) -> Iterator[None]:
+    """Within this context, the forward of a model has the precision that `prepare` gives it.
+
+    Relies on `Accelerator.native_amp`, and on `prepare_model` to wrap `forward` in the same way.
+    """
+    from accelerate.utils import convert_outputs_to_fp32
+
+    if not accelerator.native_amp:
+        yield
+        return
+    before = vars(model).get("forward")
+    model.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+@contextmanager
+def without_gathering(accelerator: Any, name: str, reason: str) -> Iterator[None]:
     """Within this context, an accelerator raises an error where it would wait for other ranks.
 
     Relies on `Accelerator.gather` and `reduce`, which `gather_for_metrics` calls, too.
@@ -83,17 +104,14 @@ def without_gathering(accelerator: Any, name: str) -> Iterator[None]:
     Args:
         accelerator: the accelerator.
         name: the class of the trainer, for the error.
+        reason: why the others do not come, a clause, and what to do, for the error.
 
     Raises:
         RuntimeError: within the context, one of them was called.
     """
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            f"`compute_loss` of `{name}` gathers from other ranks, which compute another number of "
-            "parts where memory runs out. Leave out `on_oom`; or give `guard_above=1`, with which "
-            "no step that the budget allows is computed in parts."
-        )
+        raise RuntimeError(f"`compute_loss` of `{name}` gathers from other ranks, which {reason}")
 
     accelerator.gather = accelerator.reduce = refuse
     try:

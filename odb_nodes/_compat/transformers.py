@@ -73,6 +73,30 @@ def plan_steps(trainer: Any, steps: int) -> None:
         trainer.state.compute_steps(trainer.args, steps)
 
 
+def begin_alone(trainer: Any) -> None:
+    """Do to a trainer and its model what `train` does before a first `training_step`.
+
+    That is to enable activation checkpointing, to place a model that waits for its evaluation in
+    half precision, and to set the number of micro-steps. Doing it again is harmless. Relies on the
+    names of these arguments, methods and attributes; older versions have `gradient_checkpointing`
+    alone.
+    """
+    args, model = trainer.args, trainer.model
+    if args.fp16_full_eval or args.bf16_full_eval:
+        trainer._move_model_to_device(model, args.device)
+    trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+    name = "activation_checkpointing"
+    if not hasattr(args, name):
+        name = "gradient_checkpointing"
+    if not getattr(args, name):
+        return
+    options = dict(getattr(args, f"{name}_kwargs") or {})
+    further = {key: options.pop(key) for key in ("every_n_layers", "offload") if key in options}
+    if not hasattr(model, f"{name}_enable"):
+        name = "gradient_checkpointing"
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options or None}, **further)
+
+
 def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
     """End the epoch, called from a `get_batch_samples` that returns no batches.
 

@@ -18,6 +18,7 @@ __all__ = [
     "check_config",
     "equal",
     "mismatch_is_allowed",
+    "sealed_configs",
     "several_changes",
     "smaller_budget_is_allowed",
 ]
@@ -98,7 +99,7 @@ def several_changes(nodes: Iterable[tuple[str, Mapping[str, Any]]], state: objec
     Returns:
         The message of an error; None unless fields of several nodes have changed.
     """
-    present, saved = _singles(nodes), _singles(_sealed(state))
+    present, saved = _singles(nodes), _singles(sealed_configs(state))
     changes = {
         name: found
         for name in present
@@ -149,16 +150,16 @@ def _is_smaller_budget(name: str, before: Any, now: Any) -> bool:
     )
 
 
-def _sealed(state: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def sealed_configs(state: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield name and configuration of each state that is sealed within another."""
     if isinstance(state, Mapping):
         if isinstance(state.get("node"), str) and isinstance(state.get("config"), Mapping):
             yield state["node"], state["config"]
         for part in state.values():
-            yield from _sealed(part)
+            yield from sealed_configs(part)
     elif isinstance(state, (list, tuple)):
         for part in state:
-            yield from _sealed(part)
+            yield from sealed_configs(part)
 
 
 def _singles(named: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import Observe, Skipped
+from odb_nodes.sample import Observe, Sample, Skipped
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,12 +30,15 @@ LOOKED_AT = 512
 _MOST_SIMULATED = 20_000
 
 
-def check_can_estimate(dataset: Any, remedy: str) -> None:
-    """Reject a dataset whose steps cannot be estimated, on all ranks, though one rank estimates.
+def check_can_estimate(
+    dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
+) -> None:
+    """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so.
 
     Args:
         dataset: the dataset to train on.
         remedy: a sentence that says what to do instead.
+        what: what it would be looked at for, a clause.
 
     Raises:
         TypeError: it is not map-style with a length, but iterable, a node, or a dict of datasets.
@@ -43,9 +46,34 @@ def check_can_estimate(dataset: Any, remedy: str) -> None:
     is_map_style = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
     if not is_map_style or isinstance(dataset, (Mapping, BaseNode, IterableDataset)):
         raise TypeError(
-            "the steps of an epoch can be estimated only where the dataset is map-style and has a "
-            f"length, but it is `{type(dataset).__name__}`. {remedy}"
+            f"{what} only where the dataset is map-style and has a length, but it is "
+            f"`{type(dataset).__name__}`. {remedy}"
         )
+
+
+def look_at(
+    dataset: Any,
+    process_fn: Callable[[Any], Any] | None,
+    observe: Observe | None,
+    looked_at: int,
+    rng: np.random.Generator,
+) -> list[Sample | Skipped]:
+    """Return some samples of a map-style dataset, drawn at random and processed.
+
+    The global random generators stay as they were.
+
+    Args:
+        dataset: the dataset.
+        process_fn: item of the dataset -> processed sample.
+        observe: processed sample -> its tokens; see `LengthObserver`.
+        looked_at: most samples.
+        rng: draws them.
+    """
+    picked = rng.permutation(len(dataset))[:looked_at]
+    with preserved_rngs():
+        items = [dataset[index] for index in picked.tolist()]
+        samples = items if process_fn is None else list(map(process_fn, items))
+        return [observe_sample(sample, observe) for sample in samples]
 
 
 def estimate_steps(
@@ -74,11 +102,7 @@ def estimate_steps(
     """
     job = SimulationOptions(**options)
     rng = np.random.default_rng(job.seed)
-    picked = rng.permutation(len(dataset))[:looked_at]
-    with preserved_rngs():
-        items = [dataset[index] for index in picked.tolist()]
-        samples = items if process_fn is None else list(map(process_fn, items))
-        observed = [observe_sample(sample, observe) for sample in samples]
+    observed = look_at(dataset, process_fn, observe, looked_at, rng)
     seen = np.array([one.tokens for one in observed if not isinstance(one, Skipped)])
     if not len(seen):
         return 1

@@ -49,7 +49,7 @@ class BatchOptions(PlanOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        TokenBudget.of(self.token_budget, "token_budget")
+        self._check_budget()
         check_callable("collate_fn", self.collate_fn)
         for name, function in _by_name("process_fn", self.process_fn).items():
             check_callable(name, function)
@@ -60,6 +60,9 @@ class BatchOptions(PlanOptions):
         check_type("workers", self.workers, WorkerOptions | None, remedy)
         check_seconds("timeout_s", self.timeout_s)
         object.__setattr__(self, "exclude", ExcludedKeys.of(self.exclude))
+
+    def _check_budget(self) -> None:
+        TokenBudget.of(self.token_budget, "token_budget")
 
     @property
     def budget(self) -> TokenBudget:

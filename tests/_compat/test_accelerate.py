@@ -134,9 +134,12 @@ def test_an_accelerator_may_be_kept_from_gathering(accelerator):
     used_in = "_compat/accelerate.py (`integrations/huggingface/guard.py`)"
     with relies_on("accelerate", "Accelerator.gather, as gather_for_metrics calls it", used_in):
         one, gather = torch.ones(1), accelerator.gather
-        with compat.without_gathering(accelerator, "Some"):
+        with compat.without_gathering(accelerator, "Some", "do not come."):
             for method in ("gather", "gather_for_metrics", "reduce"):
-                with pytest.raises(RuntimeError, match="`compute_loss` of `Some` gathers"):
+                with pytest.raises(
+                    RuntimeError,
+                    match="`Some` gathers from other ranks, which do",
+                ):
                     getattr(accelerator, method)(one)
         assert accelerator.gather == gather
         assert torch.equal(accelerator.gather_for_metrics(one), one)

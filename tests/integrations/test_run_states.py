@@ -17,7 +17,7 @@ import trainer_jobs as t
 from damaged_states import MISSING, damaged, mutations, replaced, resealed
 
 from odb_nodes import ODBDataLoader, StateError, save_rank_state
-from odb_nodes.integrations.huggingface import run as huggingface
+from odb_nodes.integrations.huggingface import run_start as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
 

@@ -8,7 +8,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes.integrations.huggingface.columns import training_collate
+from odb_nodes.integrations.huggingface.columns import loader_budget, training_collate
 from odb_nodes.integrations.huggingface.lengths import observe_of
 from odb_nodes.integrations.resuming import begin_or_resume, changed_arguments_remedy
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -120,11 +120,14 @@ def make_batches(trainer: Any) -> TrainBatches:
     """Return the batches of a run, from its beginning.
 
     Raises:
-        ValueError: the trainer has no `train_dataset`.
+        ValueError: the trainer has no `train_dataset`, or no budget yet.
     """
-    args, dataset = trainer.args, trainer.train_dataset
-    if dataset is None:
-        raise ValueError("`train_dataset` must be given to train, but is None.")
+    args, dataset = trainer.args, given_dataset(trainer)
+    if trainer.odb_budget is None:
+        raise ValueError(
+            '`token_budget` is "auto", and no budget is found yet: `train` finds it. Call this '
+            "during `train`, or give a number of tokens."
+        )
     loader = ODBDataLoader(dataset, **vars(loader_options(trainer)))
     loader.trust_labels()
     # The length of a dict is its number of datasets; that of a node is of one rank.
@@ -133,10 +136,22 @@ def make_batches(trainer: Any) -> TrainBatches:
     return TrainBatches(loader, samples, args.num_train_epochs if args.max_steps <= 0 else None)
 
 
+def given_dataset(trainer: Any) -> Any:
+    """Return the dataset to train on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if trainer.train_dataset is None:
+        raise ValueError("`train_dataset` must be given to train, but is None.")
+    return trainer.train_dataset
+
+
 def loader_options(trainer: Any) -> LoaderOptions:
     """Return the options of the loader: the config's, and what the `Trainer` decides."""
     config, args = trainer.odb, trainer.args
     options: LoaderOptions = config.loader_options(
+        token_budget=loader_budget(trainer),
         collate_fn=training_collate(trainer),
         observe=observe_of(trainer),
         shuffle=None if compat.sampling_strategy(args) == "random" else False,

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._core.checks import check_choice, check_type
+from odb_nodes.integrations.huggingface.auto_budget import check_auto
 from odb_nodes.integrations.huggingface.config import ODBConfig
 
 
@@ -49,11 +50,14 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "DeepSpeed would plan it for an upper bound of the steps. Or remove the `scheduler`: "
             "then the `Trainer` makes one."
         )
-    if config.on_oom is not None and compat.steps_within_backward(args):
+    takes_back = config.on_oom is not None or config.finds_budget
+    if takes_back and compat.steps_within_backward(args):
         raise ValueError(
-            f'`optim` must not be "{args.optim.value}" where `on_oom` is given: its steps are '
-            "within the backward, and cannot be taken back where memory runs out. Leave one out."
+            f'`optim` must not be "{args.optim.value}" where `on_oom` is given, or `token_budget` '
+            'is "auto": its steps are within the backward, and cannot be taken back where memory '
+            "runs out. Leave one out."
         )
+    check_auto(trainer, config)
     is_padded = config.collate_fn is not None or not compat.is_default_collator(
         trainer.data_collator
     )

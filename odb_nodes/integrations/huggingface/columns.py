@@ -7,14 +7,25 @@ from functools import cached_property
 from typing import Any
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
 from odb_nodes.integrations.huggingface.labels import rename_labels
 from odb_nodes.nodes.seeded_collate import declares_draws
+from odb_nodes.planning import TokenBudget
 from odb_nodes.step_info import StepInfo
 
+ANY_BUDGET = TokenBudget(MAX_COUNT)
+"""As the budget that is found, but for its limits."""
+
 OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
+
+
+def loader_budget(trainer: Any) -> TokenBudget:
+    """Return the budget of the batches; one without a limit while none is found."""
+    budget: TokenBudget = trainer.odb_budget or ANY_BUDGET
+    return budget
 
 
 def training_collate(trainer: Any) -> Any:
@@ -29,7 +40,7 @@ def training_collate(trainer: Any) -> Any:
     config, columns = trainer.odb, compat.sample_columns(trainer)
     given = _given_collate(trainer)
     if config.collate_fn is not None:
-        collate_for(config.budget, config.collate_fn)
+        collate_for(loader_budget(trainer), config.collate_fn)
     if type(given) in OURS or given is None or columns is None:
         return given
     kind = KeepBefore if config.collate_fn is None else KeepAfter

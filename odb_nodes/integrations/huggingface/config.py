@@ -11,6 +11,11 @@ from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
 from odb_nodes.memory.context import GUARD_ABOVE, check_guard_above, check_shrink
+from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
+from odb_nodes.planning import TokenBudget
+
+AUTO = "auto"
+"""The `token_budget` that is found by trying."""
 
 Schedule = Literal["steps", "samples"]
 LossKind = Literal["divided", "token_mean", "sample_mean"]
@@ -21,7 +26,9 @@ class ODBConfig(BatchOptions):
     """Dynamic batches of a `Trainer`. Dataset, collator, seed and workers come from the `Trainer`.
 
     Args:
-        token_budget: padded tokens of a batch on one rank, or a `TokenBudget`. It replaces
+        token_budget: padded tokens of a batch on one rank, or a `TokenBudget`; or `"auto"`: the
+            largest budget whose steps fit into memory on all ranks, which is found by steps of the
+            trainer's own before its first one, and kept by its checkpoints. It replaces
             `per_device_train_batch_size`, which is not used.
         collate_fn: the collate function for training, in place of the trainer's `data_collator`,
             which evaluation uses.
@@ -53,6 +60,11 @@ class ODBConfig(BatchOptions):
             the step to be computed so that `on_oom` can take it back.
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from then on. `None`: the budget stays. For `on_oom` alone.
+        memory_share: share of the memory that this process could have of its GPU, above 0 and at
+            most 1, that steps may take: the limit that `"auto"` goes by, and that peaks are
+            compared with. See `odb_nodes.memory.CudaMeter`.
+        memory_meter: measures in place of a `CudaMeter`, with a limit of its own. A meter that is a
+            context manager is entered where it measures.
         empty_cache: when memory that torch's allocator caches is given back: after each `"epoch"`,
             or then and before and after each `"evaluate"`. `None`: never.
 
@@ -60,6 +72,7 @@ class ODBConfig(BatchOptions):
         TypeError, ValueError: a field is not what is said above.
     """
 
+    token_budget: int | TokenBudget | Literal["auto"]  # type: ignore[assignment]
     shift_labels: bool | None = None
     loss_is: LossKind | None = None
     steps_per_epoch: int | None = None
@@ -71,6 +84,8 @@ class ODBConfig(BatchOptions):
     on_oom: Literal["split", "skip"] | None = None
     guard_above: float = GUARD_ABOVE
     shrink: float | None = None
+    memory_share: float = 0.9
+    memory_meter: MemoryMeter | None = None
     empty_cache: Literal["epoch", "evaluate"] | None = None
 
     def __post_init__(self) -> None:
@@ -99,5 +114,17 @@ class ODBConfig(BatchOptions):
             check_shrink(self.shrink)
             if self.on_oom is None:
                 raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
+        check_share("memory_share", self.memory_share)
+        if self.memory_meter is not None:
+            check_meter(self.memory_meter)
         if self.empty_cache is not None:
             check_choice("empty_cache", self.empty_cache, ("epoch", "evaluate"))
+
+    def _check_budget(self) -> None:
+        if not self.finds_budget:
+            super()._check_budget()
+
+    @property
+    def finds_budget(self) -> bool:
+        """Whether the budget is found by trying."""
+        return isinstance(self.token_budget, str) and self.token_budget == AUTO

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.accelerate import without_gathering
 from odb_nodes._compat.torch import uncompiled
+from odb_nodes.integrations.huggingface.auto_budget import meter_of
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.weighing import LossWeigher, MicroStep
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -24,9 +25,16 @@ from odb_nodes.memory.gradients import (
     has_own_backward,
     scale_gradients,
 )
+from odb_nodes.memory.model import MemoryModel
 from odb_nodes.memory.parts import Part
 from odb_nodes.memory.partwise_step import PartwiseStep, Run, StepBatch
 from odb_nodes.step_info import StepInfo
+
+GATHERS = (
+    "compute another number of parts where memory runs out. Leave out `on_oom`; or give "
+    "`guard_above=1`, with which no step that the budget allows is computed in parts."
+)
+MILLIONTHS = 1e6  # gathered as integers
 
 Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
 """(batch, its weight) -> its loss; adds its gradients."""
@@ -40,6 +48,7 @@ class RunGuard:
         loader: the loader of the run, before its first epoch.
         losses: what weighs the losses of the run.
         keys: what the model gets of a batch.
+        memory: the model of memory that learns from the steps; `None` for a new one.
 
     Attributes:
         batches: the batches of the optimizer step that has begun; those that samples were left out
@@ -47,12 +56,23 @@ class RunGuard:
     """
 
     def __init__(
-        self, trainer: Any, loader: ODBDataLoader, losses: LossWeigher, keys: ModelKeys
+        self,
+        trainer: Any,
+        loader: ODBDataLoader,
+        losses: LossWeigher,
+        keys: ModelKeys,
+        memory: MemoryModel | None,
     ) -> None:
-        odb = trainer.odb
+        odb, meter = trainer.odb, meter_of(trainer.args, trainer.odb)
         self._trainer, self._losses, self._keys = trainer, losses, keys
         self._context = GuardContext.of(
-            loader, on_oom=odb.on_oom, guard_above=odb.guard_above, limit=None, shrink=odb.shrink
+            loader,
+            on_oom=odb.on_oom,
+            guard_above=odb.guard_above,
+            limit=None,
+            shrink=odb.shrink,
+            meter=meter,
+            memory=None if meter is None else memory or MemoryModel(),
         )
         self._context.collator.keep_samples()
         self._has_met = False
@@ -139,17 +159,33 @@ class RunGuard:
         return loss
 
     def take_metrics(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return `odb/ooms` and `odb/parts` since the last call. All ranks call it together.
+        """Return the metrics since the last call. All ranks call it together.
+
+        - `odb/ooms`: how often memory ran out, on all ranks.
+        - `odb/parts`: in how many parts a batch was computed, on the mean.
+        - `odb/peak_memory_share`: the largest peak of forward and backward on any rank, as a share
+          of the meter's limit; where there is a meter.
+        - `odb/memory_error`: mean relative error of the predictions of what the last 1,024 parts
+          take, mean over ranks; where there is one.
 
         Args:
             gather: returns the tensors of all ranks, concatenated.
         """
         ooms, self._ooms = self._context.ooms - self._ooms, self._context.ooms
-        own = [ooms, self._parts, self._steps]
+        run_meter = self._context.run_meter
+        share = 0.0 if run_meter is None else run_meter.take_peak_share()
+        error = None if run_meter is None else run_meter.mean_error
+        measured = [round(one * MILLIONTHS) for one in (share, error or 0.0)]
+        own = [ooms, self._parts, self._steps, *measured, int(error is not None)]
         self._parts = self._steps = 0
         of_ranks = gather(torch.tensor([own], device=self._trainer.args.device))
-        ooms, parts, steps = of_ranks.sum(0).tolist()
-        return {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
+        ooms, parts, steps, _, errors, predicting = of_ranks.sum(0).tolist()
+        metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
+        if run_meter is not None:
+            metrics["odb/peak_memory_share"] = int(of_ranks[:, 3].max()) / MILLIONTHS
+        if predicting:
+            metrics["odb/memory_error"] = errors / predicting / MILLIONTHS
+        return metrics
 
     def close(self) -> None:
         """End the run: this rank waits for no other any more."""
@@ -166,7 +202,7 @@ class RunGuard:
     def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
         step, is_one_rank = self._step, self._context.channel is None
         accelerator, name = self._trainer.accelerator, type(self._trainer).__name__
-        with nullcontext() if is_one_rank else without_gathering(accelerator, name):
+        with nullcontext() if is_one_rank else without_gathering(accelerator, name, GATHERS):
             step.compute(number, model, run)
         # After each batch: between them, the `Trainer` may have the ranks wait for each other.
         left_out, loss = step.agree(), step.losses[number]

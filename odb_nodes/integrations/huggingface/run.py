@@ -11,21 +11,19 @@ from itertools import islice
 from typing import Annotated, Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.contract import Count, InRange, NodeState, SourceState
-from odb_nodes.contract.state import seal_whole, unseal_whole
+from odb_nodes.contract.state import seal_whole
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_options, make_batches
+from odb_nodes.integrations.huggingface.batches import TrainBatches
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.metrics import StepMeter
-from odb_nodes.integrations.resuming import load_saved_state
-from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import save_rank_state
+from odb_nodes.memory.model import MemoryModel
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
@@ -33,10 +31,6 @@ MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is 
 ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
-NOT_SAVED = (
-    "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
-    "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
-)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +77,7 @@ class Run:
         batches: the batches of the run.
         steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
         resumed_at: optimizer steps before the checkpoint that the run resumes; None for a new run.
+        memory: a model of memory that goes on learning; None for none.
     """
 
     def __init__(
@@ -91,6 +86,7 @@ class Run:
         batches: TrainBatches,
         steps_per_epoch: int | None,
         resumed_at: int | None,
+        memory: MemoryModel | None = None,
     ) -> None:
         self._trainer = trainer
         self.batches = batches
@@ -105,7 +101,7 @@ class Run:
         self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)  # that has begun
         self.guard: RunGuard | None = None
         if trainer.odb.on_oom is not None:
-            self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys)
+            self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys, memory)
 
     # --- how far it is ----------------------------------------------------------------------------
 
@@ -287,55 +283,6 @@ class Run:
         gather = self._trainer.accelerator.gather
         metrics = self.meter.take_metrics(gather, self._trainer.args.device)
         return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
-
-
-def make_run(trainer: Any, checkpoint: str | None) -> Run:
-    """Return the run of one call of `train`, at the position of a checkpoint or at its beginning.
-
-    Args:
-        trainer: the trainer that runs.
-        checkpoint: the folder of the checkpoint; None for a new run.
-
-    Raises:
-        FileNotFoundError, StateError: the checkpoint has no state of this rank, or a damaged one.
-        TypeError, ValueError: the dataset does not have what the configuration needs of it.
-    """
-    batches, args = make_batches(trainer), trainer.args
-    saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
-    state = None if saved is None else unseal_whole(saved, HOLDER, RunState)
-    # A resumed run keeps the number of its checkpoint, which the learning-rate schedule is made of.
-    steps_per_epoch = None if state is None else state.steps_per_epoch
-    if args.max_steps > 0:
-        steps_per_epoch = None
-    elif steps_per_epoch is None:
-        steps_per_epoch = _steps_per_epoch(trainer)
-    if state is not None:
-        batches.go_to(state.epoch, state.samples, state.loader)
-    if trainer.odb.schedule == "samples" and batches.samples_per_epoch is None:
-        raise ValueError(
-            '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
-            f"as `{type(trainer.train_dataset).__name__}` does not."
-        )
-    return Run(trainer, batches, steps_per_epoch, None if state is None else state.step)
-
-
-def _steps_per_epoch(trainer: Any) -> int:
-    """Return the optimizer steps of an epoch, given or estimated; the same on all ranks."""
-    config, args = trainer.odb, trainer.args
-    if config.steps_per_epoch is not None:
-        return int(config.steps_per_epoch)
-    check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
-    if args.process_index == 0:
-        steps = estimate_loader_steps(
-            trainer.train_dataset,
-            loader_options(trainer),
-            world_size=args.world_size,
-            looked_at=config.estimate_samples,
-        )
-    else:
-        steps = 0
-    (agreed,) = broadcast_object_list([steps])
-    return int(agreed)
 
 
 def _ledger_of(trainer: Any) -> Ledger | None:

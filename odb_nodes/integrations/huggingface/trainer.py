@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer
@@ -15,9 +15,11 @@ from odb_nodes.collate import PaddingCollate
 from odb_nodes.integrations.huggingface.batches import make_batches
 from odb_nodes.integrations.huggingface.callback import RunCallback
 from odb_nodes.integrations.huggingface.checks import allow_streams, check_overrides, check_trainer
+from odb_nodes.integrations.huggingface.columns import loader_budget
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.labels import RenamingCollate
-from odb_nodes.integrations.huggingface.run import Run, make_run
+from odb_nodes.integrations.huggingface.run import Run
+from odb_nodes.integrations.huggingface.run_start import make_run
 from odb_nodes.integrations.huggingface.weighing import MicroStep
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.failures import free_memory
@@ -47,11 +49,16 @@ class ODBTrainerMixin(_Mixed):
         odb: the options of the dynamic batches.
         args, kwargs: the arguments of the trainer.
 
+    Attributes:
+        odb_budget: the budget of the batches; where it is found by trying, of the last call of
+            `train`, and `None` before.
+
     Raises:
         TypeError, ValueError: an argument of the trainer cannot be used with dynamic batches.
     """
 
     odb: ODBConfig
+    odb_budget: TokenBudget | None
     odb_run: Run | None = None
     lr_scheduler: Any
 
@@ -65,6 +72,7 @@ class ODBTrainerMixin(_Mixed):
     def _configure(self, odb: ODBConfig) -> None:
         check_trainer(self, odb)
         self.odb = odb
+        self.odb_budget = None if odb.finds_budget else odb.budget
         compat.collator_columns(self)  # while there is a model; a search has none between trials
         # Before the others, so that they see the epoch, and checkpoints with our file in them.
         compat.prepend_callback(self, RunCallback(self))
@@ -95,7 +103,7 @@ class ODBTrainerMixin(_Mixed):
         """Let evaluation pad where the trainer has only its default collator, which cannot."""
         before = self.data_collator
         if self.odb.collate_fn is None and compat.is_default_collator(before):
-            multiple = TokenBudget.of(self.odb.token_budget).pad_to_multiple_of
+            multiple = loader_budget(self).pad_to_multiple_of
             collate = PaddingCollate(pad_to_multiple_of=multiple)
             self.data_collator = RenamingCollate(collate, compat.model_inputs(self.model))
         try:
@@ -110,6 +118,7 @@ class ODBTrainerMixin(_Mixed):
 
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
+            ShapeTooLargeError: a budget is to be found, but one sample alone does not fit.
             ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or a
                 hyperparameter search changes an argument that the batches were made with.
         """
@@ -225,7 +234,7 @@ class ODBSeq2SeqTrainer(ODBTrainerMixin, Seq2SeqTrainer):
 
 
 def configure_trainer(
-    trainer: AnyTrainer, *, token_budget: int | TokenBudget, **options: Any
+    trainer: AnyTrainer, *, token_budget: int | TokenBudget | Literal["auto"], **options: Any
 ) -> AnyTrainer:
     """Give dynamic batches to an existing trainer of any class, and return it.
 
@@ -233,7 +242,7 @@ def configure_trainer(
 
     Args:
         trainer: a trainer that is not training.
-        token_budget: padded tokens of a batch on one rank, or a `TokenBudget`.
+        token_budget: padded tokens of a batch on one rank, a `TokenBudget`, or `"auto"`.
         options: further fields of `ODBConfig`.
 
     Raises:

@@ -1,0 +1,216 @@
+"""The budget of `token_budget="auto"`: the largest whose steps, of the trainer's own, fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from math import log
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes._compat import transformers as compat
+from odb_nodes._compat.accelerate import mixed_precision, without_gathering
+from odb_nodes.alignment.exchange import Channel, resolve_exchange
+from odb_nodes.contract.config import sealed_configs
+from odb_nodes.errors import StateError
+from odb_nodes.integrations.huggingface.batches import given_dataset, loader_options
+from odb_nodes.integrations.huggingface.columns import ModelKeys
+from odb_nodes.integrations.huggingface.config import ODBConfig
+from odb_nodes.integrations.huggingface.probing import twin_of
+from odb_nodes.integrations.step_estimate import check_can_estimate, look_at
+from odb_nodes.memory.calibration import Calibration, find_budget
+from odb_nodes.memory.failures import free_memory
+from odb_nodes.memory.gradients import give_gradients, has_collectives
+from odb_nodes.memory.meter import CudaMeter, MemoryMeter
+from odb_nodes.memory.model import MemoryModel
+from odb_nodes.nodes import GroupCollator
+from odb_nodes.planning import TokenBudget
+from odb_nodes.sample import Sample
+from odb_nodes.step_info import pop_step_info
+
+logger = logging.getLogger("odb_nodes")
+
+BUDGET = "budget."  # prefix of its fields in the configuration of the node that groups
+WHERE = "finding the budget"
+GIVE_ONE = "Give a number of tokens, such as one that `odb_nodes.memory.find_budget` finds."
+
+
+def meter_of(args: Any, config: ODBConfig) -> MemoryMeter | None:
+    """Return what measures the memory of a trainer's device; `None` where nothing does."""
+    if config.memory_meter is not None:
+        return config.memory_meter
+    if args.device.type != "cuda":
+        return None
+    return CudaMeter(args.device, config.memory_share)
+
+
+def check_auto(trainer: Any, config: ODBConfig) -> None:
+    """Reject a trainer whose budget cannot be found.
+
+    Raises:
+        ValueError: says why, and what to do.
+    """
+    if not config.finds_budget:
+        return
+    args, model = trainer.args, trainer.model
+    if model is None:
+        raise ValueError(
+            '`token_budget` must not be "auto" in a hyperparameter search, which makes its models '
+            f"only later. {GIVE_ONE}"
+        )
+    shares = has_collectives(model) and args.world_size > 1
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or shares:
+        raise ValueError(
+            '`token_budget` must not be "auto" with FSDP, DeepSpeed or `SyncBatchNorm`: ranks '
+            "compute together, and one that runs out of memory in a step that is tried would "
+            "leave the others waiting. Give a number of tokens."
+        )
+    if trainer.is_model_parallel:
+        raise ValueError(
+            '`token_budget` must not be "auto" where a model is on several devices, of which only '
+            "one would be measured. Give a number of tokens."
+        )
+    if meter_of(args, config) is None:
+        raise ValueError(
+            f'`token_budget` must not be "auto" where nothing measures the memory of the device, '
+            f"which is `{args.device}`: `CudaMeter` needs a GPU that torch sees. Give a "
+            "`memory_meter`, on a CPU such as `odb_nodes.testing.SavedTensorMeter(2**30)`, or a "
+            "number of tokens."
+        )
+
+
+def saved_budget(state: Any) -> TokenBudget:
+    """Return the budget that the state of a loader was saved under.
+
+    Raises:
+        StateError: it has none.
+    """
+    for _, config in sealed_configs(state):
+        if f"{BUDGET}tokens" in config:
+            given = {name: value for name, value in config.items() if name.startswith(BUDGET)}
+            return TokenBudget(
+                **{name.removeprefix(BUDGET): value for name, value in given.items()}
+            )
+    raise StateError("the state of the loader has no budget. Use an earlier checkpoint.")
+
+
+def find_for(trainer: Any) -> tuple[TokenBudget, MemoryModel]:
+    """Return the largest budget whose steps fit on all ranks, and what this rank has learned of it.
+
+    Each rank tries steps on its own, without the others, and the ranks agree on the smallest. The
+    trainer and all that training changes are afterwards as they were, bitwise.
+
+    Args:
+        trainer: an `ODBTrainerMixin`, before its loop: the model is in no wrappers of ranks.
+
+    Raises:
+        ShapeTooLargeError: one sample does not fit.
+        TypeError, ValueError: the dataset cannot be looked at, or has images.
+        PeerError, StateError: another rank failed, did not come, or has another configuration.
+    """
+    channel = Channel(resolve_exchange(None, trainer.odb.timeout_s), 2)
+    channel.begin()
+    share = trainer.odb.memory_share
+    channel.agree({"ODBConfig": {"token_budget": "auto", "memory_share": share}})
+    try:
+        found = _calibrate(trainer, channel.world_size)
+    except Exception as error:
+        channel.fail(error, WHERE)
+        raise
+    own = found.budget
+    rows = channel.gather(np.array([own.tokens, own.attention_tokens or 0]), WHERE)
+    tokens, lengths = rows[:, 0].tolist(), rows[:, 1].tolist()
+    # The shorter `attention_tokens`, the more a row costs: so what this allows, each rank does.
+    budget = replace(
+        own,
+        tokens=min(tokens),
+        attention_tokens=min((one for one in lengths if one), default=None),
+    )
+    if channel.rank == 0:
+        logger.info("found %s by %d steps that were tried", budget, len(found.points))
+    return budget, found.model
+
+
+def _calibrate(trainer: Any, ranks: int) -> Calibration:
+    """Return what steps of this rank alone show."""
+    samples = _sample_of_each_width(trainer)
+    args, model = trainer.args, trainer.model
+    # A copy, so that an optimizer is made, and metrics are gathered, that training does not have.
+    twin = twin_of(trainer)
+    compat.begin_alone(twin)
+    optimizer = twin.create_optimizer()
+    name, one = type(trainer).__name__, torch.ones((), dtype=torch.int64, device=args.device)
+
+    def train_step(batch: dict[str, Any]) -> None:
+        if args.gradient_accumulation_steps > 1:  # All batches but the first find gradients.
+            give_gradients(model)
+        twin.training_step(model, batch, one)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alone = without_gathering(trainer.accelerator, name, f"try other steps. {GIVE_ONE}")
+    with alone if ranks > 1 else nullcontext(), mixed_precision(trainer.accelerator, model):
+        buckets = _like_gradients(model) if ranks > 1 else []  # which DDP keeps a copy of
+        found = find_budget(
+            train_step,
+            _batches_of(trainer, samples),
+            meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
+            widths=[*samples],
+            states=(model, optimizer),
+        )
+    del buckets
+    free_memory()
+    return found
+
+
+def _sample_of_each_width(trainer: Any) -> dict[int, Sample]:
+    """Return samples by their tokens: the shortest and the longest that are seen, and one between.
+
+    Raises:
+        TypeError, ValueError: there are none to be seen, or they have images.
+    """
+    dataset, options = given_dataset(trainer), loader_options(trainer)
+    check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')
+    process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
+    rng = np.random.default_rng(options.seed)
+    looked_at = trainer.odb.estimate_samples
+    seen = look_at(dataset, process_fn, options.observe, looked_at, rng)
+    by_tokens = {one.tokens: one for one in seen if isinstance(one, Sample)}
+    if not by_tokens:
+        raise ValueError(
+            f"`train_dataset` must have a sample that is not skipped, but of {len(seen)} all are."
+        )
+    if any(one.patches for one in by_tokens.values()):
+        raise ValueError(
+            '`token_budget` must not be "auto" where samples have images, which take memory of '
+            "their own. Give a `TokenBudget` with `max_patches`; "
+            "`odb_nodes.memory.find_budget(patches_per_row=...)` finds one."
+        )
+    first, last = min(by_tokens), max(by_tokens)
+    middle = min(by_tokens, key=lambda tokens: abs(2 * log(tokens) - log(first) - log(last)))
+    return {tokens: by_tokens[tokens] for tokens in (first, middle, last)}
+
+
+def _batches_of(trainer: Any, samples: dict[int, Sample]) -> Callable[[int, int], dict[str, Any]]:
+    """Return what makes a batch of rows of a width, as training does: of one sample, repeated."""
+    options, keys = loader_options(trainer), ModelKeys(trainer)
+    collator = GroupCollator(IterableWrapper([]), options.collate_fn, seed=options.seed)
+    collator.trust_labels()
+
+    def make_batch(rows: int, width: int) -> dict[str, Any]:
+        group = [samples[width]] * rows
+        batch = collator.collate(group, collator.info_of(group, 0))
+        pop_step_info(batch)
+        return keys.of(batch)
+
+    return make_batch
+
+
+def _like_gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.empty_like(one) for one in model.parameters() if one.requires_grad]

@@ -1,0 +1,77 @@
+"""What a call of `Trainer.train` begins with: its budget, its batches, its number of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from odb_nodes.contract.state import unseal_whole
+from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
+from odb_nodes.integrations.huggingface.batches import loader_options, make_batches
+from odb_nodes.integrations.huggingface.run import HOLDER, Run, RunState
+from odb_nodes.integrations.resuming import load_saved_state
+from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
+
+NOT_SAVED = (
+    "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
+    "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
+)
+
+
+def make_run(trainer: Any, checkpoint: str | None) -> Run:
+    """Return the run of one call of `train`, at the position of a checkpoint or at its beginning.
+
+    Args:
+        trainer: the trainer that runs. It gets its `odb_budget`, where that is found by trying: of
+            a checkpoint the one that it was saved under.
+        checkpoint: the folder of the checkpoint; None for a new run.
+
+    Raises:
+        FileNotFoundError, StateError: the checkpoint has no state of this rank, or a damaged one.
+        TypeError, ValueError: the dataset does not have what the configuration needs of it.
+        ShapeTooLargeError, PeerError: no budget was found: see `find_for`.
+    """
+    args = trainer.args
+    saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
+    state = None if saved is None else unseal_whole(saved, HOLDER, RunState)
+    memory = None
+    if trainer.odb.finds_budget and state is not None:
+        trainer.odb_budget = saved_budget(state.loader)
+    elif trainer.odb.finds_budget:
+        trainer.odb_budget = None
+        trainer.odb_budget, memory = find_for(trainer)
+    batches = make_batches(trainer)
+    # A resumed run keeps the number of its checkpoint, which the learning-rate schedule is made of.
+    steps_per_epoch = None if state is None else state.steps_per_epoch
+    if args.max_steps > 0:
+        steps_per_epoch = None
+    elif steps_per_epoch is None:
+        steps_per_epoch = _steps_per_epoch(trainer)
+    if state is not None:
+        batches.go_to(state.epoch, state.samples, state.loader)
+    if trainer.odb.schedule == "samples" and batches.samples_per_epoch is None:
+        raise ValueError(
+            '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
+            f"as `{type(trainer.train_dataset).__name__}` does not."
+        )
+    return Run(trainer, batches, steps_per_epoch, None if state is None else state.step, memory)
+
+
+def _steps_per_epoch(trainer: Any) -> int:
+    """Return the optimizer steps of an epoch, given or estimated; the same on all ranks."""
+    config, args = trainer.odb, trainer.args
+    if config.steps_per_epoch is not None:
+        return int(config.steps_per_epoch)
+    check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
+    if args.process_index == 0:
+        steps = estimate_loader_steps(
+            trainer.train_dataset,
+            loader_options(trainer),
+            world_size=args.world_size,
+            looked_at=config.estimate_samples,
+        )
+    else:
+        steps = 0
+    (agreed,) = broadcast_object_list([steps])
+    return int(agreed)

@@ -42,6 +42,7 @@ SLOW_PATHS = {
         "integrations/test_lightning_ranks.py",
         "integrations/test_llama_factory_trainer.py",
         "integrations/test_run_states.py",
+        "integrations/test_trainer_auto_budget.py",
         "integrations/test_trainer_columns.py",
         "integrations/test_trainer_losses.py",
         "integrations/test_trainer_memory.py",

@@ -143,3 +143,27 @@ def test_an_accelerator_may_be_kept_from_gathering(accelerator):
                     getattr(accelerator, method)(one)
         assert accelerator.gather == gather
         assert torch.equal(accelerator.gather_for_metrics(one), one)
+
+
+def test_a_forward_has_the_precision_that_prepare_gives_it(accelerate):
+    class Noting(torch.nn.Linear):
+        def forward(self, x):
+            self.inside = super().forward(x)
+            return {"logits": self.inside}
+
+    used_in = "_compat/accelerate.py (`integrations/huggingface/auto_budget.py`)"
+    reset = accelerate.state.AcceleratorState._reset_state
+    with relies_on("accelerate", "native_amp, and how prepare_model wraps forward", used_in):
+        reset(True)
+        try:
+            accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+            model, x = Noting(4, 4), torch.rand(2, 4)
+            with compat.mixed_precision(accelerator, model):
+                found, inside = model(x)["logits"], model.inside.dtype
+            assert "forward" not in vars(model)
+            assert model(x)["logits"].dtype == model.inside.dtype == torch.float32
+            expected = accelerator.prepare_model(model)(x)["logits"]
+            assert inside == model.inside.dtype == torch.bfloat16
+            assert found.dtype == torch.float32 and torch.equal(found, expected)
+        finally:
+            reset(True)

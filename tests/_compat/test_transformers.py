@@ -224,6 +224,25 @@ def test_steps_are_planned_until_the_run_begins(tmp_path):
         assert notes.answers == [(10, 5)]
 
 
+def test_a_step_can_be_made_before_training_begins(tmp_path):
+    used_in = USED_IN.format("auto_budget")
+    with relies_on("transformers", "what Trainer.train does before training_step", used_in):
+        config = LlamaConfig(
+            vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+            num_attention_heads=1,
+        )  # fmt: skip
+        batch = {"input_ids": torch.ones(1, 3, dtype=torch.int64)}
+        batch["labels"] = batch["input_ids"]
+        for checkpoints in (False, True):
+            args = arguments(tmp_path, gradient_checkpointing=checkpoints)
+            trainer = Trainer(LlamaForCausalLM(config), args)
+            compat.begin_alone(trainer)
+            assert trainer.model.is_gradient_checkpointing == checkpoints
+            assert trainer.training_step(trainer.model, batch, torch.tensor(2)) > 0
+            assert trainer.optimizer is None
+            assert isinstance(trainer.create_optimizer(), torch.optim.Optimizer)
+
+
 def test_a_callback_can_be_called_before_the_others(tmp_path):
     with relies_on("transformers", "callback_handler.callbacks", USED_IN.format("trainer")):
         seen = []

@@ -159,6 +159,21 @@ def test_steps_that_are_tried_have_gradients_where_batches_accumulate(tmp_path, 
     assert {*tried.noted} == {accumulate > 1}
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_steps_that_are_tried_have_the_precision_of_training(tmp_path, bf16):
+    class Noting(lm.Normalizing):
+        def features(self, input_ids):
+            noted.append(torch.is_autocast_enabled("cpu"))
+            return super().features(input_ids)
+
+    noted = []
+    trainer = trainer_of(tmp_path, auto(loss_is="divided"), Noting(), bf16=bf16)
+    trainer.add_callback(tried := NotedBefore(noted))
+    trainer.train()
+    assert len(tried.noted) > 3
+    assert {*tried.noted} == {*noted} == {bf16}
+
+
 class NotedBefore(t.TrainerCallback):
     """Keeps what was noted before a run began."""
 

@@ -228,6 +228,32 @@ def test_after_it_ran_out_later_batches_are_smaller():
     assert 40 < limits.pop() <= 0.9 * 96
 
 
+def limit_of(loader):
+    (bucketer,) = (node for node in walk(loader.root) if isinstance(node, WindowBucketer))
+    return bucketer.limits.tokens
+
+
+def test_a_budget_that_has_shrunk_stays_so_but_for_an_epoch_without_a_state():
+    loader = loader_of(round_size=1)
+    epoch(loader, FailingModel(above(60)), shrink=0.9)
+    shrunk, state = limit_of(loader), loader.state_dict()
+    assert shrunk < 96
+    _, later = epoch(loader, FailingModel(never))
+    assert limit_of(loader) == shrunk
+    resumed = loader_of(round_size=1)
+    resumed.load_state_dict(state)
+    assert [one[2] for one in epoch(resumed, FailingModel(never))[1]] == [one[2] for one in later]
+    assert limit_of(resumed) == shrunk
+    fresh = loader_of(round_size=1)
+    fresh.set_epoch(1)
+    _, found = epoch(fresh, FailingModel(never))
+    assert limit_of(fresh) == 96 and len(found) < len(later)
+    keys = [
+        sorted(key for one in each for some in one[2] for key in some) for each in (found, later)
+    ]
+    assert keys == [[*range(SAMPLES)]] * 2
+
+
 def test_of_a_graph_without_an_aligner_too():
     def make():
         source = LengthObserver(IterableWrapper(samples_of(0, SAMPLES)))
@@ -350,8 +376,7 @@ def test_memory_in_pieces_does_not_shrink_the_budget():
         loader = loader_of(token_budget=TokenBudget(96, max_samples=1), round_size=1)
         guard, _ = epoch(loader, FailingModel(fails), on_oom="skip", shrink=0.5)
         assert guard.ooms > 0
-        (bucketer,) = (node for node in walk(loader.root) if isinstance(node, WindowBucketer))
-        return guard.skipped_samples, bucketer.limits.tokens
+        return guard.skipped_samples, limit_of(loader)
 
     assert failing(times=1) == (0, 96)
     skipped, tokens = failing(times=2)

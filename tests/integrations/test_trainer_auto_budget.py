@@ -1,5 +1,6 @@
 """A `Trainer` that finds its budget trains as one that is given it."""
 
+import gc
 import sys
 import textwrap
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer_memory_jobs import logs_of  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from odb_nodes import TokenBudget  # noqa: E402
-from odb_nodes.integrations.huggingface import ODBConfig  # noqa: E402
+from odb_nodes.integrations.huggingface import ODBConfig, auto_budget  # noqa: E402
 from odb_nodes.memory import ShapeTooLargeError  # noqa: E402
 from odb_nodes.testing import SavedTensorMeter  # noqa: E402
 
@@ -182,6 +183,27 @@ class NotedBefore(t.TrainerCallback):
 
     def on_train_begin(self, *args, **kwargs):
         self.noted = [*self.all]
+
+
+def test_steps_that_are_tried_leave_room_for_the_buckets_of_ddp(tmp_path):
+    class Live(SavedTensorMeter):
+        """Counts the tensors of the embedding's shape beside the weights, before each step."""
+
+        def reset(self):
+            shape = (lm.VOCABULARY, lm.HIDDEN)
+            alive.append(sum(type(one) is torch.Tensor and one.shape == shape for one in tensors()))
+            super().reset()
+
+    def tensors():
+        return (one for one in gc.get_objects() if isinstance(one, torch.Tensor))
+
+    trainer = trainer_of(tmp_path, auto(memory_meter=Live(LIMIT_BYTES)))
+    counts = []
+    for ranks in (1, 2, 1):
+        alive = []
+        auto_budget._calibrate(trainer, ranks)
+        counts.append(alive[0])
+    assert counts[1] == counts[0] + 1 == counts[2] + 1
 
 
 # --- resuming -------------------------------------------------------------------------------------

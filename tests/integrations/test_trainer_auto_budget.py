@@ -160,6 +160,20 @@ def test_steps_that_are_tried_have_gradients_where_batches_accumulate(tmp_path, 
     assert {*tried.noted} == {accumulate > 1}
 
 
+def test_steps_that_are_tried_are_padded_as_those_of_training_are(tmp_path):
+    class Noting(lm.Normalizing):
+        def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
+            if len(input_ids) > 1:
+                noted.append(bool(attention_mask.all()))
+            return super().forward(input_ids, attention_mask, labels, id, **kwargs)
+
+    noted = []
+    trainer = trainer_of(tmp_path, auto(loss_is="divided"), Noting())
+    trainer.add_callback(tried := NotedBefore(noted))
+    trainer.train()
+    assert len(tried.noted) > 3 and not any(tried.noted)
+
+
 @pytest.mark.parametrize("bf16", [True, False])
 def test_steps_that_are_tried_have_the_precision_of_training(tmp_path, bf16):
     class Noting(lm.Normalizing):
@@ -187,20 +201,19 @@ class NotedBefore(t.TrainerCallback):
 
 def test_steps_that_are_tried_leave_room_for_the_buckets_of_ddp(tmp_path):
     class Live(SavedTensorMeter):
-        """Counts the tensors of the embedding's shape beside the weights, before each step."""
+        """Counts the tensors of the hidden layer's shape beside the weights, before each step."""
 
         def reset(self):
-            shape = (lm.VOCABULARY, lm.HIDDEN)
-            alive.append(sum(type(one) is torch.Tensor and one.shape == shape for one in tensors()))
+            shape = (lm.HIDDEN, lm.HIDDEN)
+            tensors = (one for one in gc.get_objects() if type(one) is torch.Tensor)
+            alive.append(sum(one.shape == shape for one in tensors))
             super().reset()
-
-    def tensors():
-        return (one for one in gc.get_objects() if isinstance(one, torch.Tensor))
 
     trainer = trainer_of(tmp_path, auto(memory_meter=Live(LIMIT_BYTES)))
     counts = []
     for ranks in (1, 2, 1):
         alive = []
+        gc.collect()
         auto_budget._calibrate(trainer, ranks)
         counts.append(alive[0])
     assert counts[1] == counts[0] + 1 == counts[2] + 1
@@ -348,7 +361,7 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
     assert own == others
     assert found == given and found[:3] == resumed[:3]
     assert steps > 2 and 0.3 < max(found[3]) <= 1
-    alone = trainer_of(tmp_path / "alone", auto(), gradient_accumulation_steps=2)
+    alone = trainer_of(tmp_path / "alone", auto(), gradient_accumulation_steps=2, size=80)
     alone.train()
     assert alone.odb_budget == TokenBudget(**found[0])
 

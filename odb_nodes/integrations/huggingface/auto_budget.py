@@ -139,7 +139,8 @@ def find_for(trainer: Any) -> tuple[TokenBudget, MemoryModel]:
 
 def _calibrate(trainer: Any, ranks: int) -> Calibration:
     """Return what steps of this rank alone show."""
-    samples = _sample_of_each_width(trainer)
+    samples = _samples_by_tokens(trainer)
+    shortest, *longer = samples
     args, model = trainer.args, trainer.model
     # A copy, so that an optimizer is made, and metrics are gathered, that training does not have.
     twin = twin_of(trainer)
@@ -159,9 +160,9 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
         buckets = _like_gradients(model) if ranks > 1 else []  # which DDP keeps a copy of
         found = find_budget(
             train_step,
-            _batches_of(trainer, samples),
+            _batches_of(trainer, samples, samples[shortest]),
             meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
-            widths=[*samples],
+            widths=longer or [shortest],
             states=(model, optimizer),
         )
     del buckets
@@ -169,8 +170,10 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
     return found
 
 
-def _sample_of_each_width(trainer: Any) -> dict[int, Sample]:
-    """Return samples by their tokens: the shortest and the longest that are seen, and one between.
+def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
+    """Return samples by their tokens, up to four of those that are seen, in order of length.
+
+    They are the shortest, and of those that are longer the first, the last, and one between.
 
     Raises:
         TypeError, ValueError: there are none to be seen, or they have images.
@@ -192,19 +195,30 @@ def _sample_of_each_width(trainer: Any) -> dict[int, Sample]:
             "their own. Give a `TokenBudget` with `max_patches`; "
             "`odb_nodes.memory.find_budget(patches_per_row=...)` finds one."
         )
-    first, last = min(by_tokens), max(by_tokens)
-    middle = min(by_tokens, key=lambda tokens: abs(2 * log(tokens) - log(first) - log(last)))
-    return {tokens: by_tokens[tokens] for tokens in (first, middle, last)}
+    shortest, *longer = sorted(by_tokens)
+    if not longer:
+        return {shortest: by_tokens[shortest]}
+    first, last = longer[0], longer[-1]
+    middle = min(longer, key=lambda tokens: abs(2 * log(tokens) - log(first) - log(last)))
+    return {tokens: by_tokens[tokens] for tokens in (shortest, first, middle, last)}
 
 
-def _batches_of(trainer: Any, samples: dict[int, Sample]) -> Callable[[int, int], dict[str, Any]]:
-    """Return what makes a batch of rows of a width, as training does: of one sample, repeated."""
+def _batches_of(
+    trainer: Any, samples: dict[int, Sample], shortest: Sample
+) -> Callable[[int, int], dict[str, Any]]:
+    """Return what makes a batch of rows of a width, as training does: of one sample, repeated.
+
+    One row of several is the shortest sample, so that the batch is padded as real ones are: without
+    padding, attention may go without a mask, and take less.
+    """
     options, keys = loader_options(trainer), ModelKeys(trainer)
     collator = GroupCollator(IterableWrapper([]), options.collate_fn, seed=options.seed)
     collator.trust_labels()
 
     def make_batch(rows: int, width: int) -> dict[str, Any]:
         group = [samples[width]] * rows
+        if rows > 1:
+            group[-1] = shortest
         batch = collator.collate(group, collator.info_of(group, 0))
         pop_step_info(batch)
         return keys.of(batch)

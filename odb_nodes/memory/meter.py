@@ -112,15 +112,15 @@ def check_bytes(name: str, value: object) -> int:
     return check_count(name, value, maximum=MOST_BYTES)
 
 
-def check_meter(meter: Any) -> MemoryMeter:
-    """Return a meter.
+def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
+    """Return a meter, which is the argument of that name.
 
     Raises:
         TypeError: it has no `reset`, `peak_bytes` or `limit_bytes`.
     """
     if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
         raise TypeError(
-            "`meter` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "
+            f"`{name}` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "
             f"{meter!r:.80} instead. On a GPU, pass `CudaMeter()`."
         )
     return meter

@@ -748,12 +748,14 @@ INVALID = [
     ("guard_above", 2, ValueError),
     ("shrink", 2.0, ValueError),
     ("empty_cache", "x", ValueError),
+    ("memory_share", 1.1, ValueError),
+    ("memory_meter", 3, TypeError),
 ]
 
 
 @pytest.mark.parametrize(("field", "value", "error"), INVALID)
 def test_a_field_of_the_config_that_is_not_valid_is_named(field, value, error):
-    with pytest.raises(error, match=rf"^`{field}` must be .*but is {value!r}"):
+    with pytest.raises(error, match=rf"^`{field}` must .*but is {value!r}"):
         ODBConfig(**{"token_budget": 64, field: value})
 
 

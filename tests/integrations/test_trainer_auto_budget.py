@@ -272,17 +272,9 @@ def test_models_on_several_devices_are_refused(tmp_path, name):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"token_budget": "most"}, "`token_budget` must be an integer, but is 'most'"),
-        ({"memory_share": 1.1}, "`memory_share` must be above 0 and at most 1, but is 1.1"),
-        ({"memory_meter": 3}, "`meter` must have `reset"),
-    ],
-)
-def test_options_that_are_not_valid_are_refused(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        ODBConfig(**{"token_budget": 64, **options})
+def test_another_word_than_auto_is_refused():
+    with pytest.raises(TypeError, match="`token_budget` must be an integer, but is 'most'"):
+        ODBConfig(token_budget="most")
 
 
 def test_an_optimizer_that_steps_within_backward_is_refused(tmp_path):

@@ -116,7 +116,7 @@ class ODBConfig(BatchOptions):
                 raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
         check_share("memory_share", self.memory_share)
         if self.memory_meter is not None:
-            check_meter(self.memory_meter)
+            check_meter(self.memory_meter, "memory_meter")
         if self.empty_cache is not None:
             check_choice("empty_cache", self.empty_cache, ("epoch", "evaluate"))
 

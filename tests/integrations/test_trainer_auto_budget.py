@@ -16,10 +16,14 @@ import trainer_jobs as t  # noqa: E402
 from rank_jobs import RankJob, run_ranks  # noqa: E402
 from torch.utils.data import IterableDataset  # noqa: E402
 from trainer_memory_jobs import logs_of  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer  # noqa: E402
 
 from odb_nodes import TokenBudget  # noqa: E402
-from odb_nodes.integrations.huggingface import ODBConfig, auto_budget  # noqa: E402
+from odb_nodes.integrations.huggingface import (  # noqa: E402
+    ODBConfig,
+    auto_budget,
+    configure_trainer,
+)
 from odb_nodes.memory import ShapeTooLargeError  # noqa: E402
 from odb_nodes.testing import SavedTensorMeter  # noqa: E402
 
@@ -114,6 +118,14 @@ def test_evaluations_and_runs_before_change_nothing(tmp_path):
     trainer, *found = run("auto", auto())
     _, *expected = run("given", {"token_budget": trainer.odb_budget})
     check_same(found, expected)
+
+
+def test_an_existing_trainer_may_find_its_budget(tmp_path):
+    trainer = Trainer(lm.Normalizing(), t.arguments(tmp_path, max_steps=3))
+    trainer.train_dataset = lm.Texts(40)
+    configure_trainer(trainer, window=12, **auto()).train()
+    assert trainer.odb_budget.tokens > 24
+    assert trainer.state.global_step == 3
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def main() -> None:
 
     def make_batch(rows: int, width: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(VOCABULARY_SIZE, (rows, width), device=options.device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        mask = torch.ones_like(ids)
+        mask[0, 1:] = 0  # padding, as batches of training have: models drop a mask of ones
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
     calibration = find_budget(train_step, make_batch, meter=meter, widths=WIDTHS)
     print_calibration(calibration, meter.limit_bytes)

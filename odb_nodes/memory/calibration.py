@@ -64,8 +64,8 @@ def find_budget(
 
     Args:
         train_step: makes one whole step of training with a batch, the optimizer's step included.
-        make_batch: (rows, width) -> batch, all of whose rows have `width` tokens; with
-            `patches_per_row` (rows, width, patches) -> batch.
+        make_batch: (rows, width) -> batch of rows padded to `width` tokens, as those of training
+            are; with `patches_per_row` (rows, width, patches) -> batch.
         meter: measures what a step takes, and says what it may take: `CudaMeter()` on a GPU.
         widths: tokens of rows to try: the shortest samples of the data, the longest, and one or two
             between. The budget is verified at these, and predicted between them.

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
@@ -32,6 +33,27 @@ _FIRST_EPOCH = 0
 
 Step = list[list[Sample] | None]
 """The group of each rank; `None` for a rank that has no sample left."""
+
+
+class SampleCosts(NamedTuple):
+    """What planning needs to know of the samples of a dataset, a row each.
+
+    Attributes:
+        tokens: length of each sample, (n,) int64; 0 for one that processing skips.
+        targets: supervised tokens of each, (n,) int64.
+        patches: image patches of each, (n,) int64.
+    """
+
+    tokens: IntArray
+    targets: IntArray
+    patches: IntArray
+
+    def are_oversize(self, budget: TokenBudget) -> NDArray[np.bool_]:
+        """Tell which samples exceed a budget on their own, (n,) bool."""
+        over: NDArray[np.bool_] = self.tokens > budget.capacity
+        if budget.max_patches is not None:
+            over = over | (self.patches > budget.max_patches)
+        return over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +105,37 @@ def simulate_steps(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]
 
 def steps_of(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
     """Yield the steps of the first epoch of a job. See `simulate_steps`."""
-    tokens, budget = _check_lengths(lengths), TokenBudget.of(job.budget)
-    if budget.oversize == "error" and budget.is_oversize(longest := int(tokens.max())):
-        raise SampleError(f"a sample of {longest} tokens exceeds {budget} on its own.")
-    shards = [range(rank, len(tokens), job.world_size) for rank in range(job.world_size)]
+    tokens = check_lengths(lengths)
+    samples = SampleCosts(tokens, tokens - 1, np.zeros_like(tokens))
+    order = np.arange(len(tokens))
+    return plan_steps(
+        samples, [order[rank :: job.world_size] for rank in range(job.world_size)], job
+    )
+
+
+def plan_steps(
+    samples: SampleCosts, shards: Sequence[IntArray], job: SimulationOptions
+) -> Iterator[Step]:
+    """Yield the steps of an epoch whose samples each rank reads in an order of its own.
+
+    Args:
+        samples: what the samples of the data cost.
+        shards: of each rank, the rows of `samples` that it reads, in their order. They are the
+            `data` of the samples in the steps.
+        job: the other options of the job.
+
+    Raises:
+        SampleError: a sample is too long under `oversize="error"`.
+    """
+    budget = TokenBudget.of(job.budget)
+    if budget.oversize == "error" and (is_over := samples.are_oversize(budget)).any():
+        first = int(is_over.argmax())
+        raise SampleError(
+            f"a sample of {samples.tokens[first]} tokens and {samples.patches[first]} patches "
+            f"exceeds {budget} on its own."
+        )
     cost_fn = job.cost_fn or BudgetCost(budget)
-    ranks = [_Rank(tokens, shard, job, cost_fn) for shard in shards]
+    ranks = [_Rank(samples, shard, job, cost_fn) for shard in shards]
     for number in count():
         most = round_steps(
             number,
@@ -112,14 +159,14 @@ class _Rank:
     """Does on one rank what `WindowBucketer` and `RankAligner` do."""
 
     def __init__(
-        self,
-        tokens: IntArray,
-        shard: range,
-        job: SimulationOptions,
-        cost_fn: CostFn,
+        self, samples: SampleCosts, shard: IntArray, job: SimulationOptions, cost_fn: CostFn
     ) -> None:
-        self._shard, self._tokens = shard, tokens[shard.start :: shard.step]
+        self._shard = shard
+        self._tokens, self._targets, self._patches = (column[shard] for column in samples)
         self._budget = TokenBudget.of(job.budget)
+        self._left_out = self._tokens == 0
+        if self._budget.oversize == "drop":
+            self._left_out |= samples.are_oversize(self._budget)[shard]
         self._estimator = GroupCostEstimator(cost_fn, {})
         self._dearest_left = job.dearest_first
         self._pool: RollingPool[int] = RollingPool(self._budget, job.window)  # places in the shard
@@ -144,29 +191,29 @@ class _Rank:
 
     def _refill(self) -> bool:
         """Fill the pool, and return whether it holds anything."""
-        pool, drop = self._pool, self._budget.oversize == "drop"
+        pool = self._pool
         while not self._ended and (room := pool.room()) > 0:
-            lengths = self._tokens[pool.pulled : pool.pulled + room].tolist()
-            kept = [
-                (place, length)
-                for place, length in enumerate(lengths, pool.pulled)
-                if not (drop and self._budget.is_oversize(length))
-            ]
-            pool.pulled += len(lengths)
-            places = [place for place, _ in kept]
-            pool.add(places, [length for _, length in kept], [0] * len(kept), places)
-            self._ended = len(lengths) < room
+            pulled = slice(pool.pulled, pool.pulled + room)
+            places = np.flatnonzero(~self._left_out[pulled]) + pool.pulled
+            kept = places.tolist()
+            self._ended = pool.pulled + room > len(self._shard)
+            pool.pulled = min(pulled.stop, len(self._shard))
+            tokens, patches = self._tokens[places].tolist(), self._patches[places].tolist()
+            pool.add(kept, tokens, patches, kept)
         return len(pool) > 0
 
     def _samples(self, places: list[int]) -> list[Sample]:
-        lengths = self._tokens[places].tolist()
-        return [
-            Sample(self._shard[place], length, length - 1)
-            for place, length in zip(places, lengths, strict=True)
-        ]
+        columns = (self._shard, self._tokens, self._targets, self._patches)
+        rows = zip(*(column[places].tolist() for column in columns), strict=True)
+        return [Sample(*row) for row in rows]
 
 
-def _check_lengths(lengths: npt.ArrayLike) -> IntArray:
+def check_lengths(lengths: npt.ArrayLike) -> IntArray:
+    """Return lengths as (n,) int64.
+
+    Raises:
+        ValueError: they are not one row of integers of at least 1.
+    """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu" or tokens.min() < 1:
         raise ValueError(

@@ -19,7 +19,11 @@ from odb_nodes.planning.budget import Layout
 from odb_nodes.planning.row_sizes import RowSizes
 from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.planning.table import IntArray
+from odb_nodes.sources import Mixing
+from odb_nodes.sources.mixing import Weights
+from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.report import SimulationReport, markdown_table
+from odb_nodes.tools.table_epoch import TableEpoch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,14 +31,25 @@ if TYPE_CHECKING:
 __all__ = ["SimulationOptions", "lognormal_lengths", "simulate", "simulate_steps"]
 
 
-def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> SimulationReport:
+def simulate(
+    lengths: npt.ArrayLike | LengthTable,
+    *,
+    shuffle: bool = True,
+    weights: Weights | Mixing = None,
+    **options: Unpack[SimulationKeywords],
+) -> SimulationReport:
     """Plan the first epoch of a job, and return its efficiency, balance and filler.
 
         simulate(lengths, world_size=64, budget=16_384, window=512)
+        simulate(LengthTable.load("lengths.npz"), world_size=64, budget=16_384)
 
     Args:
         lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
-            `ShardedSampler(shuffle=False)` deals them out.
+            `ShardedSampler(shuffle=False)` deals them out. Or a `LengthTable`, whose samples are
+            read as an `ODBDataLoader` reads them; where it has some of the dataset's samples, the
+            counts are those of the whole dataset, estimated.
+        shuffle: of a table: whether its samples are shuffled.
+        weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `accumulate`,
             `seed` and `cost_fn`.
@@ -44,6 +59,8 @@ def simulate(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> S
         SampleError: a sample is too long under `oversize="error"`.
     """
     job = SimulationOptions(**options)
+    if isinstance(lengths, LengthTable):
+        return TableEpoch(table=lengths, shuffle=shuffle, weights=weights).report(job)
     return SimulationReport.of(steps_of(lengths, job), TokenBudget.of(job.budget))
 
 

@@ -1,0 +1,153 @@
+"""Epochs over a table of lengths against real `ODBDataLoader`s, one thread per rank."""
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+
+from odb_nodes import (
+    Mixing,
+    Observation,
+    ODBDataLoader,
+    Skipped,
+    TokenBudget,
+    pop_step_info,
+)
+from odb_nodes.alignment.exchange.in_process import InProcessHub
+from odb_nodes.planning import SimulationOptions
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.simulate import lognormal_lengths, simulate
+from odb_nodes.tools.table_epoch import TableEpoch
+
+TIMEOUT_S = 20.0
+WEIGHTS = {"code": 1, "text": 2.5}
+
+
+def make_dataset(samples, seed=0):
+    lengths = lognormal_lengths(samples, cv=1.0, mean_tokens=90, longest_tokens=700, seed=seed)
+    patches = np.random.default_rng(seed).integers(0, 9, samples)
+    return [*zip(lengths.tolist(), patches.tolist(), strict=True)]
+
+
+def process(item):
+    tokens, patches = item
+    return Skipped("short") if tokens < 20 else {"input_ids": [1] * tokens, "patches": patches}
+
+
+def observe(sample):
+    return Observation(len(sample["input_ids"]), patches=sample["patches"])
+
+
+def real_steps(dataset, world_size, **options):
+    """Of each step: rows, width and keys of each rank; `None` where it fills, or has left."""
+    hub = InProcessHub(world_size, TIMEOUT_S)
+    lock = threading.Lock()  # global generators of random numbers are shared by the threads
+
+    def run(rank):
+        with lock:
+            loader = ODBDataLoader(
+                dataset,
+                process_fn=process,
+                observe=observe,
+                process_group=hub.exchange(rank),
+                timeout_s=TIMEOUT_S,
+                **options,
+            )
+        steps = []
+        for batch in loader:
+            info = pop_step_info(batch)
+            keys = [*zip(info.row_sources, info.keys, strict=True)]
+            steps.append(None if info.is_filler else (tuple(batch["input_ids"].shape), keys))
+        return steps
+
+    with ThreadPoolExecutor(world_size) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of oversize and skipped samples
+        ranks = [pool.submit(run, rank) for rank in range(world_size)]
+        return [[*step] for step in zip_longest(*(rank.result(60) for rank in ranks))]
+
+
+def planned_steps(table, world_size, token_budget, shuffle=True, weights=None, **options):
+    epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
+    job = SimulationOptions(world_size=world_size, budget=token_budget, **options)
+    budget = TokenBudget.of(token_budget)
+
+    def planned(group):
+        rows = [sample.data for sample in group]
+        names = [table.names[number] for number in table.sources[rows]]
+        shape = budget.shape([sample.tokens for sample in group])
+        return shape, [*zip(names, table.keys[rows].tolist(), strict=True)]
+
+    return [[group and planned(group) for group in step] for step in epoch.steps(job)]
+
+
+BUDGETS = {
+    "padded": TokenBudget(1500, pad_to_multiple_of=8, max_patches=60),
+    "packed": TokenBudget(1500, layout="packed"),
+    "shapes": TokenBudget(1500, shapes=5),
+    "dropping": TokenBudget(500, oversize="drop", attention_tokens=400),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size):
+    dataset, options = make_dataset(500), {"window": 40, "seed": 3, "round_size": 8}
+    expected = real_steps(dataset, world_size, token_budget=BUDGETS[name], **options)
+    table = observe_lengths(dataset, process_fn=process, observe=observe)
+    steps = planned_steps(table, world_size, BUDGETS[name], **options)
+    if name == "shapes":  # Its last rows are empty, which the loader does not tell apart.
+        assert [[one and one[1] for one in step] for step in steps] == [
+            [one and one[1] for one in step] for step in expected
+        ]
+    else:
+        assert steps == expected
+    report = simulate(table, world_size=world_size, budget=BUDGETS[name], **options)
+    shapes = [one[0] for step in expected for one in step if one]
+    assert report.steps == len(expected)
+    assert report.padded_tokens == sum(rows * width for rows, width in shapes)
+    assert report.shapes == len({*shapes})
+
+
+@pytest.mark.parametrize("weights", [None, "proportional", WEIGHTS, Mixing(by="tokens")])
+def test_the_steps_of_a_mixture_are_those_of_a_real_loader(weights):
+    dataset = {"code": make_dataset(150), "text": make_dataset(250, seed=1)}
+    options = {"window": 40, "weights": weights, "accumulate": 2}
+    expected = real_steps(dataset, 2, token_budget=1500, **options)
+    table = observe_lengths(dataset, process_fn=process, observe=observe)
+    assert planned_steps(table, 2, 1500, **options) == expected
+
+
+def test_an_order_that_is_not_shuffled_is_kept():
+    dataset = make_dataset(200)
+    expected = real_steps(dataset, 2, token_budget=1500, window=40, shuffle=False)
+    table = observe_lengths(dataset, process_fn=process, observe=observe)
+    assert planned_steps(table, 2, 1500, window=40, shuffle=False) == expected
+
+
+def test_jobs_that_differ_in_seed_or_ranks_are_read_anew():
+    epoch = TableEpoch(table=LengthTable.of(lognormal_lengths(300, cv=1.0)))
+    for seed in (0, 1):
+        for world_size in (1, 2):
+            job = SimulationOptions(world_size=world_size, budget=16_384, seed=seed)
+            alone = TableEpoch(table=epoch.table)
+            assert [*epoch.steps(job)] == [*alone.steps(job)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_some_samples_tell_about_the_steps_of_all(world_size):
+    lengths = lognormal_lengths(40_000, cv=0.6)
+    table = LengthTable.of(lengths)
+    options = {"world_size": world_size, "budget": 16_384, "window": 256}
+    whole = simulate(table, **options)
+    for seed in range(3):
+        picked = np.random.default_rng(seed).permutation(len(lengths))[:512]
+        estimate = simulate(table.rows(picked), **options)
+        # Their mean has an error that no estimate can know of. Nothing else is off.
+        known = lengths[picked].mean() / lengths.mean()
+        assert estimate.steps / whole.steps == pytest.approx(known, rel=0.025)
+        assert estimate.efficiency == pytest.approx(whole.efficiency, abs=0.01)

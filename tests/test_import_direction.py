@@ -39,17 +39,22 @@ ROOMS = (
     "vision",
     "tools",
     "integrations",
+    "cli",
     "",  # odb_nodes/__init__.py
+    "__main__",
 )
 """The rooms: each imports from those before it, and from itself."""
 
 FRAMEWORKS = {
     "PIL": ("_compat", "integrations", "vision"),
     "accelerate": ("_compat", "integrations"),
-    "datasets": ("_compat", "integrations"),
+    "datasets": ("_compat", "cli", "integrations"),
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
-    "transformers": ("_compat", "integrations", "vision"),
+    "rich": ("cli",),
+    "tokenizers": ("cli",),
+    "transformers": ("_compat", "cli", "integrations", "vision"),
+    "typer": ("cli",),
 }
 """Optional package -> the rooms that may import it."""
 
@@ -229,8 +234,8 @@ def test_code_blocks_of_the_documents_use_no_private_room():
         ),
         ({"alignment.exchange": "import odb_nodes.alignment"}, "later room 'alignment'"),
         ({"planning": "import torch"}, "may import numpy alone"),
-        ({"loader": "import transformers.trainer"}, "only ('_compat', 'integrations', 'vision')"),
-        ({"loader": 'importlib.import_module("datasets.x")'}, "only ('_compat', 'integrations')"),
+        ({"loader": "import transformers.trainer"}, "('_compat', 'cli', 'integrations', 'vision')"),
+        ({"loader": 'importlib.import_module("datasets.x")'}, "('_compat', 'cli', 'integrations')"),
     ],
 )
 def test_an_import_that_goes_the_wrong_way_is_named(changed, expected):

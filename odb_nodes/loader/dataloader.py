@@ -128,7 +128,7 @@ class ODBDataLoader(OptionGuard):
         options = LoaderOptions(
             **{field.name: given[field.name] for field in fields(LoaderOptions)}
         )
-        self.dataset = dataset
+        self.dataset, self._options = dataset, options
         collate = collate_for(options.budget, collate_fn)
         # A subclass is left out: its `__call__` may expect the samples as processing returned them.
         ours = type(collate) in (PaddingCollate, PackedCollate)
@@ -229,6 +229,11 @@ class ODBDataLoader(OptionGuard):
     def root(self) -> BaseNode[Any]:
         """Last node of the graph."""
         return self._loader.root
+
+    @property
+    def options(self) -> LoaderOptions:
+        """The arguments that it was made with, beside the dataset."""
+        return self._options
 
     @property
     def accumulate(self) -> int:

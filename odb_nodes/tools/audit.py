@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from odb_nodes._core.checks import check_count
 from odb_nodes.ledger import audit
 
-__all__ = ["main"]
+__all__ = ["main", "print_audit", "sizes_of"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,17 +36,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        found = audit(args.folder, _size_of(parser, args.size))
+        return 0 if print_audit(args.folder, sizes_of(args.size), args.steps) else 1
     except (OSError, ValueError) as error:  # Exit code 2: it says nothing of the samples.
         parser.error(str(error))
+
+
+def print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | None) -> bool:
+    """Audit a ledger, print a report, and return whether each sample has one fate.
+
+    Args:
+        folder: the folder that the ranks have written to.
+        sizes: samples of the data, or of each source of it; `None` where nobody knows.
+        steps: number of first steps of each epoch whose digest is printed; `None` for none.
+
+    Raises:
+        OSError, ValueError: there is no ledger in the folder, or `sizes` does not fit it.
+    """
+    found = audit(folder, sizes)
     print(found)
-    for epoch in found.epochs if args.steps is not None else ():
-        digest = epoch.digest_of_first(args.steps)
-        which = f"first {args.steps:,} steps"
-        if args.steps > epoch.steps:
-            which = f"all {epoch.steps:,} steps, of {args.steps:,} asked for"
+    if steps is None:
+        return found.ok
+    for epoch in found.epochs:
+        digest = epoch.digest_of_first(steps)
+        which = f"first {steps:,} steps"
+        if steps > epoch.steps:
+            which = f"all {epoch.steps:,} steps, of {steps:,} asked for"
         print(f"epoch {epoch.epoch}, {which}: digest {digest}")
-    return 0 if found.ok else 1
+    return found.ok
+
+
+def sizes_of(given: Sequence[str] | None) -> int | dict[str, int] | None:
+    """Return the sizes that a command line names, each as `N` or `source=N`.
+
+    Raises:
+        ValueError: one is neither.
+    """
+    sizes: dict[str, int] = {}
+    for text in given or ():
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal():
+            raise ValueError(f"--size must be a number, or source=number, but is {text!r}.")
+        sizes[name] = int(number)
+    if [*sizes] == [""]:
+        return sizes[""]
+    return sizes or None
 
 
 def _steps(text: str) -> int:
@@ -55,21 +88,6 @@ def _steps(text: str) -> int:
         return check_count("--steps", int(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number above 0, but is {text!r}.") from None
-
-
-def _size_of(
-    parser: argparse.ArgumentParser, given: list[str] | None
-) -> int | dict[str, int] | None:
-    """Return the sizes that the command line names."""
-    sizes: dict[str, int] = {}
-    for text in given or ():
-        name, _, number = text.rpartition("=")
-        if not number.isdecimal():
-            parser.error(f"--size must be a number, or source=number, but is {text!r}.")
-        sizes[name] = int(number)
-    if [*sizes] == [""]:
-        return sizes[""]
-    return sizes or None
 
 
 if __name__ == "__main__":

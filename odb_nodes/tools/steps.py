@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.named_function import load_function
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
@@ -328,9 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--further", type=int, default=0, help="steps after that of a checkpoint")
     parser.add_argument("--out", help="file to write the steps of all ranks to, by `torch.save`")
     args = parser.parse_args(arguments)
-    module, _, function = args.make_loader.partition(":")
-    sys.path.insert(0, os.getcwd())
-    make_loader = getattr(importlib.import_module(module), function)
+    make_loader = load_function(args.make_loader)
     if args.checkpoint:
         remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
     elif args.step is None:

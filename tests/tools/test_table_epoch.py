@@ -150,4 +150,4 @@ def test_some_samples_tell_about_the_steps_of_all(world_size):
         # Their mean has an error that no estimate can know of. Nothing else is off.
         known = lengths[picked].mean() / lengths.mean()
         assert estimate.steps / whole.steps == pytest.approx(known, rel=0.025)
-        assert estimate.efficiency == pytest.approx(whole.efficiency, abs=0.01)
+        assert estimate.efficiency == pytest.approx(whole.efficiency, abs=0.02)

@@ -1,0 +1,158 @@
+"""From what a command line names to a table of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from odb_nodes._core.extras import import_extra
+from odb_nodes._core.named_function import is_function_name, load_function
+from odb_nodes.loader import ODBDataLoader
+from odb_nodes.processing import WorkerOptions
+from odb_nodes.sources import JsonlSource
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import observe_lengths
+
+__all__ = ["DataOptions", "read_table"]
+
+_FIELDS = ("messages", "text")
+_DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What a command line says of the data.
+
+    Attributes:
+        data: a JSON Lines file, or a folder or pattern of those; a folder of `datasets`; or
+            `module:function` that returns a dataset or an `ODBDataLoader`.
+        lengths: a file of a `LengthTable`, in place of `data`.
+        tokenizer: a `tokenizer.json`, or what `AutoTokenizer.from_pretrained` takes.
+        field: the field of an item that is tokenized; default: `messages` or `text`.
+        samples: number of samples to draw; `None` for all.
+        workers: number of worker processes.
+        seed: seed of what is drawn.
+        save_lengths: the file that the table is written to; `None` for none.
+    """
+
+    data: str | None
+    lengths: str | None = None
+    tokenizer: str | None = None
+    field: str | None = None
+    samples: int | None = None
+    workers: int = 0
+    seed: int = 0
+    save_lengths: str | None = None
+
+
+def read_table(options: DataOptions) -> LengthTable:
+    """Return the lengths of the data that a command line names.
+
+    Raises:
+        OSError, TypeError, ValueError: the data cannot be read; the message says what to do.
+        ImportError: they need a package that is not installed.
+    """
+    if (options.data is None) == (options.lengths is None):
+        raise ValueError("pass the data (a file, a folder or module:function), or --lengths FILE.")
+    if options.lengths is not None:
+        return LengthTable.load(_existing(options.lengths))
+    assert options.data is not None
+    dataset = _dataset_of(options.data)
+    functions: dict[str, Any] = {}
+    if isinstance(dataset, ODBDataLoader):
+        given = dataset.options
+        functions = {"process_fn": given.process_fn, "observe": given.observe}
+        dataset = dataset.dataset
+    if not functions.get("process_fn"):
+        tokenize = None if options.tokenizer is None else _tokenize_by(options.tokenizer)
+        functions["process_fn"] = _Tokenization(tokenize, options.field)
+    table = observe_lengths(
+        dataset,
+        samples=options.samples,
+        seed=options.seed,
+        workers=WorkerOptions(num_workers=options.workers),
+        **functions,
+    )
+    if options.save_lengths is not None:
+        table.save(options.save_lengths)
+    return table
+
+
+class _Tokenization:
+    """Makes a sample of an item: tokenizes a field of it, unless it has `input_ids`.
+
+    Args:
+        tokenize: text or messages -> token ids; `None` where there is no tokenizer.
+        field: the field; `None` for the first of `messages` and `text` that an item has.
+    """
+
+    def __init__(self, tokenize: Any, field: str | None) -> None:
+        self._tokenize, self._field = tokenize, field
+
+    def __call__(self, item: Any) -> Any:
+        """Return the sample of an item.
+
+        Raises:
+            ValueError: there is no tokenizer, or the item lacks the field.
+        """
+        if not isinstance(item, Mapping) or ("input_ids" in item and self._field is None):
+            return item
+        fields = _FIELDS if self._field is None else (self._field,)
+        found = [item[name] for name in fields if item.get(name) is not None]
+        if self._tokenize is None:
+            raise ValueError("it has no `input_ids`: pass --tokenizer.")
+        if not found:
+            raise ValueError(
+                f"it has none of the fields {fields}, but {sorted(item)}: pass --field."
+            )
+        return {"input_ids": self._tokenize(found[0])}
+
+
+def _tokenize_by(name: str) -> Any:
+    """Return a function that maps text, or messages, to token ids."""
+    if Path(name).is_file():
+        tokenizer = import_extra("tokenizers", "hf").Tokenizer.from_file(name)
+        return lambda text: tokenizer.encode(text).ids
+    transformers = import_extra("transformers", "hf")
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the tokenizer `{name}` cannot be loaded: pass the path of a `tokenizer.json`, the "
+            "folder of a tokenizer, or a name on the hub that this machine can reach."
+        ) from error
+
+    def tokenize(content: Any) -> Any:
+        if isinstance(content, str):
+            return loaded(content)["input_ids"]
+        return loaded.apply_chat_template(content, tokenize=True, return_dict=True)["input_ids"]
+
+    return tokenize
+
+
+def _dataset_of(data: str) -> Any:
+    path = Path(data)
+    if not path.exists() and is_function_name(data):
+        return load_function(data)()
+    if any((path / name).exists() for name in _DATASETS_FILES):
+        return _saved_dataset(path)
+    return JsonlSource(_existing(data) if "*" not in data else data, 0, 1)
+
+
+def _saved_dataset(path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"`{path}` needs `datasets`: pip install datasets") from error
+    saved = datasets.load_from_disk(path)
+    if isinstance(saved, dict):
+        raise ValueError(f"`{path}` has splits: pass the folder of one, of {sorted(saved)}.")
+    return saved
+
+
+def _existing(path: str) -> str:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no `{path}`: pass a file or folder that exists.")
+    return path

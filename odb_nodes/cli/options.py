@@ -1,0 +1,86 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "Accumulate",
+    "AttentionTokens",
+    "Budget",
+    "Data",
+    "Field",
+    "Layout",
+    "Lengths",
+    "MaxPatches",
+    "MaxSamples",
+    "Multiple",
+    "Ranks",
+    "RoundSize",
+    "RowSizes",
+    "Samples",
+    "SaveLengths",
+    "Seed",
+    "Shapes",
+    "Tokenizer",
+    "Weight",
+    "Window",
+    "Workers",
+    "weights_of",
+]
+
+Data = Annotated[
+    str | None,
+    typer.Argument(
+        help="JSON Lines (a file, folder or pattern), a saved folder of `datasets`, or "
+        "module:function that returns a dataset or a loader."
+    ),
+]
+Lengths = Annotated[str | None, typer.Option(help="A file of lengths, in place of data.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="A tokenizer.json, or the name or folder of a tokenizer.")
+]
+Field = Annotated[str | None, typer.Option(help="Field to tokenize (messages or text).")]
+Samples = Annotated[int | None, typer.Option(min=1, help="Samples to draw (all).")]
+Workers = Annotated[int, typer.Option(min=0, help="Worker processes.")]
+Seed = Annotated[int, typer.Option(help="Of the order, and of what is drawn.")]
+SaveLengths = Annotated[str | None, typer.Option(help="File to write the lengths to.")]
+Ranks = Annotated[list[int], typer.Option(min=1, help="Number of ranks; may be repeated.")]
+Window = Annotated[list[int], typer.Option(min=1, help="Samples that wait; may be repeated.")]
+RoundSize = Annotated[int, typer.Option(min=1, help="Steps between messages of ranks.")]
+Accumulate = Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")]
+Budget = Annotated[int, typer.Option(min=1, help="Padded tokens of a batch.")]
+Layout = Annotated[str, typer.Option(help="padded or packed.")]
+Shapes = Annotated[int | None, typer.Option(min=1, help="Most shapes of batches (any).")]
+AttentionTokens = Annotated[
+    int | None, typer.Option(min=1, help="Length at which attention doubles a row's cost.")
+]
+MaxSamples = Annotated[int | None, typer.Option(min=1, help="Most samples of a batch.")]
+MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most image patches of a batch.")]
+Multiple = Annotated[
+    int, typer.Option("--pad-to-multiple-of", min=1, help="Tokens that widths are a multiple of.")
+]
+RowSizes = Annotated[str, typer.Option(help="any, even or friendly.")]
+Weight = Annotated[
+    list[str] | None, typer.Option(metavar="SOURCE=W", help="Weight of a source, once for each.")
+]
+
+
+def weights_of(given: list[str] | None) -> dict[str, float] | None:
+    """Return the weights that a command line names, each as `source=weight`.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    weights = {}
+    for text in given or ():
+        name, equals, weight = text.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"--weight must be source=number, but is {text!r}.")
+    return weights or None

@@ -1,0 +1,144 @@
+"""What each command does, apart from the figures, which have tests of their own."""
+
+import json
+import sys
+
+import pytest
+from ledgers import SIZE, write_run
+
+from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state
+from odb_nodes.cli import main
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.simulate import lognormal_lengths, simulate
+
+LENGTHS = lognormal_lengths(300, cv=1.0, mean_tokens=90, longest_tokens=700).tolist()
+DATASET = [{"input_ids": [1] * length} for length in LENGTHS]
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit:
+        main([str(one) for one in arguments])
+    return exit.value.code or 0
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "lengths.npz"
+    LengthTable.of(LENGTHS).save(path)
+    return path
+
+
+def cells(text):
+    """The rows of a table in markdown, by their titles."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    titles, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def test_simulate_prints_what_simulate_returns(capsys, table):
+    options = ["--ranks", 1, "--ranks", 2, "--window", 32, "--budget", 1500, "--seed", 3]
+    assert run("simulate", "--lengths", table, *options, "--shapes", 6) == 0
+    out = capsys.readouterr().out
+    rows = cells(out)
+    assert [row["ranks"] for row in rows] == ["1", "2"]
+    for row in rows:
+        report = simulate(
+            LengthTable.load(table),
+            world_size=int(row["ranks"]),
+            budget=TokenBudget(1500, shapes=6),
+            window=32,
+            seed=3,
+        )
+        assert row == {"ranks": row["ranks"], "window": "32"} | report.as_row()
+    assert LengthTable.load(table).digest in out
+
+
+def test_simulate_draws_a_timeline(capsys, table, tmp_path):
+    options = ["--lengths", table, "--ranks", 3, "--window", 32, "--budget", 1500]
+    assert run("simulate", *options, "--timeline", "-") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4].startswith("3 ranks") and [int(line[:5]) for line in lines[-3:]] == [0, 1, 2]
+    assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+
+
+def test_lengths_come_from_json_lines_and_their_tokenizer(capsys, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lines = [{"text": "word " * n, "title": "word"} for n in (3, 1, 2)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    saved = tmp_path / "lengths.npz"
+    options = ["--tokenizer", tmp_path / "tokenizer.json", "--save-lengths", saved]
+    assert run("simulate", data, *options) == 0
+    assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
+    assert run("simulate", data, *options, "--field", "title") == 0
+    assert LengthTable.load(saved).tokens.tolist() == [1, 1, 1]
+
+
+def make_dataset():
+    return DATASET
+
+
+def make_loader():
+    return ODBDataLoader(DATASET, token_budget=1500, process_fn=halved)
+
+
+def halved(sample):
+    return {"input_ids": sample["input_ids"][::2]}
+
+
+@pytest.mark.parametrize("function", [make_dataset, make_loader])
+def test_lengths_come_from_a_function_that_is_named(capsys, tmp_path, monkeypatch, function):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    saved = tmp_path / "lengths.npz"
+    assert run("simulate", f"jobs:{function.__name__}", "--save-lengths", saved) == 0
+    expected = [-(-length // 2) for length in LENGTHS] if function is make_loader else LENGTHS
+    assert LengthTable.load(saved).tokens.tolist() == expected
+
+
+@pytest.mark.frameworks
+def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(DATASET[:20])
+    data.save_to_disk(tmp_path / "data")
+    saved = tmp_path / "lengths.npz"
+    assert run("simulate", tmp_path / "data", "--samples", 9, "--save-lengths", saved) == 0
+    assert LengthTable.load(saved).digest != observe_lengths(DATASET[:20], samples=9).digest
+    assert (
+        LengthTable.load(saved).tokens.tolist()
+        == observe_lengths(DATASET[:20], samples=9).tokens.tolist()
+    )
+    datasets.DatasetDict(train=data).save_to_disk(tmp_path / "splits")
+    assert run("simulate", tmp_path / "splits") == 2
+    assert "splits: pass the folder of one, of ['train']" in capsys.readouterr().err
+
+
+def test_audit_exits_with_1_on_a_hole(capsys, tmp_path):
+    write_run(tmp_path, 2)
+    assert run("audit", tmp_path, "--size", SIZE, "--steps", 3) == 0
+    assert "first 3 steps: digest" in capsys.readouterr().out
+    assert run("audit", tmp_path, "--size", SIZE + 1) == 1
+
+
+def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    loader = make_loader_of_group(None)
+    steps = iter(loader)
+    next(steps)
+    save_rank_state(loader.state_dict(), tmp_path / "checkpoint")
+    batch = next(steps)
+    out = tmp_path / "step.pt"
+    arguments = ["jobs:make_loader_of_group", "--checkpoint", tmp_path / "checkpoint"]
+    assert run("step", *arguments, "--out", out) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("rank 0, epoch 0, step 1:")
+    assert f"{batch['odb_step_info'].local_samples} samples" in shown
+    assert out.exists()
+
+
+def make_loader_of_group(process_group):
+    return ODBDataLoader(DATASET, token_budget=1500, window=32, process_group=process_group)

@@ -1,0 +1,207 @@
+"""Baselines by hand, and against the samplers of transformers and Accelerate themselves."""
+
+import numpy as np
+import pytest
+import torch
+
+from odb_nodes import TokenBudget
+from odb_nodes.planning import SimulationOptions
+from odb_nodes.tools.baselines import STRATEGIES, Baselines, dealt, grouped_by_length
+from odb_nodes.tools.figures import Figures
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.rebalance import rebalanced_batches
+from odb_nodes.tools.simulate import lognormal_lengths
+from odb_nodes.tools.table_epoch import TableEpoch
+
+
+def figures(strategy, lengths, batch_size=None, **options):
+    epoch = TableEpoch(table=LengthTable.of(lengths))
+    return Baselines(epoch=epoch, batch_size=batch_size).figures(
+        strategy, SimulationOptions(**options)
+    )
+
+
+def figures_by_hand(batches, lengths, world_size, budget):
+    """Of batches of rank 0, 1, ..., 0, 1, ...: each the indices of its samples."""
+    padded = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
+    steps = [padded[at : at + world_size] for at in range(0, len(padded), world_size)]
+    real = sum(lengths[i] for batch in batches for i in batch)
+    return Figures(
+        steps=len(steps),
+        rows=sum(map(len, batches)),
+        padding_share=pytest.approx(1 - real / sum(padded)),
+        fill=pytest.approx(np.mean(padded) / budget),
+        largest_tokens=max(padded),
+        efficiency=pytest.approx(real / (world_size * sum(map(max, steps)))),
+    )
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("samples", [400, 397, 64, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])
+class TestAgainstTransformers:
+    """The figures are those of the batches that its own samplers make."""
+
+    lengths = lognormal_lengths(400, cv=1.2, mean_tokens=90, longest_tokens=700, seed=4).tolist()
+
+    def test_batch_rebalance(self, samples, world_size, accumulate):
+        utils = pytest.importorskip("transformers.trainer_pt_utils")
+        lengths = self.lengths[:samples]
+        ranks = [
+            [
+                *utils.BatchRebalanceSampler(
+                    lengths,
+                    effective_batch_size=4 * world_size * accumulate,
+                    dp_size=world_size,
+                    grad_accum=accumulate,
+                    rank=rank,
+                    seed=7,
+                    drop_last=False,  # as the Trainer does by default
+                )
+            ]
+            for rank in range(world_size)
+        ]
+        options = {"world_size": world_size, "accumulate": accumulate, "seed": 7}
+        ours = [*rebalanced_batches(lengths, batch_size=4, **options)]
+        assert ours == [[*step] for step in zip(*ranks, strict=True)]
+        batches = [batch for step in zip(*ranks, strict=True) for batch in step]
+        expected = figures_by_hand(batches, lengths, world_size, 2800)
+        assert figures("batch_rebalance", lengths, 4, budget=2800, **options) == expected
+
+    def test_group_by_length(self, samples, world_size, accumulate):
+        utils = pytest.importorskip("transformers.trainer_pt_utils")
+        from accelerate.data_loader import BatchSamplerShard
+        from torch.utils.data import BatchSampler
+
+        lengths = self.lengths[:samples]
+        ranks = []
+        for rank in range(world_size):
+            sampler = utils.LengthGroupedSampler(
+                4 * accumulate, lengths=lengths, generator=torch.Generator().manual_seed(7)
+            )
+            batches = BatchSampler(sampler, 4, drop_last=False)
+            if world_size > 1:
+                batches = BatchSamplerShard(batches, world_size, rank)
+            ranks.append([*batches])
+        batches = [batch for step in zip(*ranks, strict=True) for batch in step]
+        expected = figures_by_hand(batches, lengths, world_size, 2800)
+        options = {"world_size": world_size, "accumulate": accumulate, "seed": 7}
+        assert figures("group_by_length", lengths, 4, budget=2800, **options) == expected
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_the_figures_are_those_of_the_loader_of_a_real_trainer(tmp_path, strategy):
+    transformers = pytest.importorskip("transformers")
+    lengths = TestAgainstTransformers.lengths
+    args = transformers.TrainingArguments(
+        output_dir=tmp_path,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        train_sampling_strategy=strategy,
+        report_to=[],
+        remove_unused_columns=False,
+        use_cpu=True,
+    )
+    dataset = [{"input_ids": torch.ones(n, dtype=torch.long), "index": n} for n in lengths]
+    trainer = transformers.Trainer(
+        torch.nn.Linear(1, 1),
+        args,
+        train_dataset=dataset,
+        data_collator=lambda samples: {"lengths": [len(one["input_ids"]) for one in samples]},
+    )
+    loader = trainer.get_train_dataloader()
+    state = torch.random.get_rng_state()
+    batches = [batch["lengths"] for batch in loader]
+    seed = 42
+    if strategy == "group_by_length":  # It draws from the global generator; ours draws alike.
+        torch.random.set_rng_state(state)
+        sampler = trainer._get_train_sampler()
+        torch.manual_seed(seed)
+        order = [*sampler]
+        batches = [[lengths[i] for i in order[at : at + 4]] for at in range(0, len(order), 4)]
+    flat = [length for batch in batches for length in batch]
+    ends = np.cumsum([len(batch) for batch in batches])
+    numbered = [
+        list(range(end - len(batch), end)) for batch, end in zip(batches, ends, strict=True)
+    ]
+    expected = figures_by_hand(numbered, flat, 1, 2800)
+    options = {"world_size": 1, "accumulate": 2, "seed": seed, "budget": 2800}
+    assert figures(strategy, lengths, 4, **options) == expected
+
+
+def test_random_batches_by_hand():
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(3)).tolist()
+    lengths = [5, 3, 8, 1, 9, 2, 7]
+    batches = [order[0:2], order[2:4], order[4:6], [order[6], order[0]]]
+    expected = figures_by_hand(batches, lengths, 2, 20)
+    assert figures("random", lengths, 2, world_size=2, budget=20, seed=3) == expected
+    alone = figures_by_hand([*batches[:3], order[6:]], lengths, 1, 20)
+    assert figures("random", lengths, 2, world_size=1, budget=20, seed=3) == alone
+
+
+def test_a_fixed_batch_has_room_for_the_longest_samples():
+    assert figures("random", [10, 3, 4, 5], world_size=1, budget=25).largest_tokens <= 20
+    assert figures("random", [30, 3, 4, 5], world_size=1, budget=25).steps == 4
+
+
+def test_offline_batches_are_cut_from_all_samples():
+    lengths = [10, 2, 9, 3, 8, 2]
+    # Longest first, under 20 padded tokens: 10 9 | 8 3 | 2 2.
+    expected = figures_by_hand([[0, 2], [4, 3], [1, 5]], lengths, 1, 20)
+    assert figures("offline", lengths, world_size=1, budget=20) == expected
+    two = figures("offline", lengths, world_size=2, budget=20)
+    assert two.steps == 2
+    assert two.efficiency == pytest.approx(34 / (2 * (20 + 4)))
+    packed = TokenBudget(17, layout="packed")
+    assert figures("offline", lengths, world_size=1, budget=packed).padding_share == 0
+
+
+def test_sorted_windows_start_over():
+    # In the order of the data: 10 2 | 9 3 | 8 2, each longest first.
+    epoch = TableEpoch(table=LengthTable.of([10, 2, 9, 3, 8, 2]), shuffle=False)
+    job = SimulationOptions(world_size=1, budget=20, window=2)
+    found = Baselines(epoch=epoch).figures("sorted windows", job)
+    padded = 20 + 18 + 16
+    assert (found.steps, found.padding_share) == (3, pytest.approx(1 - 34 / padded))
+
+
+def test_what_knows_more_wastes_less():
+    lengths = lognormal_lengths(6_000, cv=1.0)
+    options = {"world_size": 4, "budget": 16_384, "window": 256}
+    found = {name: figures(name, lengths, **options) for name in STRATEGIES}
+    assert found["random"].efficiency < found["group_by_length"].efficiency
+    assert found["group_by_length"].efficiency < found["sorted windows"].efficiency
+    assert found["sorted windows"].efficiency < found["odb_nodes"].efficiency
+    assert found["odb_nodes"].efficiency < found["offline"].efficiency
+    for name in ("sorted windows", "offline", "odb_nodes"):
+        assert found[name].largest_tokens <= 16_384
+        assert found[name].rows == 6_000
+    on_average = figures("batch_rebalance", lengths, 20, **options)  # as ours; it has no cap
+    assert on_average.largest_tokens > 16_384
+
+
+def test_skipped_and_dropped_samples_are_left_out():
+    table = LengthTable.of([5, 30, 4, 3])
+    table = LengthTable(**{**vars(table), "tokens": np.array([5, 30, 0, 3])})
+    job = SimulationOptions(world_size=1, budget=TokenBudget(20, oversize="drop"))
+    rows = {
+        name: Baselines(epoch=TableEpoch(table=table)).figures(name, job).rows
+        for name in STRATEGIES
+    }
+    fixed = ("random", "group_by_length", "batch_rebalance")
+    assert rows == {name: 3 if name in fixed else 2 for name in STRATEGIES}
+
+
+def test_order_and_batches_are_permutations():
+    lengths = lognormal_lengths(103, cv=1.0)
+    order = np.random.default_rng(0).permutation(103)
+    assert sorted(grouped_by_length(lengths, order, 8).tolist()) == [*range(103)]
+    batches = dealt(order, 8, 1)
+    assert sorted(row for (batch,) in batches for row in batch) == [*range(103)]
+
+
+def test_a_strategy_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="`strategy` must be one of"):
+        figures("best", [3], world_size=1, budget=20)

@@ -49,6 +49,7 @@ FRAMEWORKS = {
     "PIL": ("_compat", "integrations", "vision"),
     "accelerate": ("_compat", "integrations"),
     "datasets": ("_compat", "cli", "integrations"),
+    "jinja2": ("tools",),
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
     "rich": ("cli",),

@@ -10,6 +10,7 @@ from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state
 from odb_nodes.cli import main
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 
 LENGTHS = lognormal_lengths(300, cv=1.0, mean_tokens=90, longest_tokens=700).tolist()
@@ -30,8 +31,9 @@ def table(tmp_path):
 
 
 def cells(text):
-    """The rows of a table in markdown, by their titles."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    """The rows of the last table in markdown, by their titles."""
+    last = text.rstrip().split("\n\n")[-1]
+    lines = [line for line in last.splitlines() if line.startswith("|")]
     titles, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
@@ -142,3 +144,14 @@ def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch
 
 def make_loader_of_group(process_group):
     return ODBDataLoader(DATASET, token_budget=1500, window=32, process_group=process_group)
+
+
+def test_profile_writes_its_files(capsys, table, tmp_path):
+    files = ["--json", tmp_path / "p.json", "--html", tmp_path / "p.html"]
+    options = ["--ranks", 1, "--ranks", 2, "--window", 32, "--budget", 1500]
+    assert run("profile", "--lengths", table, *options, *files) == 0
+    out = capsys.readouterr().out
+    expected = profile(LengthTable.load(table), budget=1500, world_sizes=(1, 2), windows=(32,))
+    assert (tmp_path / "p.json").read_text() == expected.to_json()
+    assert (tmp_path / "p.html").read_text() == expected.to_html()
+    assert cells(out)[-1] == expected.comparisons[-1].as_row()

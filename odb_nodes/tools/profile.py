@@ -1,0 +1,244 @@
+"""What a dataset's lengths are, and what batches of them come to, before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning.table import IntArray
+from odb_nodes.sources import Mixing
+from odb_nodes.sources.mixing import Weights
+from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
+from odb_nodes.tools.figures import Figures
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.profile_page import render_page
+from odb_nodes.tools.report import markdown_table
+from odb_nodes.tools.table_epoch import TableEpoch
+
+__all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
+
+PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
+BINS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSummary:
+    """The lengths of the samples of one source, or of all.
+
+    Attributes:
+        source: name of the source; "all samples" for all.
+        samples: number of samples that have a length.
+        skipped: number of samples that processing skips.
+        tokens: tokens of all samples together.
+        mean_tokens: their mean length.
+        cv: coefficient of variation, standard deviation / mean.
+        percentiles: percent -> length in tokens, from the shortest (0) to the longest (100).
+        edges: lengths between which `counts` are, (bins + 1), in tokens, evenly spaced by ratio.
+        counts: number of samples from each edge up to, but not including, the next one.
+    """
+
+    source: str
+    samples: int
+    skipped: int
+    tokens: int
+    mean_tokens: float
+    cv: float
+    percentiles: dict[int, int]
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, source: str, lengths: IntArray, skipped: int) -> LengthSummary:
+        """Return the summary of lengths, at least one."""
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
+        counts, _ = np.histogram(lengths, edges)
+        values = np.percentile(lengths, PERCENTILES, method="nearest")
+        return cls(
+            source=source,
+            samples=len(lengths),
+            skipped=skipped,
+            tokens=int(lengths.sum()),
+            mean_tokens=float(lengths.mean()),
+            cv=float(lengths.std() / lengths.mean()),
+            percentiles=dict(zip(PERCENTILES, values.astype(int).tolist(), strict=True)),
+            edges=tuple(edges.tolist()),
+            counts=tuple(counts.tolist()),
+        )
+
+    def as_row(self) -> dict[str, str]:
+        """Return the formatted summary as a row of a table: title -> cell."""
+        row = {
+            "source": self.source,
+            "samples": f"{self.samples:,}",
+            "skipped": f"{self.skipped:,}",
+            "mean": f"{self.mean_tokens:,.0f}",
+            "CV": f"{self.cv:.2f}",
+        }
+        names = {0: "shortest", 50: "median", 100: "longest"}
+        return row | {
+            names.get(percent, f"{percent} %"): f"{tokens:,}"
+            for percent, tokens in self.percentiles.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What one way to make batches comes to on some ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        strategy: one of `odb_nodes.tools.baselines.STRATEGIES`.
+        window: samples that wait on each rank; `None` where the strategy has no window.
+        figures: what it comes to.
+    """
+
+    world_size: int
+    strategy: Strategy
+    window: int | None
+    figures: Figures
+
+    def as_row(self) -> dict[str, str]:
+        """Return the formatted figures as a row of a table: title -> cell."""
+        window = "" if self.window is None else f"{self.window:,}"
+        row = {"ranks": str(self.world_size), "batches": self.strategy, "window": window}
+        return row | self.figures.as_row()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a dataset is like, and what batches of it come to.
+
+    Attributes:
+        about: which table it is of, with its digest.
+        budget: the budget of the batches.
+        batch_size: samples of a fixed batch.
+        lengths: of all samples, then of each source where there are several.
+        comparisons: the ways to make batches, on each number of ranks.
+    """
+
+    about: str
+    budget: TokenBudget
+    batch_size: int
+    lengths: tuple[LengthSummary, ...]
+    comparisons: tuple[Comparison, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            [
+                self.about,
+                markdown_table([one.as_row() for one in self.lengths]),
+                self.heading,
+                markdown_table([one.as_row() for one in self.comparisons]),
+            ]
+        )
+
+    @property
+    def heading(self) -> str:
+        """What the comparisons are of."""
+        default = TokenBudget(self.budget.tokens)
+        fields = [
+            f"{name}={value!r}"
+            for name, value in vars(self.budget).items()
+            if value != getattr(default, name)
+        ]
+        budget = ", ".join([f"budget of {self.budget.tokens:,} tokens", *fields])
+        return f"{budget}; fixed batches of {self.batch_size} samples"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as plain data."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Return the profile as JSON."""
+        return json.dumps(self.as_dict(), indent=1) + "\n"
+
+    def to_html(self) -> str:
+        """Return the profile as one page of HTML that needs no other file.
+
+        Raises:
+            ImportError: the extra `tools` is not installed.
+        """
+        return render_page(
+            about=self.about,
+            heading=self.heading,
+            lengths=[one.as_row() for one in self.lengths],
+            comparisons=[one.as_row() for one in self.comparisons],
+            histograms=[(one.source, one.edges, one.counts) for one in self.lengths],
+        )
+
+
+def profile(
+    table: LengthTable,
+    *,
+    budget: int | TokenBudget,
+    world_sizes: Sequence[int] = (1,),
+    windows: Sequence[int] = (SimulationOptions.window,),
+    accumulate: int = SimulationOptions.accumulate,
+    batch_size: int | None = None,
+    weights: Weights | Mixing = None,
+    seed: int = SimulationOptions.seed,
+) -> Profile:
+    """Return what a dataset is like, and what batches of it come to.
+
+    Args:
+        table: the lengths of its samples. Where these are some of them, the comparisons are of as
+            many drawn from them, and their steps those of what is drawn.
+        budget: padded tokens of a batch, or a `TokenBudget`.
+        world_sizes: numbers of ranks.
+        windows: numbers of samples that wait on each rank.
+        accumulate: batches of an optimizer step.
+        batch_size: samples of a fixed batch; default: as many of the longest as the budget holds.
+        weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
+        seed: seed of the order of the samples.
+
+    Raises:
+        TypeError, ValueError: an option is not valid, or there is no step.
+    """
+    baselines = Baselines(epoch=TableEpoch(table=table, weights=weights), batch_size=batch_size)
+    wanted: list[tuple[int, Strategy, int | None]] = [
+        (world_size, strategy, window)
+        for world_size in world_sizes
+        for strategy in STRATEGIES
+        for window in (windows if strategy in WINDOWED else (None,))
+    ]
+    comparisons = []
+    for world_size, strategy, window in tqdm(wanted, "comparing", leave=False, disable=None):
+        job = SimulationOptions(
+            world_size=world_size,
+            budget=budget,
+            window=SimulationOptions.window if window is None else window,
+            accumulate=accumulate,
+            seed=seed,
+        )
+        figures = baselines.figures(strategy, job)
+        comparison = Comparison(
+            world_size=world_size, strategy=strategy, window=window, figures=figures
+        )
+        comparisons.append(comparison)
+    return Profile(
+        about=str(table),
+        budget=TokenBudget.of(budget),
+        batch_size=baselines.fixed_size(TokenBudget.of(budget)),
+        lengths=tuple(_summaries(table)),
+        comparisons=tuple(comparisons),
+    )
+
+
+def _summaries(table: LengthTable) -> list[LengthSummary]:
+    sources = [None, *table.names] if len(table.names) > 1 else [None]
+    found = []
+    for source in sources:
+        lengths = table.lengths(source)
+        of_source = slice(None) if source is None else table.sources == table.names.index(source)
+        skipped = int(np.count_nonzero(table.tokens[of_source] == 0))
+        if len(lengths):
+            found.append(LengthSummary.of(source or "all samples", lengths, skipped))
+    return found

@@ -1,0 +1,133 @@
+import json
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from odb_nodes import TokenBudget
+from odb_nodes.planning import SimulationOptions
+from odb_nodes.tools.baselines import Baselines
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.profile import LengthSummary, profile
+from odb_nodes.tools.simulate import lognormal_lengths
+from odb_nodes.tools.table_epoch import TableEpoch
+
+LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
+
+
+def mixed_table():
+    table = LengthTable.of(LENGTHS, seed="0")
+    tokens = np.where(np.arange(600) == 17, 0, LENGTHS)
+    sources = {"sources": np.arange(600) // 400, "names": ("code & more", "text")}
+    return LengthTable(**{**vars(table), **sources, "tokens": tokens, "sizes": (400, 200)})
+
+
+@pytest.fixture(scope="module")
+def made():
+    return profile(mixed_table(), budget=1500, world_sizes=(1, 2), windows=(32, 64))
+
+
+def test_a_summary_by_hand():
+    summary = LengthSummary.of("a", np.array([2, 4, 4, 10]), 3)
+    assert (summary.samples, summary.skipped, summary.tokens) == (4, 3, 20)
+    assert summary.mean_tokens == 5.0
+    assert summary.cv == pytest.approx(3.0 / 5)
+    assert [summary.percentiles[percent] for percent in (0, 50, 100)] == [2, 4, 10]
+    assert sum(summary.counts) == 4 and len(summary.edges) == len(summary.counts) + 1
+    assert summary.counts[summary.edges.index(4)] == 2
+    assert LengthSummary.of("one", np.array([7, 7]), 0).counts == (2,)
+
+
+def test_there_is_a_summary_of_all_and_of_each_source(made):
+    assert [(one.source, one.samples, one.skipped) for one in made.lengths] == [
+        ("all samples", 599, 1),
+        ("code & more", 399, 1),
+        ("text", 200, 0),
+    ]
+    assert made.lengths[2].tokens == LENGTHS[400:].sum()
+
+
+def test_the_comparisons_are_those_of_the_baselines(made):
+    assert len(made.comparisons) == 2 * (4 + 2 * 2)
+    baselines = Baselines(epoch=TableEpoch(table=mixed_table()))
+    for one in made.comparisons:
+        job = SimulationOptions(world_size=one.world_size, budget=1500, window=one.window or 1024)
+        assert one.figures == baselines.figures(one.strategy, job)
+    assert made.heading == f"budget of 1,500 tokens; fixed batches of {made.batch_size} samples"
+    assert made.batch_size == 1500 // LENGTHS.max()
+
+
+def test_the_text_has_both_tables_and_the_digest(made):
+    assert mixed_table().digest in str(made)
+    assert "| 2 | odb_nodes | 64 |" in str(made) and "| text |" in str(made)
+
+
+def test_the_json_has_all_of_it(made):
+    found = json.loads(made.to_json())
+    assert found["lengths"][2]["tokens"] == int(LENGTHS[400:].sum())
+    assert found["comparisons"][-1]["figures"]["steps"] == made.comparisons[-1].figures.steps
+    assert found["budget"]["tokens"] == 1500
+
+
+class Page(HTMLParser):
+    """Tags, their attributes, and text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_needs_no_other_file(made):
+    text = made.to_html()
+    page = Page(text)
+    assert len(text) < 100_000
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert all("src" not in attrs and "href" not in attrs for _, attrs in page.tags)
+    assert "prefers-color-scheme:dark" in text and "url(" not in text
+    assert "code & more" in page.text and "code & more" not in text  # which is escaped
+
+
+def test_pictures_have_their_content_in_words(made):
+    text = made.to_html()
+    pictures = [part.partition("</svg>")[0] for part in text.split("<svg")[1:]]
+    assert len(pictures) == 3
+    for picture, summary in zip(pictures, made.lengths, strict=True):
+        root = ElementTree.fromstring(f"<svg{picture}</svg>")
+        assert root.get("role") == "img"
+        assert f"{summary.samples:,} samples from" in root.get("aria-label")
+        bars = [one for one in root.iter() if one.tag.endswith("rect")]
+        assert len(bars) == len(summary.counts)
+
+
+def test_a_profile_of_many_sources_stays_small():
+    names = tuple(f"source {number}" for number in range(300))
+    numbers = np.arange(600) % 300
+    table = LengthTable.of(LENGTHS)
+    many = LengthTable(**{**vars(table), "names": names, "sources": numbers, "sizes": (2,) * 300})
+    made = profile(many, budget=TokenBudget(1500), windows=(32,))
+    assert len(made.lengths) == 301 and "source 299" in made.to_html()
+    assert len(made.to_html()) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"budget": 0}, "`budget`"),
+        ({"world_sizes": (0,)}, "`world_size`"),
+        ({"windows": (0,)}, "`window`"),
+        ({"batch_size": 0}, "`batch_size`"),
+        ({"accumulate": 0}, "`accumulate`"),
+        ({"weights": {"a": 1}}, "`weights`"),
+    ],
+)
+def test_errors_name_what_is_wrong(change, words):
+    with pytest.raises(ValueError, match=words):
+        profile(mixed_table(), **{"budget": 1500, **change})

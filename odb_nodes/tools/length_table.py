@@ -105,6 +105,21 @@ class LengthTable:
         """What planning needs to know of the samples."""
         return SampleCosts(self.tokens, self.targets, self.patches)
 
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the mean length, relative to it: 0 where the table has all samples.
+
+        As uncertain is the number of steps that follows from it.
+        """
+        variance = total = 0.0
+        for number, size in enumerate(self.sizes):
+            lengths = self.tokens[self.sources == number]
+            if len(lengths):
+                total += size * lengths.mean()
+                left = 1 - len(lengths) / size
+                variance += size**2 * left * lengths.var(ddof=len(lengths) > 1) / len(lengths)
+        return float(np.sqrt(variance) / total)
+
     def lengths(self, source: str | None = None) -> IntArray:
         """Return the lengths of the samples that processing does not skip, (m,) int64.
 

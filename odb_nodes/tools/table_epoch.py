@@ -25,7 +25,7 @@ __all__ = ["TableEpoch"]
 
 MOST_DRAWN = 20_000
 """Samples that stand for a dataset of which some are known, unless the windows need more."""
-_WINDOWS_OF_RANK = 8
+LEAST_WINDOWS = 8
 """Windows that each rank then has at least, or what it has of the dataset."""
 _COUNTS = ("steps", "samples", "real_tokens", "padded_tokens", "filler_slots")
 
@@ -40,12 +40,14 @@ class TableEpoch:
         weights: how its sources are mixed, as for an `ODBDataLoader`.
         most_drawn: of a table that has not all samples of the dataset, how many are drawn from its
             rows to stand for all; more where many ranks have large windows.
+        least_windows: how many windows each rank then has at least.
     """
 
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
     most_drawn: int = MOST_DRAWN
+    least_windows: int = LEAST_WINDOWS
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
@@ -55,7 +57,7 @@ class TableEpoch:
         """
         table, samples = self.table, len(self.table)
         if not table.is_whole:
-            least = _WINDOWS_OF_RANK * job.window * job.world_size
+            least = self.least_windows * job.window * job.world_size
             samples = min(table.num_samples, max(self.most_drawn, least))
         key = samples, job.seed, job.world_size  # jobs that differ in others read alike
         if key not in self._orders:

@@ -1,0 +1,145 @@
+"""What an epoch of a loader will be like, before the first batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Subset
+
+from odb_nodes._core.checks import check_count, check_type
+from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.loader import ODBDataLoader
+from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.planning import SimulationOptions
+from odb_nodes.planning.options import JobOptions
+from odb_nodes.sample import Sample
+from odb_nodes.sources import JsonlSource
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.report import SimulationReport
+from odb_nodes.tools.table_epoch import TableEpoch
+
+__all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]
+
+LOOKED_AT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEstimate:
+    """What the first epoch of a loader will be like.
+
+    Attributes:
+        steps: number of batches of each rank.
+        optimizer_steps: number of optimizer steps.
+        relative_error: standard error of these, relative to them; 0 where all samples were looked
+            at. Twice as much is seldom exceeded.
+        padding_share: padding tokens / tokens of all batches.
+        balance: sum over the steps of the ranks' mean tokens / sum of the largest batch's.
+        report: further measures of the simulated steps.
+    """
+
+    steps: int
+    optimizer_steps: int
+    relative_error: float
+    padding_share: float
+    balance: float
+    report: SimulationReport
+
+    def __str__(self) -> str:
+        about = f" (+- {2 * self.relative_error:.1%})" if self.relative_error else ""
+        steps = f"{self.steps:,} steps"
+        if self.optimizer_steps != self.steps:
+            steps += f", {self.optimizer_steps:,} optimizer steps"
+        return f"{steps}{about}, padding {self.padding_share:.1%}, balance {self.balance:.3f}"
+
+
+def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> EpochEstimate:
+    """Return what the first epoch of a loader will be like.
+
+    Processes some samples in this thread, and plans the steps of all ranks from their lengths. It
+    asks no other rank, and leaves loader and random generators as they are.
+
+    Args:
+        loader: the loader, wherever it stands.
+        samples: number of samples of each dataset to process; `None` for all.
+
+    Raises:
+        TypeError: the dataset can be read only by iterating it, which might disturb the loader.
+        ValueError: `samples` is not valid, or there is no step.
+        SampleError: a sample cannot be processed.
+    """
+    table, options = table_of_loader(loader, samples), loader.options
+    job = SimulationOptions(
+        world_size=group_rank(options.process_group)[1],
+        budget=options.budget,
+        **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
+    )
+    shuffle = options.shuffle is not False and options.sampler is None
+    report = TableEpoch(table=table, shuffle=shuffle, weights=options.weights).report(job)
+    return EpochEstimate(
+        steps=report.steps,
+        optimizer_steps=-(-report.steps // job.accumulate),
+        relative_error=table.relative_error,
+        padding_share=1 - report.density,
+        balance=report.balance,
+        report=report,
+    )
+
+
+def table_of_loader(loader: ODBDataLoader, samples: int | None = None) -> LengthTable:
+    """Return the lengths of the samples of a loader, as all its ranks read them.
+
+    Args:
+        loader: the loader.
+        samples: number of samples of each dataset to process; `None` for all.
+
+    Raises:
+        TypeError: the dataset can be read only by iterating it.
+        ValueError: `samples` is not valid, or there is no sample.
+        SampleError: a sample cannot be processed.
+    """
+    check_type("loader", loader, ODBDataLoader)
+    options, dataset = loader.options, loader.dataset
+    if samples is not None:
+        check_count("samples", samples)
+    for one in dataset.values() if type(dataset) is dict else [dataset]:
+        _check_is_readable(one)
+    indices = None if options.sampler is None else [*options.sampler]
+    if indices is not None:
+        dataset = Subset(dataset, indices)
+    table = observe_lengths(
+        dataset,
+        process_fn=options.process_fn,
+        observe=options.observe,
+        samples=samples,
+        seed=options.seed,
+    )
+    if indices is not None:
+        table = replace(table, keys=np.array(indices, dtype=np.int64)[table.keys])
+    if options.sharded:  # The data of the other ranks is taken to be alike.
+        world_size = group_rank(options.process_group)[1]
+        table = replace(table, sizes=tuple(size * world_size for size in table.sizes))
+    return _without_excluded(table, options)
+
+
+def _check_is_readable(dataset: Any) -> None:
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not (is_map_style or isinstance(dataset, JsonlSource)):
+        raise TypeError(
+            "an epoch can be estimated where the dataset is map-style or a `JsonlSource`, but it "
+            f"is a `{type(dataset).__name__}`, which the loader itself iterates. Make a second "
+            "one of it, and pass that to `observe_lengths` and `simulate`."
+        )
+
+
+def _without_excluded(table: LengthTable, options: LoaderOptions) -> LengthTable:
+    exclude = ExcludedKeys.of(options.exclude)
+    if not exclude:
+        return table
+    rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
+    samples = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
+    gone = np.array([sample in exclude for sample in samples])
+    return replace(table, tokens=np.where(gone, 0, table.tokens))

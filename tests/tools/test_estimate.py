@@ -1,0 +1,139 @@
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
+from odb_nodes.alignment.exchange.in_process import InProcessHub
+from odb_nodes.tools.estimate import estimate_epoch, table_of_loader
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.simulate import lognormal_lengths, simulate
+
+LENGTHS = lognormal_lengths(900, cv=1.0, mean_tokens=90, longest_tokens=700)
+DATASET = [{"input_ids": [1] * length} for length in LENGTHS.tolist()]
+OPTIONS = {"token_budget": 1500, "window": 64, "seed": 3}
+
+
+def halved(sample):
+    return {"input_ids": sample["input_ids"][::2]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"accumulate": 3},
+        {"process_fn": halved},
+        {"shuffle": False},
+        {"sampler": range(0, 900, 3)},
+        {"exclude": range(0, 900, 2)},
+        {"exclude": range(0, 900, 2), "sampler": range(0, 900, 3)},
+        {"token_budget": TokenBudget(1500, layout="packed")},
+        {"dearest_first": 3},
+    ],
+)
+def test_it_is_the_epoch_where_all_samples_are_looked_at(change):
+    loader = ODBDataLoader(DATASET, **{**OPTIONS, **change})
+    estimate = estimate_epoch(loader, samples=None)
+    infos = [batch["odb_step_info"] for batch in loader]
+    assert estimate.steps == len(infos)
+    assert estimate.optimizer_steps == -(-len(infos) // loader.accumulate)
+    padded = sum(info.local_padded_tokens for info in infos)
+    real = sum(info.local_tokens for info in infos)
+    assert estimate.padding_share == pytest.approx(1 - real / padded)
+    assert (estimate.relative_error, estimate.balance) == (0.0, 1.0)
+
+
+def test_it_is_of_all_ranks_and_asks_none():
+    loader = ODBDataLoader(DATASET, process_group=InProcessHub(4).exchange(2), **OPTIONS)
+    expected = simulate(LengthTable.of(LENGTHS), world_size=4, budget=1500, window=64, seed=3)
+    assert estimate_epoch(loader, samples=None).report == expected
+    sharded = ODBDataLoader(
+        DATASET, process_group=InProcessHub(4).exchange(2), sharded=True, **OPTIONS
+    )
+    steps = estimate_epoch(sharded, samples=None).steps
+    four = LengthTable.of(np.tile(LENGTHS, 4))
+    expected = simulate(four, world_size=4, budget=1500, window=64, seed=3)
+    assert steps == pytest.approx(expected.steps, rel=0.03)
+
+
+def test_mixtures_are_read_by_their_weights():
+    dataset = {"a": DATASET[:300], "b": DATASET[300:]}
+    options = {**OPTIONS, "weights": {"a": 1, "b": 2}}
+    estimate = estimate_epoch(ODBDataLoader(dataset, **options), samples=None)
+    assert estimate.steps == sum(1 for _ in ODBDataLoader(dataset, **options))
+
+
+def test_some_samples_give_it_about():
+    loader = ODBDataLoader(DATASET, **OPTIONS)
+    whole = estimate_epoch(loader, samples=None)
+    errors = [estimate_epoch(loader, samples=n).relative_error for n in (50, 200)]
+    assert errors[1] < errors[0] / 1.5
+    estimate = estimate_epoch(loader, samples=200)
+    assert estimate.steps == pytest.approx(whole.steps, rel=3 * estimate.relative_error)
+    text = str(estimate)
+    assert f"{estimate.steps:,} steps (+- " in text and "padding" in text
+
+
+def test_the_error_is_that_of_the_mean_of_draws():
+    table = LengthTable.of(LENGTHS)
+    means, errors = [], []
+    for seed in range(200):
+        some = table.rows(np.random.default_rng(seed).permutation(900)[:100])
+        means.append(some.tokens.mean() / LENGTHS.mean())
+        errors.append(some.relative_error)
+    assert np.std(means) == pytest.approx(np.mean(errors), rel=0.2)
+
+
+def test_the_loader_and_the_generators_stay_where_they_are():
+    def crop(sample):
+        return {"input_ids": sample["input_ids"][: random.randint(1, 400)]}
+
+    def take(estimates):
+        loader = ODBDataLoader(DATASET, process_fn=crop, **OPTIONS)
+        batches = []
+        for batch in loader:
+            batches.append(batch["input_ids"].shape)
+            if estimates and len(batches) in (1, 5):
+                before = random.getstate(), torch.get_rng_state(), loader.state_dict()
+                estimate_epoch(loader, samples=20)
+                assert random.getstate() == before[0]
+                assert torch.equal(torch.get_rng_state(), before[1])
+                assert loader.state_dict() == before[2]
+        return batches
+
+    assert take(estimates=True) == take(estimates=False)
+
+
+def test_lines_of_json_are_read_anew(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS[:100].tolist()))
+    loader = ODBDataLoader(JsonlSource(path), **OPTIONS)
+    batches = iter(loader)
+    next(batches)
+    estimate = estimate_epoch(loader, samples=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert estimate.steps == 1 + sum(1 for _ in batches)
+    assert len(table_of_loader(loader, samples=10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "error", "words"),
+    [
+        (ODBDataLoader(IterableSource(DATASET), **OPTIONS), {}, TypeError, "IterableSource"),
+        (
+            ODBDataLoader(type("S", (), {"__iter__": lambda _: iter(DATASET)})(), **OPTIONS),
+            {},
+            TypeError,
+            "`S`",
+        ),
+        (ODBDataLoader(DATASET, **OPTIONS), {"samples": 0}, ValueError, "`samples`"),
+        (DATASET, {}, TypeError, "`loader`"),
+    ],
+)
+def test_errors_name_what_is_wrong(loader, options, error, words):
+    with pytest.raises(error, match=words):
+        estimate_epoch(loader, **options)

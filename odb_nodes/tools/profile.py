@@ -19,7 +19,7 @@ from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
 from odb_nodes.tools.figures import Figures
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.profile_page import render_page
-from odb_nodes.tools.report import markdown_table
+from odb_nodes.tools.report import budget_code, markdown_table
 from odb_nodes.tools.table_epoch import TableEpoch
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
@@ -143,14 +143,8 @@ class Profile:
     @property
     def heading(self) -> str:
         """What the comparisons are of."""
-        default = TokenBudget(self.budget.tokens)
-        fields = [
-            f"{name}={value!r}"
-            for name, value in vars(self.budget).items()
-            if value != getattr(default, name)
-        ]
-        budget = ", ".join([f"budget of {self.budget.tokens:,} tokens", *fields])
-        return f"{budget}; fixed batches of {self.batch_size} samples"
+        batches = f"fixed batches of {self.batch_size} samples"
+        return f"token_budget={budget_code(self.budget)}; {batches}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the profile as plain data."""

@@ -5,13 +5,16 @@ import sys
 
 import pytest
 from ledgers import SIZE, write_run
+from step_logs import write_log
 
 from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state
 from odb_nodes.cli import main
+from odb_nodes.memory import MemoryModel
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
 from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
+from odb_nodes.tools.tune import tune
 
 LENGTHS = lognormal_lengths(300, cv=1.0, mean_tokens=90, longest_tokens=700).tolist()
 DATASET = [{"input_ids": [1] * length} for length in LENGTHS]
@@ -155,3 +158,32 @@ def test_profile_writes_its_files(capsys, table, tmp_path):
     assert (tmp_path / "p.json").read_text() == expected.to_json()
     assert (tmp_path / "p.html").read_text() == expected.to_html()
     assert cells(out)[-1] == expected.comparisons[-1].as_row()
+
+
+@pytest.mark.workers
+def test_tune_prints_what_tune_returns(capsys, table, tmp_path):
+    write_log(tmp_path / "steps.jsonl", 50)
+    options = ["--ranks", 2, "--limit", 1500, "--tokens-per-step", 6000]
+    assert run("tune", "--lengths", table, *options, "--log", tmp_path / "steps.jsonl") == 0
+    out = capsys.readouterr().out
+    expected = tune(
+        LengthTable.load(table),
+        world_size=2,
+        limit=1500,
+        tokens_per_step=6000,
+        log=tmp_path / "steps.jsonl",
+    )
+    assert out.endswith(f"\n\n{expected.why}\n\n{expected.code()}")
+    assert cells(out.partition(expected.why)[0]) == expected.rows()
+
+
+@pytest.mark.workers
+def test_tune_takes_a_model_of_memory(capsys, table, tmp_path):
+    model = MemoryModel()
+    for rows, width in [(1, 100), (4, 100), (1, 700), (4, 700)]:
+        model.add(rows, width, 0, 10**9 + 10**6 * rows * width)
+    (tmp_path / "model.json").write_text(model.to_json())
+    options = ["--memory-model", tmp_path / "model.json", "--memory-gib", 4]
+    assert run("tune", "--lengths", table, *options) == 0
+    largest = model.budget(4 * 2**30).tokens
+    assert f"| {largest:,} |" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_the_comparisons_are_those_of_the_baselines(made):
     for one in made.comparisons:
         job = SimulationOptions(world_size=one.world_size, budget=1500, window=one.window or 1024)
         assert one.figures == baselines.figures(one.strategy, job)
-    assert made.heading == f"budget of 1,500 tokens; fixed batches of {made.batch_size} samples"
+    assert made.heading == f"token_budget=1500; fixed batches of {made.batch_size} samples"
     assert made.batch_size == 1500 // LENGTHS.max()
 
 

@@ -1,0 +1,76 @@
+"""`odb-nodes tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from odb_nodes.cli import options as cli
+from odb_nodes.cli.data import DataOptions, read_table
+from odb_nodes.cli.tables import print_rows
+from odb_nodes.memory import MemoryModel
+from odb_nodes.tools.tune import tune as choose
+
+__all__ = ["tune"]
+
+_GIB = 2**30
+
+
+def tune(
+    data: cli.Data = None,
+    lengths: cli.Lengths = None,
+    tokenizer: cli.Tokenizer = None,
+    field: cli.Field = None,
+    samples: cli.Samples = None,
+    workers: cli.Workers = 0,
+    save_lengths: cli.SaveLengths = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Padded tokens of an optimizer step of all ranks.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most padded tokens of a batch (4 x the longest).")
+    ] = None,
+    memory_model: Annotated[
+        Path | None, typer.Option(help="A `MemoryModel` as JSON, in place of --limit.")
+    ] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory of a device, with --memory-model.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="steps.jsonl of a run, which times are fitted to.")
+    ] = None,
+    weight: cli.Weight = None,
+    seed: cli.Seed = 0,
+) -> None:
+    """Propose budget, window, accumulation and rounds for a dataset, with code to paste."""
+    weights = cli.weights_of(weight)
+    bound: int | tuple[MemoryModel, int] | None = limit
+    if (memory_model is None) != (memory_gib is None) or (memory_model and limit):
+        raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
+    if memory_model is not None and memory_gib is not None:
+        bound = MemoryModel.from_json(memory_model.read_text()), int(memory_gib * _GIB)
+    what = DataOptions(
+        data=data,
+        lengths=lengths,
+        tokenizer=tokenizer,
+        field=field,
+        samples=samples,
+        workers=workers,
+        seed=seed,
+        save_lengths=save_lengths,
+    )
+    tuned = choose(
+        read_table(what),
+        world_size=ranks,
+        tokens_per_step=tokens_per_step,
+        limit=bound,
+        log=log,
+        weights=weights,
+        seed=seed,
+    )
+    print(tuned.about)
+    print_rows(tuned.rows())
+    print(f"\n{tuned.why}\n\n{tuned.code()}", end="")

@@ -1,0 +1,187 @@
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from step_logs import TRUE, write_log
+
+from odb_nodes import ODBDataLoader, TokenBudget
+from odb_nodes.integrations.learning_rate import LrScaling
+from odb_nodes.memory import MemoryModel
+from odb_nodes.planning import SimulationOptions
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.simulate import lognormal_lengths, simulate
+from odb_nodes.tools.step_time import StepTime
+from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.tune import AS_FAST, tune
+from odb_nodes.tools.tuning import Choice, Simulator
+
+LENGTHS = lognormal_lengths(2_000, cv=1.0, mean_tokens=90, longest_tokens=700)
+TABLE = LengthTable.of(LENGTHS)
+
+pytestmark = pytest.mark.workers
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    return tune(TABLE, world_size=2, limit=3000)
+
+
+def test_an_outcome_by_hand():
+    # One rank, in order: 10 9 | 8 8, of 2 rows each.
+    epoch = TableEpoch(table=LengthTable.of([10, 8, 9, 8]), shuffle=False)
+    job = SimulationOptions(world_size=1, budget=20)
+    time = StepTime(constant_s=1.0, token_s=0.1, square_s=0.01)
+    choice = Choice(budget=TokenBudget(20), window=4, accumulate=2, round_size=32)
+    outcome = Simulator(epoch=epoch, job=job, step_time=time)(choice)
+    assert outcome.epoch_s == pytest.approx(1 + 2 + 2 + 1 + 1.6 + 1.28)
+    assert (outcome.steps, outcome.balance, outcome.samples_per_step) == (2, 1.0, 4.0)
+    assert outcome.padding_share == pytest.approx(1 / 36)
+    assert outcome.replayed_samples == 4 + 4  # the pool, and a round of two steps
+    assert outcome.held_samples == 8 + 4 + 4 * 2  # in flight; four batches ahead
+
+
+def test_attention_in_a_packed_row_is_that_of_its_samples():
+    epoch = TableEpoch(table=LengthTable.of([3, 4]), shuffle=False)
+    budget = TokenBudget(7, layout="packed")
+    time = StepTime(constant_s=0.0, token_s=0.0, square_s=1.0)
+    choice = Choice(budget=budget, window=4, accumulate=1, round_size=32)
+    job = SimulationOptions(world_size=1, budget=budget)
+    assert Simulator(epoch=epoch, job=job, step_time=time)(choice).epoch_s == 9 + 16
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank():
+    epoch = TableEpoch(table=LengthTable.of([10, 4]), shuffle=False)
+    time = StepTime(constant_s=0.0, token_s=1.0, square_s=0.0)
+    choice = Choice(budget=TokenBudget(10), window=4, accumulate=1, round_size=32)
+    job = SimulationOptions(world_size=2, budget=10)
+    outcome = Simulator(epoch=epoch, job=job, step_time=time)(choice)
+    assert (outcome.epoch_s, outcome.balance) == (10.0, 0.7)
+
+
+def test_what_is_held_bounds_what_a_real_restore_makes_again(tuned):
+    dataset = [{"input_ids": [1] * length} for length in LENGTHS.tolist()]
+    outcome = tune(TABLE, world_size=1, limit=3000).best
+    options = {"token_budget": outcome.choice.budget, "window": outcome.choice.window}
+    loader = ODBDataLoader(dataset, accumulate=outcome.choice.accumulate, **options)
+    states = [loader.state_dict() for _ in loader]
+    assert len(states) == outcome.steps
+    again = []
+    for state in states[:: len(states) // 8]:
+        resumed = ODBDataLoader(dataset, accumulate=outcome.choice.accumulate, **options)
+        resumed.load_state_dict(state)
+        iter(resumed)
+        again.append(resumed.replayed_samples)
+    assert 0.5 * outcome.replayed_samples < max(again)
+    assert max(again) <= outcome.replayed_samples + 40  # and the group after the round
+
+
+def test_the_outcomes_are_those_of_simulations(tuned):
+    assert len(tuned.tried) <= 64
+    assert len({str(one.choice) for one in tuned.tried}) == len(tuned.tried)
+    for outcome in tuned.tried[::7]:
+        report = simulate(TABLE, world_size=2, **vars(outcome.choice))
+        assert outcome.steps == report.steps
+        assert outcome.padding_share == pytest.approx(1 - report.density)
+
+
+def test_an_optimizer_step_has_the_tokens_that_are_asked_for():
+    tuned = tune(TABLE, world_size=2, limit=3000, tokens_per_step=16_000)
+    pairs = {(one.choice.budget.tokens, one.choice.accumulate) for one in tuned.tried}
+    assert pairs == {(2667, 3), (1334, 6)}
+    default = tune(TABLE, world_size=2, limit=3000)
+    pairs = {(one.choice.budget.tokens, one.choice.accumulate) for one in default.tried}
+    assert pairs == {(3000, 1), (1500, 2), (750, 4)}
+
+
+def test_the_front_holds_what_is_best_in_something(tuned):
+    for one in tuned.front:
+        assert not any(other.dominates(one) for other in tuned.tried)
+    for one in tuned.tried:
+        kept = [*tuned.front]
+        assert any(other.objectives == one.objectives or other.dominates(one) for other in kept)
+    assert len({one.objectives for one in tuned.front}) == len(tuned.front)
+
+
+def test_the_best_holds_least_of_the_fastest(tuned):
+    fastest = min(one.epoch_s for one in tuned.tried)
+    near = [one for one in tuned.front if one.epoch_s <= (1 + AS_FAST) * fastest]
+    assert tuned.best in near
+    assert tuned.best.held_samples == min(one.held_samples for one in near)
+    assert f"Of {len(tuned.tried)} choices" in tuned.why and "estimates (assumed" in tuned.why
+
+
+@pytest.mark.frameworks
+def test_the_code_that_is_printed_runs(tuned):
+    from odb_nodes.integrations.huggingface import ODBConfig
+
+    dataset = [{"input_ids": torch.ones(int(length), dtype=torch.long)} for length in LENGTHS[:64]]
+    names = {
+        "dataset": dataset,
+        "ODBDataLoader": ODBDataLoader,
+        "ODBConfig": ODBConfig,
+        "LrScaling": LrScaling,
+        "TokenBudget": TokenBudget,
+    }
+    packed = tune(TABLE, world_size=1, limit=TokenBudget(1500, layout="packed", max_samples=30))
+    for one in (tuned, packed):
+        assert one.code() in str(one)
+        exec(one.code(), names)
+        choice = one.best.choice
+        assert names["loader"].options.budget == choice.budget == names["config"].budget
+        assert names["loader"].options.window == choice.window == names["config"].window
+        assert names["loader"].accumulate == choice.accumulate
+        expected = round(one.best.samples_per_step)
+        assert names["config"].lr_scaling == LrScaling(reference_samples=expected, rule="sqrt")
+
+
+def test_a_log_decides_the_times(tmp_path, tuned):
+    write_log(tmp_path / "steps.jsonl", 100)
+    fitted = tune(TABLE, world_size=2, limit=3000, log=tmp_path / "steps.jsonl")
+    assert fitted.step_time.token_s == pytest.approx(TRUE.token_s)
+    assert "fitted to 100 steps" in fitted.why
+    by_choice = {one.choice: one for one in tuned.tried}
+    assert all(one.epoch_s > by_choice[one.choice].epoch_s for one in fitted.tried)
+
+
+def test_a_model_of_memory_bounds_the_budget():
+    model = MemoryModel()
+    for rows, width in [(1, 100), (4, 100), (1, 700), (4, 700), (2, 300), (8, 300)]:
+        model.add(rows, width, 0, 10_000_000 + 1_000 * rows * width)
+    limit_bytes = 14_000_000
+    tuned = tune(TABLE, world_size=2, limit=(model, limit_bytes))
+    largest = max(one.choice.budget.tokens for one in tuned.tried)
+    assert largest == model.budget(limit_bytes).tokens
+    assert 700 < largest < 4_000
+
+
+def test_of_a_large_dataset_some_samples_are_drawn():
+    lengths = lognormal_lengths(60_000, cv=1.0, mean_tokens=90, longest_tokens=700)
+    whole = LengthTable.of(lengths)
+    some = whole.rows(np.random.default_rng(0).permutation(60_000)[:3_000])
+    for table in (whole, some):
+        tuned = tune(table, world_size=1, limit=6_000)
+        steps = simulate(whole, world_size=1, **vars(tuned.best.choice)).steps
+        assert tuned.best.steps == pytest.approx(steps, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"limit": 500}, ValueError, "`limit` must hold the longest sample, which costs 700"),
+        ({"limit": 0}, ValueError, "`limit`"),
+        ({"world_size": 0}, ValueError, "`world_size`"),
+        ({"tokens_per_step": 1_000}, ValueError, "`tokens_per_step` must be in 1400.."),
+        ({"log": "nowhere.jsonl"}, FileNotFoundError, "nowhere"),
+    ],
+)
+def test_errors_name_what_is_wrong(options, error, words):
+    with warnings.catch_warnings(), pytest.raises(error, match=words):
+        tune(TABLE, **{"world_size": 2, **options})
+
+
+def test_skipped_samples_do_not_count():
+    table = replace(TABLE, tokens=np.where(np.arange(2_000) % 2, TABLE.tokens, 0))
+    tuned = tune(table, world_size=1, limit=3000)
+    assert tuned.best.steps == simulate(table, world_size=1, **vars(tuned.best.choice)).steps

@@ -178,6 +178,11 @@ class SampleRecords:
             raise ValueError("keys of samples are not valid.")
         return cls(costs, keys if origins else None, repeats, numbers, origins)
 
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Length of each sample, (n,)."""
+        return self._costs[:, 0].astype(np.int64)
+
     def items(self) -> list[ItemKey] | None:
         """Return the items of the samples; `None` where they are not known."""
         if self._keys is None:

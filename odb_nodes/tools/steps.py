@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,6 @@ from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.recall import recall, recalls
-from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
@@ -39,11 +37,11 @@ from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.alignment import FILLER
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo
+from odb_nodes.tools.rank_states import states_in
 from odb_nodes.tools.remade_step import RemadeStep
 
 __all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
 
-_RANK_FILE = re.compile(r".*rank(\d+)-of-(\d+)\.pt")
 _TIMEOUT_S = 600.0
 
 N = TypeVar("N", bound=BaseNode[Any])
@@ -123,7 +121,7 @@ def remake_from_checkpoint(
     """
     check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
-        states = _states_in(Path(states))
+        states = states_in(Path(states))
     hub = InProcessHub(len(states), _TIMEOUT_S)
     failures: list[BaseException] = []  # the first is the cause of the others
 
@@ -291,23 +289,6 @@ def _part(state: Any, node: str) -> dict[str, Any]:
         if found := _part(part, node):
             return found
     return {}
-
-
-def _states_in(folder: Path) -> list[Any]:
-    found = {
-        int(match[1]): (file, int(match[2]))
-        for file in folder.iterdir()
-        if (match := _RANK_FILE.fullmatch(file.name))
-    }
-    if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
-        raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")
-    sizes = {size for _, size in found.values()}
-    if len(sizes) != 1 or sorted(found) != [*range(min(sizes))]:
-        raise StateError(
-            f"`{folder}` must hold one state of each rank, but has {sorted(found)} of "
-            f"{sorted(sizes)} ranks."
-        )
-    return [load_state(found[rank][0]) for rank in sorted(found)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

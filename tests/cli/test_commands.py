@@ -7,9 +7,10 @@ import pytest
 from ledgers import SIZE, write_run
 from step_logs import write_log
 
-from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state
+from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state, save_state
 from odb_nodes.cli import main
 from odb_nodes.memory import MemoryModel
+from odb_nodes.tools.inspection import read_inspections
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
 from odb_nodes.tools.profile import profile
@@ -187,3 +188,37 @@ def test_tune_takes_a_model_of_memory(capsys, table, tmp_path):
     assert run("tune", "--lengths", table, *options) == 0
     largest = model.budget(4 * 2**30).tokens
     assert f"| {largest:,} |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Files of a state after one step, and after two."""
+    loader, files = make_loader_of_group(None), []
+    for step, _ in zip((1, 2), loader, strict=False):
+        files.append(tmp_path / f"step-{step}.pt")
+        save_state(loader.state_dict(), files[-1])
+    return files
+
+
+def test_inspect_prints_what_a_state_says(capsys, saved):
+    assert run("inspect", saved[0]) == 0
+    _, (found,) = read_inspections(saved[0])
+    assert capsys.readouterr().out == f"{saved[0]}\n{found}\n"
+
+
+def test_inspect_prints_what_differs(capsys, saved):
+    assert run("inspect", saved[0], "--diff", saved[1]) == 1
+    assert "GroupCollator.step: 1 -> 2\n" in capsys.readouterr().out
+    assert run("inspect", saved[0], "--diff", saved[0]) == 0
+    assert "are the same" in capsys.readouterr().out
+
+
+def test_inspect_says_whether_ranks_fit(capsys, saved, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for rank in range(2):
+        saved[rank].rename(folder / f"rank{rank:05d}-of-00002.pt")
+    assert run("inspect", folder) == 1
+    assert "rank 1: step 2, but 1 on rank 0" in capsys.readouterr().out
+    assert run("inspect", folder, "--rank", 2) == 2
+    assert "--rank must be below 2" in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Read what a saved state says: where it stands, what waits, how it was configured."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.contract.state import unseal_whole
+from odb_nodes.contract.state_file import load_state
+from odb_nodes.errors import StateError
+from odb_nodes.loader.checkpoint_folders import CheckpointFolders
+from odb_nodes.loader.loader_iterator import LoaderState
+from odb_nodes.nodes.payload import decode_sample
+from odb_nodes.nodes.sample_records import SampleRecords
+from odb_nodes.planning.table import IntArray
+from odb_nodes.tools.rank_states import states_in
+
+__all__ = ["Inspection", "differences", "inspect_state", "misfits", "read_inspections"]
+
+_NOT_VALUES = ("node", "config", "digest", "root", "source", "sources")
+_BINS = 8
+_BAR = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What the state of a loader says.
+
+    Attributes:
+        damage: why it is not what was saved; "" where it is.
+        facts: where it stands, by what is said of it.
+        pool: lengths of the samples that wait to be grouped, in tokens.
+        held: lengths of the samples that wait in groups of the round, in tokens.
+        config: configuration of each node, by its name.
+        round_digest: a number that is the same on all ranks in the same round.
+        values: all values of the state, as text, by their places.
+    """
+
+    damage: str
+    facts: Mapping[str, str]
+    pool: IntArray
+    held: IntArray
+    config: Mapping[str, Mapping[str, Any]]
+    round_digest: int
+    values: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"DAMAGED: {self.damage}"] if self.damage else []
+        lines += [f"{name}: {value}" for name, value in self.facts.items()]
+        lines += [f"pool: {_words(self.pool)}", *_histogram(self.pool)]
+        lines += [f"held in groups: {_words(self.held)}", "configuration:"]
+        for node, config in self.config.items():
+            shown = ", ".join(f"{name} {value!r}" for name, value in config.items())
+            lines.append(f"  {node}: {shown or '-'}")
+        return "\n".join(lines)
+
+
+def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
+    """Return what a file says, or the files of all ranks in a folder.
+
+    Args:
+        path: a state file; the folder of a checkpoint; or one of `Checkpoints`, of which the newest
+            complete one is read.
+
+    Returns:
+        What was read, and the state of each rank, in their order.
+
+    Raises:
+        OSError: there is no such file or folder.
+        StateError: it holds no state of a loader, or not that of each rank.
+    """
+    if path.is_dir():
+        folders = CheckpointFolders(path)
+        if complete := folders.complete():
+            path = complete[-1]
+        elif contents := folders.contents():
+            missing = {name: one.missing for name, one in contents.items()}
+            raise StateError(f"`{path}` has no complete checkpoint; missing ranks: {missing}.")
+        return str(path), [inspect_state(state, str(path)) for state in states_in(path)]
+    return str(path), [inspect_state(load_state(path), str(path))]
+
+
+def inspect_state(state: Any, name: str = "the state") -> Inspection:
+    """Return what a state says: that of a `Loader`, or of what holds one.
+
+    Args:
+        state: the state.
+        name: what an error calls it.
+
+    Raises:
+        StateError: it holds none of a loader.
+    """
+    found = next(_loaders(state), None)
+    if found is None:
+        raise StateError(f"`{name}` holds no state of a loader. Pass one that `save_state` wrote.")
+    damage = ""
+    try:
+        unseal_whole(found, "Loader", LoaderState)
+    except StateError as error:
+        damage = str(error)
+    nodes = [*_nodes(found["root"])]
+    by_name = dict(reversed([(one["node"], one) for _, one in nodes]))
+    bucketer, aligner = by_name.get("WindowBucketer", {}), by_name.get("RankAligner", {})
+    held, round_digest, rounds = _round(aligner)
+    pool = _pool(bucketer)
+    return Inspection(
+        damage=damage,
+        facts=_position(found, by_name) | rounds,
+        pool=pool,
+        held=held,
+        config={place: one["config"] for place, one in nodes},
+        round_digest=round_digest,
+        values=dict(_values(found)),
+    )
+
+
+def misfits(ranks: Sequence[Inspection]) -> list[str]:
+    """Return why the states of all ranks do not belong together; none where they do."""
+    found = [f"rank {rank}: {one.damage}" for rank, one in enumerate(ranks) if one.damage]
+    first = ranks[0]
+    for rank, one in enumerate(ranks):
+        for fact in ("epoch", "step", "round"):
+            if one.facts.get(fact) != first.facts.get(fact):
+                mine, theirs = one.facts.get(fact), first.facts.get(fact)
+                found.append(f"rank {rank}: {fact} {mine}, but {theirs} on rank 0")
+        if one.round_digest != first.round_digest:
+            found.append(f"rank {rank}: another plan of the round than rank 0")
+        for node, config in one.config.items():
+            if config.get("world_size") == 1 < len(ranks):
+                continue  # It reads data that its rank has for itself.
+            expected = {**first.config.get(node, {})}
+            if "rank" in config:
+                expected["rank"] = rank
+            wrong = [name for name in config if config[name] != expected.get(name)]
+            found += [f"rank {rank}: {node} has `{name}` {config[name]!r}" for name in wrong]
+        size = one.config.get("RankAligner", {}).get("world_size", len(ranks))
+        if size != len(ranks):
+            found.append(f"rank {rank}: saved by {size} ranks, but here are {len(ranks)} states")
+    return found
+
+
+def differences(one: Inspection, other: Inspection) -> list[str]:
+    """Return what two states differ in, by the place of each value."""
+    places = [*one.values, *(place for place in other.values if place not in one.values)]
+    return [
+        f"{place}: {one.values.get(place, '-')} -> {other.values.get(place, '-')}"
+        for place in places
+        if one.values.get(place) != other.values.get(place)
+    ]
+
+
+def _loaders(state: Any) -> Iterator[dict[str, Any]]:
+    """Yield the states of loaders in a state, from the outside in."""
+    if isinstance(state, dict):
+        if state.get("node") == "Loader" and isinstance(state.get("root"), dict):
+            yield state
+            return
+        state = [*state.values()]
+    for part in state if isinstance(state, (list, tuple)) else ():
+        yield from _loaders(part)
+
+
+def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and state of each node, from the last one of the graph to the sources.
+
+    Args:
+        state: the state of a node, or what holds it.
+        source: name of the source that it belongs to, with a dot.
+    """
+    if not isinstance(state, dict):
+        return
+    if "node" in state:
+        yield f"{source}{state['node']}", state
+    for name, inner in _sources(state, source):
+        yield from _nodes(inner, name)
+
+
+def _sources(state: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
+    """Yield the states below that of a node, each with the name of its source and a dot."""
+    for key in ("root", "source"):
+        if key in state:
+            yield source, state[key]
+    for name, inner in state.get("sources", {}).items():
+        yield f"{source}{name}.", inner
+
+
+def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, str]:
+    collator, bucketer = nodes.get("GroupCollator", {}), nodes.get("WindowBucketer", {})
+    facts = {"version": loader["version"], "digest": f"{loader.get('digest', 0):08x}"}
+    facts |= {name: collator[name] for name in ("epoch", "step", "samples") if name in collator}
+    facts["yielded"] = f"{loader['num_yielded']}{', epoch ended' if loader['ended'] else ''}"
+    for name in ("pulled", "oversize_samples", "dropped_samples", "excluded_samples"):
+        if bucketer.get(name):
+            facts[name.removesuffix("_samples")] = bucketer[name]
+    if skipped := bucketer.get("skipped_samples"):
+        facts["skipped"] = ", ".join(f"{count} {why}" for why, count in skipped.items())
+    if mixer := nodes.get("SourceMixer"):
+        facts["mixture"] = ", ".join(f"{count} {of}" for of, count in mixer["samples"].items())
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _round(aligner: Mapping[str, Any]) -> tuple[IntArray, int, dict[str, str]]:
+    """Return lengths of what a round holds, a digest of its plan, and where it stands."""
+    if not aligner:
+        return _lengths(None), 0, {}
+    steps = AlignedRound.from_bytes(aligner["plan"])
+    fact = f"{aligner['round']}, {aligner['emitted']} of {len(steps)} steps out"
+    if aligner["last"]:
+        fact += ", the last"
+    return _lengths(aligner.get("held")), steps.digest(), {"round": fact}
+
+
+def _pool(bucketer: Mapping[str, Any]) -> IntArray:
+    if bucketer.get("payload") is not None:
+        lengths = [decode_sample(one).tokens for _, one in bucketer["payload"]]
+        return np.array(lengths, dtype=np.int64)
+    return _lengths(bucketer.get("pool"))
+
+
+def _lengths(records: Any) -> IntArray:
+    if records is None:
+        return np.zeros(0, dtype=np.int64)
+    return SampleRecords.from_state(records).tokens
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the values of the state of a loader as text, each with its place."""
+    for name, node in [("Loader", state), *_nodes(state["root"])]:
+        yield from _flat(node["config"], f"{name} config")
+        for key, value in node.items():
+            if key not in _NOT_VALUES:
+                yield from _flat(value, f"{name}.{key}")
+
+
+def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, bytes):
+        yield place, f"{len(value)} bytes, {zlib.crc32(value):08x}"
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)) and any(isinstance(one, bytes) for one in value):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{place}[{number}]")
+    else:
+        yield place, repr(value)
+
+
+def _words(lengths: IntArray) -> str:
+    if not len(lengths):
+        return "no samples"
+    return (
+        f"{len(lengths):,} samples, {lengths.sum():,} tokens, "
+        f"lengths {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}"
+    )
+
+
+def _histogram(lengths: IntArray) -> list[str]:
+    if not len(lengths):
+        return []
+    edges = np.geomspace(lengths.min(), lengths.max() + 1, _BINS + 1).round().astype(np.int64)
+    edges = np.unique(edges)
+    counts, _ = np.histogram(lengths, edges)
+    return [
+        f"  {low:>7} to {high - 1:>7} {'#' * round(_BAR * count / counts.max())} {count}"
+        for low, high, count in zip(
+            edges.tolist(), edges[1:].tolist(), counts.tolist(), strict=False
+        )
+    ]

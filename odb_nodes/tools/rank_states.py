@@ -1,0 +1,37 @@
+"""The states of all ranks in a folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from odb_nodes.contract.state_file import load_state
+from odb_nodes.errors import StateError
+
+__all__ = ["states_in"]
+
+_RANK_FILE = re.compile(r".*rank(\d+)-of-(\d+)\.pt")
+
+
+def states_in(folder: Path) -> list[Any]:
+    """Return the state of each rank, in their order.
+
+    Raises:
+        OSError: there is no such folder.
+        StateError: it has not one state of each rank, or a file is damaged.
+    """
+    found = {
+        int(match[1]): (file, int(match[2]))
+        for file in folder.iterdir()
+        if (match := _RANK_FILE.fullmatch(file.name))
+    }
+    if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
+        raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")
+    sizes = {size for _, size in found.values()}
+    if len(sizes) != 1 or sorted(found) != [*range(min(sizes))]:
+        raise StateError(
+            f"`{folder}` must hold one state of each rank, but has {sorted(found)} of "
+            f"{sorted(sizes)} ranks."
+        )
+    return [load_state(found[rank][0]) for rank in sorted(found)]

@@ -1,0 +1,151 @@
+"""What is read of the states of real loaders."""
+
+import copy
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from odb_nodes import Checkpoints, Mixing, ODBDataLoader, StateError, save_state
+from odb_nodes.alignment.exchange.in_process import InProcessHub
+from odb_nodes.tools.inspection import differences, inspect_state, misfits, read_inspections
+
+DATASET = [{"input_ids": [1] * (n % 50 + 1)} for n in range(400)]
+OPTIONS = {"token_budget": 300, "window": 20, "seed": 0}
+
+
+def states(world_size, steps, dataset=DATASET, **options):
+    """The state of each rank after some steps."""
+    hub = InProcessHub(world_size, 20)
+
+    def run(rank):
+        given = {**OPTIONS, "round_size": 8, "process_group": hub.exchange(rank), **options}
+        loader = ODBDataLoader(dataset, **given)
+        batches = iter(loader)
+        for _ in range(steps):
+            next(batches, None)
+        return loader.state_dict()
+
+    with ThreadPoolExecutor(world_size) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of so small a pool
+        return [*pool.map(run, range(world_size))]
+
+
+def test_a_state_says_where_it_stands():
+    loader = ODBDataLoader(DATASET, **OPTIONS)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    found = inspect_state(loader.state_dict())
+    facts = found.facts
+    assert (facts["epoch"], facts["step"], facts["yielded"]) == ("0", "5", "5")
+    assert facts["samples"] == str(loader.samples_done)
+    bucketer = loader._bucketer
+    assert sorted(found.pool.tolist()) == sorted(bucketer._pool.table()[0].tolist())
+    assert found.config["WindowBucketer"]["window"] == 20
+    assert found.config["ShardedSampler"]["size"] == 400
+    assert found.damage == ""
+    text = str(found)
+    assert f"pool: {len(found.pool)} samples" in text and "####" in text
+    assert "  WindowBucketer: budget.tokens 300" in text
+
+
+def test_a_pool_that_is_stored_whole_is_read_too():
+    (state,) = states(1, 3, state="payload")
+    bucketer = state["root"]["source"]["source"]
+    found = inspect_state(state)
+    assert len(found.pool) == len(bucketer["payload"]) > 10
+    assert set(found.pool.tolist()) <= {*range(1, 51)}
+
+
+def test_an_epoch_that_has_ended_has_no_pool():
+    (state,) = states(1, 1_000)
+    found = inspect_state(state)
+    assert found.facts["yielded"].endswith("epoch ended")
+    assert "pool: no samples" in str(found)
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_sources_of_a_mixture_are_told_apart(by):
+    dataset = {"a": DATASET, "b": DATASET[:90]}
+    (state,) = states(1, 4, dataset, weights=Mixing(weights={"a": 1, "b": 2}, by=by))
+    found = inspect_state(state)
+    assert found.config["a.ShardedSampler"]["size"] == 400
+    assert found.config["b.ShardedSampler"]["size"] == 90
+    assert sum(int(part.split()[0]) for part in found.facts["mixture"].split(", ")) > 20
+    places = [place for place in found.values if place.endswith("ShardedSampler.position")]
+    assert places == ["a.ShardedSampler.position", "b.ShardedSampler.position"]
+
+
+def test_damage_is_named():
+    (state,) = states(1, 3)
+    changed = copy.deepcopy(state)
+    changed["num_yielded"] = 4
+    found = inspect_state(changed)
+    assert "digest" in found.damage and str(found).startswith("DAMAGED")
+    assert misfits([found]) == [f"rank 0: {found.damage}"]
+
+
+def test_ranks_of_one_step_fit():
+    for steps in (0, 1, 9, 15, 1_000):
+        assert misfits([*map(inspect_state, states(3, steps))]) == []
+    own = [DATASET[:150], DATASET[150:]]
+    assert misfits([*map(inspect_state, states(2, 5, own[0], sharded=True))]) == []
+
+
+def test_ranks_that_do_not_fit_are_named():
+    early, late = states(2, 9), states(2, 11)
+    found = misfits([inspect_state(early[0]), inspect_state(late[1])])
+    assert any("rank 1: step 11, but 9 on rank 0" in line for line in found)
+    found = misfits([inspect_state(early[0]), inspect_state(early[0])])
+    assert any("rank 1: RankAligner has `rank` 0" in line for line in found)
+    found = misfits([inspect_state(early[0])])
+    assert found == ["rank 0: saved by 2 ranks, but here are 1 states"]
+    seeded = states(2, 9, seed=1)
+    found = misfits([inspect_state(early[0]), inspect_state(seeded[1])])
+    assert any("rank 1: RankAligner has `seed` 1" in line for line in found)
+    assert any("another plan of the round" in line for line in found)
+
+
+def test_what_differs_is_named_by_its_place():
+    (one,), (two,) = states(1, 3), states(1, 5, window=30)
+    found = differences(inspect_state(one), inspect_state(two))
+    assert "WindowBucketer config.window: 20 -> 30" in found
+    assert "GroupCollator.step: 3 -> 5" in found
+    assert differences(inspect_state(one), inspect_state(one)) == []
+
+
+def test_the_newest_whole_checkpoint_of_a_folder_is_read(tmp_path):
+    loader = ODBDataLoader(DATASET, **OPTIONS)
+    parts = {"model": torch.nn.Linear(2, 2), "loader": loader}
+    checkpoints = Checkpoints(tmp_path, parts, keep=3)
+    checkpoints.load()
+    for step, _ in zip(range(1, 4), loader, strict=False):
+        checkpoints.save(step)
+    name, (found,) = read_inspections(tmp_path)
+    assert name.startswith(str(tmp_path)) and "-step-3-" in name
+    assert found.facts["step"] == "3"
+    one = next(path for path in tmp_path.iterdir() if "-step-1-" in path.name)
+    assert read_inspections(one)[1][0].facts["step"] == "1"
+    assert read_inspections(next(one.iterdir()))[1][0].facts["step"] == "1"
+
+
+def test_what_is_no_state_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_inspections(tmp_path / "nowhere.pt")
+    save_state({"weights": [1]}, tmp_path / "model.pt")
+    with pytest.raises(StateError, match="holds no state of a loader"):
+        read_inspections(tmp_path / "model.pt")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(StateError, match="must hold one state of each rank"):
+        read_inspections(tmp_path / "run")
+    for rank, state in enumerate(states(2, 3)):
+        save_state(state, tmp_path / "run" / f"odb_nodes-rank{rank:05d}-of-00003.pt")
+    with pytest.raises(StateError, match=r"\[0, 1\] of \[3\]"):
+        read_inspections(tmp_path / "run")
+    incomplete = tmp_path / "job" / "000001-step-5-01234567"
+    incomplete.mkdir(parents=True)
+    save_state({}, incomplete / "rank00000-of-00002.pt")
+    with pytest.raises(StateError, match="missing ranks"):
+        read_inspections(tmp_path / "job")

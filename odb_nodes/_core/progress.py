@@ -5,10 +5,18 @@ from __future__ import annotations
 import logging
 import time
 
+from tqdm import tqdm
+
 logger = logging.getLogger("odb_nodes")
 
 FIRST_S = 10.0
 """Seconds until the first line; each further one comes after twice the time of the one before."""
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """A progress bar of tqdm without its thread, which would outlive it."""
+
+    monitor_interval = 0
 
 
 class SlowProgress:

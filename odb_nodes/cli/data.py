@@ -12,6 +12,7 @@ from odb_nodes._core.named_function import is_function_name, load_function
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sources import JsonlSource
+from odb_nodes.tools.estimate import table_of_loader
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
 
@@ -60,21 +61,18 @@ def read_table(options: DataOptions) -> LengthTable:
         return LengthTable.load(_existing(options.lengths))
     assert options.data is not None
     dataset = _dataset_of(options.data)
-    functions: dict[str, Any] = {}
+    workers = WorkerOptions(num_workers=options.workers)
     if isinstance(dataset, ODBDataLoader):
-        given = dataset.options
-        functions = {"process_fn": given.process_fn, "observe": given.observe}
-        dataset = dataset.dataset
-    if not functions.get("process_fn"):
+        table = table_of_loader(dataset, options.samples, workers)
+    else:
         tokenize = None if options.tokenizer is None else _tokenize_by(options.tokenizer)
-        functions["process_fn"] = _Tokenization(tokenize, options.field)
-    table = observe_lengths(
-        dataset,
-        samples=options.samples,
-        seed=options.seed,
-        workers=WorkerOptions(num_workers=options.workers),
-        **functions,
-    )
+        table = observe_lengths(
+            dataset,
+            process_fn=_Tokenization(tokenize, options.field),
+            samples=options.samples,
+            seed=options.seed,
+            workers=workers,
+        )
     if options.save_lengths is not None:
         table.save(options.save_lengths)
     return table

@@ -10,9 +10,8 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
-from tqdm import tqdm
 
-from odb_nodes._core.progress import SlowProgress
+from odb_nodes._core.progress import Bar, SlowProgress
 from odb_nodes.contract import Count, RowsOf
 from odb_nodes.contract.config import mismatch_is_allowed
 from odb_nodes.contract.recall import recall, recalls
@@ -42,16 +41,12 @@ _NO_COLUMNS = ((),) * len(Sample._fields)
 T = TypeVar("T")
 
 
-class _Bar(tqdm):  # type: ignore[misc]
-    monitor_interval = 0  # no thread that outlives it
-
-
 def with_progress(samples: Iterable[T], total: int) -> Iterator[T]:
     """Yield what is made again for a restore, and show how far it is."""
     if not total:
         return
     logger.info("making %d samples again to restore a state", total)
-    bar = _Bar(samples, "restoring samples", total, leave=False, disable=None)
+    bar = Bar(samples, "restoring samples", total, leave=False, disable=None)
     progress = SlowProgress("samples made again to restore a state", total)
     for done, sample in enumerate(bar):
         if bar.disable:  # where nobody sees it, such as in a file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal, get_args
 
@@ -56,7 +56,7 @@ class Baselines:
     batch_size: int | None = None
 
     def figures(self, strategy: Strategy, job: SimulationOptions) -> Figures:
-        """Return what a strategy comes to.
+        """Return what a strategy comes to; of some samples, with the counts of the whole dataset.
 
         Args:
             strategy: one of `STRATEGIES`.
@@ -66,7 +66,12 @@ class Baselines:
             ValueError: there is no step.
         """
         check_choice("strategy", strategy, STRATEGIES)
-        return Figures.of(self.shapes(strategy, job), TokenBudget.of(job.budget))
+        found = Figures.of(self.shapes(strategy, job), TokenBudget.of(job.budget))
+        table = self.epoch.table
+        if table.is_whole:
+            return found
+        factor = table.num_samples / len(self.epoch.order(job)[0])
+        return replace(found, steps=round(found.steps * factor), rows=round(found.rows * factor))
 
     def fixed_size(self, budget: TokenBudget) -> int:
         """Return the number of samples of a fixed batch."""

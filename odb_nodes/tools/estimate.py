@@ -15,6 +15,7 @@ from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
+from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
 from odb_nodes.tools.length_table import LengthTable
@@ -89,12 +90,15 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
     )
 
 
-def table_of_loader(loader: ODBDataLoader, samples: int | None = None) -> LengthTable:
+def table_of_loader(
+    loader: ODBDataLoader, samples: int | None = None, workers: WorkerOptions | None = None
+) -> LengthTable:
     """Return the lengths of the samples of a loader, as all its ranks read them.
 
     Args:
         loader: the loader.
         samples: number of samples of each dataset to process; `None` for all.
+        workers: how processing runs in parallel. Default: in this thread.
 
     Raises:
         TypeError: the dataset can be read only by iterating it.
@@ -116,6 +120,7 @@ def table_of_loader(loader: ODBDataLoader, samples: int | None = None) -> Length
         observe=options.observe,
         samples=samples,
         seed=options.seed,
+        workers=workers,
     )
     if indices is not None:
         table = replace(table, keys=np.array(indices, dtype=np.int64)[table.keys])

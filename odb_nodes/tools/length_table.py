@@ -38,6 +38,7 @@ class LengthTable:
         keys: which sample of its source each is, (n,) int64; -1 where nobody knows.
         names: names of the sources; `("",)` where they have none.
         sizes: number of samples that each source has; more than rows where some were drawn.
+        streams: names of the sources that a loader reads in their order, as files and iterables.
         made_by: what the lengths depend on, such as the name of `process_fn`.
     """
 
@@ -48,6 +49,7 @@ class LengthTable:
     keys: IntArray
     names: tuple[str, ...] = ("",)
     sizes: tuple[int, ...]
+    streams: tuple[str, ...] = ()
     made_by: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -187,8 +189,8 @@ class LengthTable:
                 columns: Any = {column: file[column] for column in _COLUMNS}
             if about.pop("version") != VERSION:
                 raise ValueError("another version")
-            names, sizes = tuple(about.pop("names")), tuple(about.pop("sizes"))
-            table = cls(names=names, sizes=sizes, **columns, **about)
+            about |= {name: tuple(about[name]) for name in ("names", "sizes", "streams")}
+            table = cls(**columns, **about)
             table.check()
         except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise StateError(
@@ -219,6 +221,7 @@ class LengthTable:
             "version": VERSION,
             "names": self.names,
             "sizes": self.sizes,
+            "streams": self.streams,
             "made_by": dict(self.made_by),
         }
         return json.dumps(about)

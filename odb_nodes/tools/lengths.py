@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
-from tqdm import tqdm
 
 from odb_nodes._core.checks import check_count, check_integer
 from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.progress import Bar
 from odb_nodes.contract.graph import close_nodes, length_of
 from odb_nodes.contract.node import member
 from odb_nodes.loader.dataset_checks import check_no_columns
@@ -23,6 +26,7 @@ from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.mixing import check_names
+from odb_nodes.sources.streams import is_stream
 from odb_nodes.tools.length_table import NO_KEY, LengthTable
 
 __all__ = ["LengthTable", "observe_lengths"]
@@ -98,8 +102,9 @@ class _Rows:
     """Collects the rows of a table, source by source."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._rows = array("q")  # of 5 columns each
         self._numbers: dict[str, int] = {}  # of the sources, by name
+        self._streams: list[str] = []
         self._sizes: dict[str, float] = {}  # samples of each in the data
 
     def read(
@@ -119,20 +124,23 @@ class _Rows:
             keys: keys of what was drawn; `None` where the samples know theirs.
             size: number of samples of the whole dataset; `None` where it is what is read.
         """
-        names: list[str] = []
+        read: Counter[str] = Counter()  # samples of each source
         node = sample_node(dataset, options, _nothing)
         try:
             node.reset(None)
             for place, sample in enumerate(_with_bar(node, name)):
                 key = sample.key if keys is None else keys[place]
                 counts = (0, 0, 0) if isinstance(sample, Skipped) else sample[1:4]
-                names.append(nested_name(name, sample.source) if sample.source else name)
-                number = self._numbers.setdefault(names[-1], len(self._numbers))
-                self._rows.append((*counts, number, NO_KEY if key is None else key))
+                source = nested_name(name, sample.source) if sample.source else name
+                number = self._numbers.setdefault(source, len(self._numbers))
+                self._rows.extend((*counts, number, NO_KEY if key is None else key))
+                read[source] += 1
         finally:
             close_nodes(node, _STOP_TIMEOUT_S)
-        weight = 1.0 if size is None else size / max(len(names), 1)
-        self._sizes.update({one: names.count(one) * weight for one in {*names}})
+        weight = 1.0 if size is None else size / max(read.total(), 1)
+        self._sizes.update({source: count * weight for source, count in read.items()})
+        if _is_stream(dataset):
+            self._streams += read
 
     def read_some(
         self,
@@ -143,13 +151,12 @@ class _Rows:
         rng: np.random.Generator,
     ) -> None:
         """Add some samples of one dataset, drawn at random."""
-        is_map_style = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
-        if is_map_style and not isinstance(dataset, BaseNode):
-            places = np.sort(rng.permutation(len(dataset))[:samples]).tolist()
-            self.read(dataset, replace(options, sampler=places), name, size=len(dataset))
-        else:
+        if _is_stream(dataset):  # whose order is lost by drawing
             items, keys, size = _drawn(dataset, samples, rng)
             self.read(items, options, name, keys, size)
+        else:
+            places = np.sort(rng.permutation(len(dataset))[:samples]).tolist()
+            self.read(dataset, replace(options, sampler=places), name, size=len(dataset))
 
     def table(self, made_by: Mapping[str, str]) -> LengthTable:
         """Return the table.
@@ -157,10 +164,10 @@ class _Rows:
         Raises:
             ValueError: it has no sample that is not skipped.
         """
-        columns = np.array(self._rows, dtype=np.int64).reshape(-1, 5).T
+        columns = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 5).T
         if not columns[0].any():
             raise ValueError("`dataset` must have a sample that is not skipped, but has none.")
-        tokens, targets, patches, sources, keys = columns
+        tokens, targets, patches, sources, keys = np.ascontiguousarray(columns)
         return LengthTable(
             tokens=tokens,
             targets=targets,
@@ -169,8 +176,15 @@ class _Rows:
             keys=keys,
             names=tuple(self._numbers),
             sizes=tuple(round(self._sizes[name]) for name in self._numbers),
+            streams=tuple(self._streams),
             made_by=made_by,
         )
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Tell whether a loader reads a dataset in its order."""
+    is_known = isinstance(dataset, (BaseNode, IterableDataset)) or is_stream(dataset)
+    return is_known or not hasattr(dataset, "__getitem__")
 
 
 def _counts(observe: Observe | None, data: Any) -> Observation:
@@ -209,7 +223,7 @@ def _with_bar(node: BaseNode[Any], name: str) -> Iterable[Any]:
         total: int | None = length_of(node)
     except TypeError:  # a stream
         total = None
-    bar: Iterable[Any] = tqdm(
+    bar: Iterable[Any] = Bar(
         node, f"lengths{name and f' of {name}'}", total, leave=False, disable=None
     )
     return bar

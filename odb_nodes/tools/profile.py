@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from odb_nodes._core.progress import Bar
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
@@ -183,8 +183,7 @@ def profile(
     """Return what a dataset is like, and what batches of it come to.
 
     Args:
-        table: the lengths of its samples. Where these are some of them, the comparisons are of as
-            many drawn from them, and their steps those of what is drawn.
+        table: the lengths of its samples. Where these are some of them, the steps are estimates.
         budget: padded tokens of a batch, or a `TokenBudget`.
         world_sizes: numbers of ranks.
         windows: numbers of samples that wait on each rank.
@@ -204,7 +203,7 @@ def profile(
         for window in (windows if strategy in WINDOWED else (None,))
     ]
     comparisons = []
-    for world_size, strategy, window in tqdm(wanted, "comparing", leave=False, disable=None):
+    for world_size, strategy, window in Bar(wanted, "comparing", leave=False, disable=None):
         job = SimulationOptions(
             world_size=world_size,
             budget=budget,

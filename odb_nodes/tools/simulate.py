@@ -48,7 +48,7 @@ def simulate(
             `ShardedSampler(shuffle=False)` deals them out. Or a `LengthTable`, whose samples are
             read as an `ODBDataLoader` reads them; where it has some of the dataset's samples, the
             counts are those of the whole dataset, estimated.
-        shuffle: of a table: whether its samples are shuffled.
+        shuffle: of a table: whether the samples are shuffled that are not those of streams.
         weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `accumulate`,
@@ -61,6 +61,8 @@ def simulate(
     job = SimulationOptions(**options)
     if isinstance(lengths, LengthTable):
         return TableEpoch(table=lengths, shuffle=shuffle, weights=weights).report(job)
+    if weights is not None:
+        raise ValueError("`weights` must be None: mere lengths have no sources. Pass a table.")
     return SimulationReport.of(steps_of(lengths, job), TokenBudget.of(job.budget))
 
 

@@ -36,7 +36,7 @@ class TableEpoch:
 
     Args:
         table: what they cost.
-        shuffle: whether an epoch shuffles them.
+        shuffle: whether an epoch shuffles the sources that are no streams.
         weights: how its sources are mixed, as for an `ODBDataLoader`.
         most_drawn: of a table that has not all samples of the dataset, how many are drawn from its
             rows to stand for all; more where many ranks have large windows.
@@ -88,12 +88,18 @@ def _shards(
 ) -> list[IntArray]:
     """Return the rows of the table that each rank reads, in their order."""
     ranks = range(job.world_size)
-    if len(table.names) == 1:
-        order = np.array([*ShardedSampler(len(table), shuffle, job.seed, 0, 1)])
+    if table.names == ("",):
+        if mixing != Mixing():
+            raise ValueError("`weights` must be None: the table has one source, without a name.")
+        shuffled = shuffle and not table.streams
+        order = np.array([*ShardedSampler(len(table), shuffled, job.seed, 0, 1)])
         return [order[rank :: job.world_size] for rank in ranks]
     rows = {
         name: np.flatnonzero(table.sources == number).tolist()
         for number, name in enumerate(table.names)
+    }
+    sources = {
+        name: _InOrder(found) if name in table.streams else found for name, found in rows.items()
     }
     hub = InProcessHub(job.world_size)
     tokens, patches = table.tokens.tolist(), table.patches.tolist()
@@ -107,16 +113,30 @@ def _shards(
             token_budget=1,
             process_fn=look_up,
             observe=lambda row: Observation(tokens[row], 0, patches[row]),
-            shuffle=shuffle,
+            shuffle=None if shuffle else False,
             seed=job.seed,
             weights=mixing,
             process_group=hub.exchange(rank),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader says it
-            node = sample_node(rows, options)
+            node = sample_node(sources, options)
         shards.append(_rows_read(node, rows))
     return shards
+
+
+class _InOrder:
+    """An iterable that is no sequence.
+
+    Args:
+        rows: what it yields.
+    """
+
+    def __init__(self, rows: list[int]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
 
 
 def _rows_read(node: Any, rows: dict[str, list[int]]) -> IntArray:

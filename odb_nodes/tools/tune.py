@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tqdm import tqdm
-
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.progress import Bar
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
@@ -207,6 +206,6 @@ def _outcomes(simulator: Simulator, choices: list[Choice]) -> Iterator[Outcome]:
     node: Any = ParallelProcessor(IterableSource(choices, 0, 1), simulator, workers=workers)
     try:
         node.reset(None)
-        yield from tqdm(node, "simulating", len(choices), leave=False, disable=None)
+        yield from Bar(node, "simulating", len(choices), leave=False, disable=None)
     finally:
         node.close()

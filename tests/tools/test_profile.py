@@ -58,6 +58,16 @@ def test_the_comparisons_are_those_of_the_baselines(made):
     assert made.batch_size == 1500 // LENGTHS.max()
 
 
+def test_of_some_samples_the_steps_are_those_of_all():
+    some = LengthTable.of(LENGTHS).rows(np.arange(0, 600, 2))
+    whole, part = (
+        profile(table, budget=1500, windows=(64,)) for table in (LengthTable.of(LENGTHS), some)
+    )
+    for one, other in zip(whole.comparisons, part.comparisons, strict=True):
+        assert other.figures.steps == pytest.approx(one.figures.steps, rel=0.15)
+        assert other.figures.rows == pytest.approx(600, rel=0.02)
+
+
 def test_the_text_has_both_tables_and_the_digest(made):
     assert mixed_table().digest in str(made)
     assert "| 2 | odb_nodes | 64 |" in str(made) and "| text |" in str(made)

@@ -128,6 +128,38 @@ def test_an_order_that_is_not_shuffled_is_kept():
     assert planned_steps(table, 2, 1500, window=40, shuffle=False) == expected
 
 
+class Stream:
+    """An iterable that is no sequence."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Stream(make_dataset(200)),
+        {"alone": make_dataset(200)},
+        {"code": make_dataset(150), "text": Stream(make_dataset(120, seed=1))},
+    ],
+)
+def test_streams_are_read_in_their_order(dataset, tmp_path):
+    expected = real_steps(dataset, 2, token_budget=1500, window=40, seed=3)
+    observe_lengths(dataset, process_fn=process, observe=observe).save(tmp_path / "lengths.npz")
+    table = LengthTable.load(tmp_path / "lengths.npz")
+    assert planned_steps(table, 2, 1500, window=40, seed=3) == expected
+
+
+def test_weights_need_sources():
+    table = LengthTable.of([3, 4])
+    for lengths in (table, [3, 4]):
+        with pytest.raises(ValueError, match="`weights` must be None"):
+            simulate(lengths, world_size=1, budget=9, weights={"a": 1})
+
+
 def test_jobs_that_differ_in_seed_or_ranks_are_read_anew():
     epoch = TableEpoch(table=LengthTable.of(lognormal_lengths(300, cv=1.0)))
     for seed in (0, 1):

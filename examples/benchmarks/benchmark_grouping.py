@@ -13,7 +13,6 @@ from whose snapshot items are read again.
 from __future__ import annotations
 
 import argparse
-import math
 import pickle
 import time
 from collections.abc import Callable
@@ -22,26 +21,20 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-import numpy as np
 from torchdata.nodes import Mapper
 
 from odb_nodes import LengthObserver, Loader, ShardedSampler, TokenBudget, WindowBucketer
-from odb_nodes.planning import RollingPool
+from odb_nodes.planning import RollingPool, SimulationOptions
+from odb_nodes.tools.baselines import Baselines
+from odb_nodes.tools.figures import Figures
+from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.simulate import lognormal_lengths
+from odb_nodes.tools.table_epoch import TableEpoch
 
 T = TypeVar("T")
 
 BUDGET_TOKENS = 16_384
-MEAN_TOKENS, SHORTEST_TOKENS, LONGEST_TOKENS = 800, 16, 8192
 REPEATS = 3
-
-
-def make_lengths(samples: int, cv: float) -> list[int]:
-    """Return lognormal lengths in tokens, clipped; `cv` is their coefficient of variation."""
-    sigma = math.sqrt(math.log(1 + cv**2))
-    mu = math.log(MEAN_TOKENS) - sigma**2 / 2
-    tokens = np.random.default_rng(0).lognormal(mu, sigma, samples)
-    lengths: list[int] = np.clip(tokens, SHORTEST_TOKENS, LONGEST_TOKENS).astype(int).tolist()
-    return lengths
 
 
 def timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
@@ -68,16 +61,11 @@ def rolling_groups(lengths: list[int], window: int) -> tuple[list[list[int]], in
         groups.append(pool.take(draining=ended))
 
 
-def sorted_window_groups(lengths: list[int], window: int) -> list[list[int]]:
-    """Return the groups cut from one sorted window after the other, longest first."""
-    groups: list[list[int]] = []
-    for start in range(0, len(lengths), window):
-        rest = sorted(lengths[start : start + window], reverse=True)
-        while rest:
-            count = BUDGET_TOKENS // rest[0]
-            groups.append(rest[:count])
-            rest = rest[count:]
-    return groups
+def sorted_windows(lengths: list[int], window: int) -> Figures:
+    """Return what batches come to that are cut from one sorted window after the other."""
+    epoch = TableEpoch(table=LengthTable.of(lengths), shuffle=False)
+    job = SimulationOptions(world_size=1, budget=BUDGET_TOKENS, window=window)
+    return Baselines(epoch=epoch).figures("sorted windows", job)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +105,11 @@ def print_grouping(lengths: list[int], windows: list[int]) -> None:
         groups, oldest_samples = runs[0][0]
         group_s = median(seconds for _, seconds in runs) / len(groups)
         ours = Efficiency.of(groups)
-        baseline = Efficiency.of(sorted_window_groups(lengths, window))
+        baseline = sorted_windows(lengths, window)
         print(
             f"{window:>8}|{ours.density:>12.3f}{ours.fill:>8.3f}{ours.largest:>9.3f}"
             f"{oldest_samples / window:>9.2f} W{group_s * 1e6:>11.0f} "
-            f"|{baseline.density:>12.3f}{baseline.fill:>8.3f}"
+            f"|{1 - baseline.padding_share:>12.3f}{baseline.fill:>8.3f}"
         )
 
 
@@ -211,7 +199,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[64, 256, 1024, 8192])
     args = parser.parse_args()
     for cv in (1.0, 2.0):
-        lengths = make_lengths(args.samples, cv)
+        lengths = lognormal_lengths(args.samples, cv=cv).tolist()
         print(f"{args.samples:,} samples, CV {cv}, budget {BUDGET_TOKENS:,} tokens\n")
         print_grouping(lengths, args.windows)
         print()

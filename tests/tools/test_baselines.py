@@ -154,6 +154,7 @@ def test_offline_batches_are_cut_from_all_samples():
     two = figures("offline", lengths, world_size=2, budget=20)
     assert two.steps == 2
     assert two.efficiency == pytest.approx(34 / (2 * (20 + 4)))
+    assert two.fill == pytest.approx((20 + 16 + 4) / 3 / 20)
     packed = TokenBudget(17, layout="packed")
     assert figures("offline", lengths, world_size=1, budget=packed).padding_share == 0
 

@@ -36,6 +36,7 @@ ROOMS = (
     "loader",
     "memory",
     "testing",
+    "monitor",
     "vision",
     "tools",
     "integrations",

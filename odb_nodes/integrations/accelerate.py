@@ -24,11 +24,11 @@ from odb_nodes._compat import accelerate as compat
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.metrics import StepMeter, timed
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.monitor.metrics import StepMeter, timed
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 import_extra("accelerate", "accelerate")

@@ -21,11 +21,11 @@ from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_opti
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
-from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import save_rank_state
+from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them

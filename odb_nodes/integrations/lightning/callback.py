@@ -22,9 +22,9 @@ from odb_nodes.integrations.lightning.checks import (
     check_trainer,
 )
 from odb_nodes.integrations.lightning.run import Run, RunState
-from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["ODBCallback"]

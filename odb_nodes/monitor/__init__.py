@@ -1,5 +1,7 @@
 """What a run does while it trains, and what it did; knows `StepInfo`, and no trainer."""
 
 from odb_nodes.monitor.metrics import StepMeter, summarize, timed
+from odb_nodes.monitor.monitor import Monitor
+from odb_nodes.monitor.records import Record, RunRecords, read_run
 
-__all__ = ["StepMeter", "summarize", "timed"]
+__all__ = ["Monitor", "Record", "RunRecords", "StepMeter", "read_run", "summarize", "timed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from odb_nodes.monitor.device_memory import note_memory
 from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.records import ATTEMPT, EPOCH, STEPS, VERSION, JsonlWriter
+from odb_nodes.monitor.records import EPOCH, STEPS
 from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.watched import AnyLoader, Watched
 from odb_nodes.monitor.window import Number, Share, Totals, Window
+from odb_nodes.monitor.writers import Writers
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["Monitor"]
@@ -51,12 +52,15 @@ class Monitor:
     Args:
         folder: where the records are; the same for all restarts of a run, and for no other run.
         every: optimizer steps in a record.
+        writers: what records are written as: `"jsonl"`, which `read_run` and `report` read, and
+            `"tensorboard"`, which needs the extra `tools`.
         progress: whether `watch` shows a progress bar, on rank 0 and where stderr is a terminal.
         process_group: the ranks that share the steps, as for `RankAligner`. Default: all of the
             job.
         timeout_s: seconds until a rank that does not come is an error on the others.
 
     Raises:
+        ImportError: TensorBoard is asked for, and not installed.
         TypeError, ValueError: an argument is not valid.
     """
 
@@ -65,6 +69,7 @@ class Monitor:
         folder: str | os.PathLike[str],
         *,
         every: int = 10,
+        writers: Sequence[str] = ("jsonl",),
         progress: bool = True,
         process_group: Any = None,
         timeout_s: float = PEER_TIMEOUT_S,
@@ -77,7 +82,7 @@ class Monitor:
         self._process_group = process_group
         self._meeting = Meeting(process_group, timeout_s)
         self._notices = Notices()
-        self._writers: list[JsonlWriter] = []
+        self._writers = Writers(self.folder, writers)
         self._watched: Watched | None = None
         self._bar: tqdm[Any] | None = None
         self._wait_s = 0.0  # for the next batch
@@ -268,21 +273,16 @@ class Monitor:
 
     def _record(self, kind: str, first: int, totals: Totals, more: dict[str, Any]) -> None:
         at = self._at
-        if not self._writers:
-            self._writers = [JsonlWriter(self.folder)]
-        now = {"time_s": time.time()}
         if not self._has_begun:
             self._has_begun = True
-            attempt = {
-                "kind": ATTEMPT,
-                "version": VERSION,
-                "step": first - 1,
-                "resumed_at": self._resumed_at,
-                "every": self._every,
-                "world_size": self._meeting.world_size,
-            }
-            for writer in self._writers:
-                writer.begin(attempt | now)
+            self._writers.begin(
+                {
+                    "step": first - 1,
+                    "resumed_at": self._resumed_at,
+                    "every": self._every,
+                    "world_size": self._meeting.world_size,
+                }
+            )
         record = {
             "kind": kind,
             "first_step": first,
@@ -290,8 +290,7 @@ class Monitor:
             "epoch": at.epoch,
             "seconds": at.seconds,
         }
-        for writer in self._writers:
-            writer.write(record | now | totals.groups() | more)
+        self._writers.write(record | totals.groups() | more)
 
     def _end_epoch(self) -> None:
         """Write the record of an epoch that has ended. All ranks call it."""
@@ -303,6 +302,5 @@ class Monitor:
         self._totals, at.epoch_written = Totals(), at.written
 
     def _let_go(self) -> None:
-        for writer in self._writers:
-            writer.close()
-        self._writers, self._is_closed = [], True
+        self._writers.close()
+        self._is_closed = True

@@ -17,6 +17,8 @@ FILE = "monitor.jsonl"
 VERSION = 1
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
 
+GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
+
 Record = dict[str, Any]
 """A record as JSON data; its `kind` is "steps", "epoch" or "attempt"."""
 

@@ -85,6 +85,8 @@ class Monitor:
         self._writers = Writers(self.folder, writers)
         self._watched: Watched | None = None
         self._bar: tqdm[Any] | None = None
+        self._is_closed = False
+        self._place: tuple[int, int] | None = None
         self._wait_s = 0.0  # for the next batch
         self._rank_wait_s = 0.0  # before the window
         self._restart(MonitorState())
@@ -98,19 +100,27 @@ class Monitor:
             loader: the loader of this rank.
         """
         watched = self.attach(loader)
-        if not len(self._window):
-            self._start_s = time.perf_counter()
+        self.start_clock()
         is_shown = self._has_bar and group_rank(self._process_group)[0] == 0
         try:
             for batch, wait_s in timed(iter(loader)):
                 self._bar = self._bar or watched.bar(batch, is_shown=is_shown)
-                self._wait_s += wait_s
+                self.waited(wait_s)
                 yield batch
         finally:
             if self._bar is not None:
                 self._bar.close()
             self._bar = None
         self._end_epoch()
+
+    def start_clock(self) -> None:
+        """Let the time of the next record begin now, unless it has steps already."""
+        if not len(self._window):
+            self._start_s = time.perf_counter()
+
+    def waited(self, wait_s: float) -> None:
+        """Add to the seconds of waiting for the next batch, as `watch` does."""
+        self._wait_s += wait_s
 
     def attach(self, loader: AnyLoader) -> Watched:
         """Take from a loader how long ranks wait for each other's plans; `watch` does so, too.
@@ -180,6 +190,7 @@ class Monitor:
         if ooms:
             window.count("ooms", ooms)
         at.step += info.ends_optimizer_step
+        self._place = info.epoch, info.step
         if at.step - at.written >= self._every:
             self._write()
         if info.ends_epoch:
@@ -201,27 +212,41 @@ class Monitor:
         """
         self._restart(unseal_whole(state_dict, type(self).__name__, MonitorState))
 
-    def reset(self) -> None:
-        """Go back to the beginning: the next step is the first of a run. Also after `close`."""
-        self._restart(MonitorState())
+    def reset(self, step: int = 0) -> None:
+        """Begin a run, or go on with one without a state. Also after `close`.
 
-    def close(self) -> None:
+        Args:
+            step: optimizer steps of the run that are done.
+
+        Raises:
+            TypeError, ValueError: it is no number of steps.
+        """
+        step = check_count("step", step, 0)
+        self._restart(MonitorState(step=step, written=step, epoch_written=step))
+
+    def close(self, *, write: bool = True) -> None:
         """Write what was counted since the last record, and close the files. Idempotent.
 
-        All ranks call it. `with` does so where its block ends; where that raises, no rank waits for
-        the others, and what was counted since the last record is lost.
+        All ranks call it. `with` does so where its block ends, without writing where that raises.
+
+        Args:
+            write: whether to write; if not, no rank is waited for, and these counts are lost.
         """
-        if not self._is_closed and len(self._window):
+        if write and not self._is_closed and len(self._window):
             self._write()
-        self._let_go()
+        self._writers.close()
+        self._is_closed = True
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The epoch, and the number in it, of the batch that was counted last."""
+        return self._place
 
     def __enter__(self) -> Monitor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if any(error):
-            self._let_go()
-        self.close()
+        self.close(write=not any(error))
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -231,6 +256,7 @@ class Monitor:
         self._window = Window(share)
         self._start_s = time.perf_counter() - share.seconds
         self._resumed_at = at.step
+        self._place = None
         self._has_begun = self._is_closed = False
         self._meeting.begin()
 
@@ -300,7 +326,3 @@ class Monitor:
         if self._meeting.rank == 0 and self._totals.sums:
             self._record(EPOCH, at.epoch_written + 1, self._totals, {})
         self._totals, at.epoch_written = Totals(), at.written
-
-    def _let_go(self) -> None:
-        self._writers.close()
-        self._is_closed = True

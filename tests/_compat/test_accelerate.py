@@ -140,3 +140,14 @@ def test_an_accelerator_may_be_kept_from_gathering(accelerator):
                     getattr(accelerator, method)(one)
         assert accelerator.gather == gather
         assert torch.equal(accelerator.gather_for_metrics(one), one)
+
+
+def test_the_norm_of_the_gradients_is_that_before_they_were_clipped(accelerator):
+    with relies_on("accelerate", "Accelerator.clip_grad_norm_", "_compat/accelerate.py"):
+        weight, norms = torch.nn.Parameter(torch.zeros(2)), []
+        weight.grad = torch.tensor([3.0, 4.0])
+        with compat.noting_gradient_norms(accelerator, norms.append):
+            accelerator.clip_grad_norm_([weight], 1.0)
+        accelerator.clip_grad_norm_([weight], 1.0)
+        assert [float(norm) for norm in norms] == [5.0]
+        assert "clip_grad_norm_" not in vars(accelerator)

@@ -6,20 +6,20 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 
-from odb_nodes._core.checks import MAX_COUNT
-from odb_nodes.contract import Count, InRange, NodeState, SourceState
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import TrainBatches, loader_options, make_batches
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.guard import RunGuard
+from odb_nodes.integrations.huggingface.monitoring import RunMonitor
+from odb_nodes.integrations.huggingface.run_state import RunState, TakenStep, repeated
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
@@ -37,42 +37,6 @@ NOT_SAVED = (
     "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
     "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
 )
-
-
-@dataclass(kw_only=True)
-class RunState(NodeState):
-    """The position of a run on one rank, between two optimizer steps.
-
-    Attributes:
-        step: optimizer steps of the run that are done.
-        epoch: number of epochs that have ended.
-        samples: samples of all ranks that are done in the present epoch.
-        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
-        loader: state of the loader.
-    """
-
-    step: Count
-    epoch: Count
-    samples: Count
-    steps_per_epoch: Annotated[int, InRange(1, MAX_COUNT)] | None
-    loader: SourceState
-
-
-@dataclass(kw_only=True)
-class TakenStep:
-    """The batches of an optimizer step that the `Trainer` has been given.
-
-    Attributes:
-        batches: the batches.
-        infos: the `StepInfo` of each.
-        own: how many batches there are without those that are repeated.
-        wait_s: seconds that were spent waiting for each, on the mean.
-    """
-
-    batches: list[dict[str, Any]]
-    infos: list[StepInfo]
-    own: int
-    wait_s: float
 
 
 class Run:
@@ -103,6 +67,9 @@ class Run:
         self._is_warned = False
         self._ledger = _ledger_of(trainer)
         self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)  # that has begun
+        self.monitor: RunMonitor | None = None
+        if trainer.odb.monitor is not None:
+            self.monitor = RunMonitor(trainer.odb.monitor, trainer, batches.loader)
         self.guard: RunGuard | None = None
         if trainer.odb.on_oom is not None:
             self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys)
@@ -174,6 +141,7 @@ class Run:
             samples=batches.samples,
             steps_per_epoch=self._steps_per_epoch,
             loader=batches.loader.state_dict(),
+            monitor=None if self.monitor is None else self.monitor.state_dict(),
         )
         return seal_whole(HOLDER, state)
 
@@ -238,7 +206,7 @@ class Run:
         kept = [self._keys.of(batch) for batch in taken]
         while len(kept) < count:
             kept.append(dict(kept[-1]))
-            infos.append(_repeated(infos[-1]))
+            infos.append(repeated(infos[-1]))
         self._step = TakenStep(batches=kept, infos=infos, own=len(taken), wait_s=wait_s)
         if self.guard is not None:
             self.guard.begin_step(kept, infos)
@@ -259,6 +227,9 @@ class Run:
         if self._trainer.odb.log_metrics:
             for batch, info in zip(batches, infos, strict=True):
                 self.meter.add(batch, info, step.wait_s)
+        if self.monitor is not None:
+            ooms = 0 if self.guard is None else self.guard.ooms
+            self.monitor.record(step, batches, infos, ooms)
         self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)
 
     def _computed(self) -> tuple[list[dict[str, Any]], list[StepInfo]]:
@@ -272,11 +243,21 @@ class Run:
             self._ledger.sync()
         save_rank_state(self.state_dict(), folder)
 
-    def close(self) -> None:
-        """Stop the workers, and close the ledger."""
-        if self._ledger is not None:
-            self._ledger.close()
-        self.batches.loader.close()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Train within this context; stops the workers, and closes ledger and monitor."""
+        noting = nullcontext() if self.monitor is None else self.monitor.noting_norms()
+        is_done = False
+        try:
+            with noting:
+                yield
+            is_done = True
+        finally:
+            if self._ledger is not None:
+                self._ledger.close()
+            self.batches.loader.close()
+            if self.monitor is not None:
+                self.monitor.close(write=is_done)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. All ranks call it together."""
@@ -314,7 +295,10 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
             f"as `{type(trainer.train_dataset).__name__}` does not."
         )
-    return Run(trainer, batches, steps_per_epoch, None if state is None else state.step)
+    run = Run(trainer, batches, steps_per_epoch, None if state is None else state.step)
+    if run.monitor is not None:
+        run.monitor.begin(*((None, 0) if state is None else (state.monitor, state.step)))
+    return run
 
 
 def _steps_per_epoch(trainer: Any) -> int:
@@ -341,10 +325,3 @@ def _ledger_of(trainer: Any) -> Ledger | None:
     if folder is None:
         return None
     return Ledger(folder, rank=args.process_index, world_size=args.world_size)
-
-
-def _repeated(info: StepInfo) -> StepInfo:
-    """Return the `StepInfo` of a batch that is repeated to fill its optimizer step."""
-    return replace(
-        info, is_filler=True, local_samples=0, local_targets=0, micro_step=info.micro_step + 1
-    )

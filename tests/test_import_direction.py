@@ -40,6 +40,7 @@ ROOMS = (
     "vision",
     "tools",
     "integrations",
+    "cli",
     "",  # odb_nodes/__init__.py
 )
 """The rooms: each imports from those before it, and from itself."""
@@ -48,9 +49,11 @@ FRAMEWORKS = {
     "PIL": ("_compat", "integrations", "vision"),
     "accelerate": ("_compat", "integrations"),
     "datasets": ("_compat", "integrations"),
+    "jinja2": ("monitor",),
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
     "transformers": ("_compat", "integrations", "vision"),
+    "typer": ("cli",),
 }
 """Optional package -> the rooms that may import it."""
 

@@ -183,6 +183,7 @@ class Monitor:
         for source, (total, targets) in (loss_by_source or {}).items():
             if targets:
                 window.add_value(f"loss/{source}", total / targets, targets)
+                window.count(f"targets/{source}", targets)
         if grad_norm is not None:
             window.add_value("grad_norm", grad_norm)
         if lr is not None:

@@ -1,0 +1,1 @@
+"""The commands of `odb-nodes`, one to a module."""

@@ -16,12 +16,14 @@ from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.monitor.device_memory import note_memory
+from odb_nodes.monitor.loss_book import LossBook, SampleLoss
 from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
 from odb_nodes.monitor.records import EPOCH, STEPS
+from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.monitor.state import MonitorState
-from odb_nodes.monitor.watched import AnyLoader, Watched
+from odb_nodes.monitor.watched import AnyLoader, Watched, show
 from odb_nodes.monitor.window import Number, Share, Totals, Window
 from odb_nodes.monitor.writers import Writers
 from odb_nodes.step_info import StepInfo
@@ -54,6 +56,8 @@ class Monitor:
         every: optimizer steps in a record.
         writers: what records are written as: `"jsonl"`, which `read_run` and `report` read, and
             `"tensorboard"`, which needs the extra `tools`.
+        losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each
+            sample and epoch, in a file of each rank; see `read_losses`.
         progress: whether `watch` shows a progress bar, on rank 0 and where stderr is a terminal.
         process_group: the ranks that share the steps, as for `RankAligner`. Default: all of the
             job.
@@ -70,6 +74,7 @@ class Monitor:
         *,
         every: int = 10,
         writers: Sequence[str] = ("jsonl",),
+        losses_by_sample: bool = False,
         progress: bool = True,
         process_group: Any = None,
         timeout_s: float = PEER_TIMEOUT_S,
@@ -83,6 +88,8 @@ class Monitor:
         self._meeting = Meeting(process_group, timeout_s)
         self._notices = Notices()
         self._writers = Writers(self.folder, writers)
+        self._has_book = check_bool("losses_by_sample", losses_by_sample)
+        self._book: LossBook | None = None
         self._watched: Watched | None = None
         self._bar: tqdm[Any] | None = None
         self._is_closed = False
@@ -141,6 +148,7 @@ class Monitor:
         loss: Number | None = None,
         loss_weight: float | None = None,
         loss_by_source: Mapping[str, tuple[Number, float]] | None = None,
+        row_losses: RowLosses | None = None,
         grad_norm: Number | None = None,
         lr: float | None = None,
         ooms: int = 0,
@@ -157,6 +165,7 @@ class Monitor:
             loss_weight: what `loss` is a mean over. Default: `StepInfo.local_targets`.
             loss_by_source: name of the source -> sum of the losses, and number of its supervised
                 tokens in the batch.
+            row_losses: the loss of each sample, in place of `loss` and `loss_by_source`.
             grad_norm: norm of the gradient of the optimizer step.
             lr: learning rate of the optimizer step.
             ooms: how often memory ran out on this rank.
@@ -178,6 +187,9 @@ class Monitor:
         waited_s, self._wait_s = self._wait_s, 0.0
         window.add_batch(batch, info, waited_s if wait_s is None else wait_s)
         weight = info.local_targets if loss_weight is None else loss_weight
+        if row_losses is not None:
+            window.add_rows(row_losses, info)
+            loss = row_losses.sums.detach().sum() / max(weight, 1) if loss is None else loss
         if loss is not None:
             window.add_value("loss", loss, weight)
         for source, (total, targets) in (loss_by_source or {}).items():
@@ -202,7 +214,12 @@ class Monitor:
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands; waits for losses that are being computed."""
         share = self._window.share(time.perf_counter() - self._start_s)
-        state = replace(self._at, share=asdict(share), totals=asdict(self._totals))
+        state = replace(
+            self._at,
+            share=asdict(share),
+            totals=asdict(self._totals),
+            samples=[tuple(one) for one in self._window.samples or ()],  # type: ignore[misc]
+        )
         return seal_whole(type(self).__name__, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -236,7 +253,9 @@ class Monitor:
         if write and not self._is_closed and len(self._window):
             self._write()
         self._writers.close()
-        self._is_closed = True
+        if self._book is not None:
+            self._book.close()
+        self._book, self._is_closed = None, True
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -254,7 +273,7 @@ class Monitor:
     def _restart(self, at: MonitorState) -> None:
         self._at, self._totals = at, Totals(**at.totals)
         share = Share(**at.share)
-        self._window = Window(share)
+        self._window = self._new_window(share, [SampleLoss(*one) for one in at.samples])
         self._start_s = time.perf_counter() - share.seconds
         self._resumed_at = at.step
         self._place = None
@@ -272,31 +291,28 @@ class Monitor:
         share = window.share(now_s - self._start_s)
         waited_s = meeting.wait_s
         shares = meeting.gather(share, f"the monitor's record of optimizer step {at.step}")
+        if window.samples is not None:
+            self._book = self._book or LossBook(self.folder, meeting.rank or 0)
+            self._book.write(window.samples, at.written, at.step)
         first, at.written = at.written + 1, at.step
         at.seconds += share.seconds
-        self._window, self._start_s = Window(Share()), now_s
+        self._window, self._start_s = self._new_window(Share(), []), now_s
         self._window.count("record_wait_s", meeting.wait_s - waited_s)
         if meeting.rank == 0:
             totals = Totals.of(shares)
             self._record(STEPS, first, totals, {"shapes": share.shapes})
             self._totals.add(totals)
             self._notices.look(shares, totals, self._watched)
-            self._show(totals)
+            show(self._bar, totals)
+
+    def _new_window(self, share: Share, samples: list[SampleLoss]) -> Window:
+        return Window(share, samples if self._has_book else None)
 
     def _count_waits(self, window: Window) -> None:
         """Count how long the plans of other ranks were waited for."""
         if self._watched is not None:
             before_s, self._rank_wait_s = self._rank_wait_s, self._watched.rank_wait_s
             window.count("rank_wait_s", self._rank_wait_s - before_s)
-
-    def _show(self, totals: Totals) -> None:
-        if self._bar is not None and not self._bar.disable:
-            mean = totals.groups()["mean"]
-            shown = {"padding": f"{mean['padding_share']:.1%}"}
-            shown["tokens/s"] = f"{mean['real_tokens_per_s']:,.0f}"
-            if mean.get("loss") is not None:
-                shown["loss"] = f"{mean['loss']:.4g}"
-            self._bar.set_postfix(shown, refresh=False)
 
     def _record(self, kind: str, first: int, totals: Totals, more: dict[str, Any]) -> None:
         at = self._at

@@ -21,6 +21,7 @@ class MonitorState(NodeState):
         seconds: duration of the steps that are in records.
         share: what was counted since, a `Share`.
         totals: what all ranks have counted in this epoch, a `Totals`; of rank 0.
+        samples: losses of samples since, the fields of `SampleLoss`.
     """
 
     step: Count = 0
@@ -30,6 +31,7 @@ class MonitorState(NodeState):
     seconds: float = 0.0
     share: dict[str, Any] = field(default_factory=lambda: asdict(Share()))
     totals: dict[str, Any] = field(default_factory=lambda: asdict(Totals()))
+    samples: list[tuple[str, int, int, int, int, float]] = field(default_factory=list)
 
     def validate(self) -> None:
         """Check that the counts can be gone on with."""

@@ -11,6 +11,7 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.contract.graph import walk
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
+from odb_nodes.monitor.window import Totals
 from odb_nodes.sources import SourceMixer
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 
@@ -75,3 +76,15 @@ class Watched:
             return self.loader.num_samples if isinstance(self.loader, ODBDataLoader) else None
         except TypeError:
             return None
+
+
+def show(bar: tqdm[Any] | None, totals: Totals) -> None:
+    """Show the rates of a record beside a progress bar, if there is one."""
+    if bar is None or bar.disable:
+        return
+    mean = totals.groups()["mean"]
+    shown = {"padding": f"{mean['padding_share']:.1%}"}
+    shown["tokens/s"] = f"{mean['real_tokens_per_s']:,.0f}"
+    if mean.get("loss") is not None:
+        shown["loss"] = f"{mean['loss']:.4g}"
+    bar.set_postfix(shown, refresh=False)

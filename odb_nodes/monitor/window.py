@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from odb_nodes.monitor.loss_book import SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
+from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.step_info import StepInfo
 
 Number = float | int | torch.Tensor
@@ -57,11 +59,16 @@ class Window:
 
     Args:
         share: what was counted before, which is added to.
+        samples: the losses of samples that were read before, which are added to; None for a window
+            that keeps none.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, samples: list[SampleLoss] | None = None) -> None:
         self._share = share
+        self.samples = samples
+        """The losses of samples, once `share` has read them."""
         self._values: list[tuple[str, Number, float]] = []  # name, value, weight
+        self._rows: list[tuple[RowLosses, StepInfo]] = []
 
     def __len__(self) -> int:
         return len(self._share.rows) // COLUMNS
@@ -99,6 +106,38 @@ class Window:
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._values.append((name, value, weight))
 
+    def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
+        """Add the losses of the samples of a batch, also by their sources."""
+        if count := len(info.keys):
+            sums, targets = losses.sums.detach()[:count], losses.targets[:count]
+            self._rows.append((RowLosses(sums, targets), info))
+
+    def _read_rows(self) -> None:
+        """Read the losses of samples from their device, in one piece."""
+        if not self._rows:
+            return
+        columns = [
+            torch.cat(part).tolist() for part in zip(*(one for one, _ in self._rows), strict=True)
+        ]
+        rows = zip(*columns, strict=True)
+        for _, info in self._rows:
+            for key, source, repeat in zip(
+                info.keys, info.row_sources, info.row_repeats, strict=True
+            ):
+                total, targets = next(rows)
+                if source and targets:
+                    self.count(f"targets/{source}", targets)
+                    self._add_to_mean(f"loss/{source}", total, targets)
+                if self.samples is not None and key is not None and targets:
+                    loss = total / targets
+                    self.samples.append(SampleLoss(source, key, repeat, info.epoch, targets, loss))
+        self._rows = []
+
+    def _add_to_mean(self, name: str, total: float, weight: float) -> None:
+        share = self._share
+        share.totals[name] = share.totals.get(name, 0.0) + total
+        share.weights[name] = share.weights.get(name, 0.0) + weight
+
     def set_last(self, name: str, value: float) -> None:
         """Note the latest of some values."""
         self._share.last[name] = value
@@ -116,12 +155,12 @@ class Window:
         share, values = self._share, self._values
         numbers = to_floats([value for _, value, _ in values])
         for (name, _, weight), number in zip(values, numbers, strict=True):
-            share.totals[name] = share.totals.get(name, 0.0) + number * weight
-            share.weights[name] = share.weights.get(name, 0.0) + weight
+            self._add_to_mean(name, number * weight, weight)
             if name == "grad_norm":
                 self.set_last(name, number)
                 self.set_peak(name, number)
         self._values = []
+        self._read_rows()
         share.seconds = seconds
         return share
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv as csv_format
 import io
 import json as json_format
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from odb_nodes._core.atomic_file import replacing
 from odb_nodes._core.checks import check_type
+from odb_nodes.monitor.loss_book import SampleLoss
 from odb_nodes.monitor.records import read_run
 from odb_nodes.monitor.reporting.page import facts_table, make_page
 from odb_nodes.monitor.reporting.summary import RunSummary
@@ -106,6 +109,11 @@ def _as_csv(runs: Sequence[RunSummary]) -> str:
     return file.getvalue()
 
 
+def _as_data(one: SampleLoss) -> dict[str, Any]:
+    """Return the loss of a sample as JSON data; None where it is not finite."""
+    return one._asdict() | {"loss": one.loss if math.isfinite(one.loss) else None}
+
+
 def _as_json(runs: Sequence[RunSummary]) -> str:
     found = [
         {
@@ -114,6 +122,7 @@ def _as_json(runs: Sequence[RunSummary]) -> str:
             "facts": run.facts(),
             "sources": run.sources(),
             **run.whole,
+            "worst": [[_as_data(one) for one in history] for history in run.worst],
             "audit": None if run.audit is None else str(run.audit),
             "attempts": run.records.attempts,
             "steps": run.records.steps,

@@ -70,7 +70,7 @@ def make_page(runs: Sequence[RunSummary]) -> str:
             facts=facts_table(runs),
             charts=[*_curve_charts(runs), *_source_charts(runs), *_shape_charts(runs)],
             sources=[_source_table(run) for run in runs if run.sources()],
-            samples=[],
+            samples=[_worst_table(run) for run in runs if run.worst],
             audits=[(run.name, str(run.audit)) for run in runs if run.audit is not None],
         )
     )
@@ -189,3 +189,14 @@ def _source_table(run: RunSummary) -> Table:
         for source, one in sources.items()
     ]
     return Table(("source", *head), rows, run.name)
+
+
+def _worst_table(run: RunSummary) -> Table:
+    epochs = sorted({one.epoch for history in run.worst for one in history})
+    rows = []
+    for history in run.worst:
+        last, losses = history[-1], {one.epoch: f"{one.loss:.4g}" for one in history}
+        place = [last.source, str(last.key), str(last.repeat), f"{last.targets:,}"]
+        rows.append((*place, *(losses.get(epoch, "") for epoch in epochs)))
+    head = ("source", "key", "repeat", "supervised tokens", *(f"epoch {one}" for one in epochs))
+    return Table(head, rows, f"{run.name}: mean loss, by the last epoch")

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from odb_nodes.ledger import Audit, audit
+from odb_nodes.monitor.loss_book import SampleLoss, read_losses, worst_samples
 from odb_nodes.monitor.records import GROUPS, Record, RunRecords
 from odb_nodes.monitor.window import Totals
+
+_WORST = 20  # samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +24,14 @@ class RunSummary:
         records: its records.
         whole: a record of all of its steps, with the groups of values of any record.
         audit: what `odb_nodes.audit` says of the ledger beside the records; None without one.
+        worst: the samples with the highest loss, each with its losses in the order of the epochs.
     """
 
     name: str
     records: RunRecords = field(repr=False)
     whole: dict[str, dict[str, float | None]]
     audit: Audit | None
+    worst: list[list[SampleLoss]] = field(repr=False)
 
     @classmethod
     def of(cls, name: str, records: RunRecords) -> RunSummary:
@@ -37,6 +42,7 @@ class RunSummary:
             records=records,
             whole=_whole(records.steps),
             audit=None if found is None else audit(found),
+            worst=worst_samples(read_losses(records.folder), _WORST),
         )
 
     @property

@@ -31,11 +31,19 @@ def monitor_of(folder, every=1):
     return Monitor(folder, every=every, progress=False)
 
 
+def targets_of(ids):
+    return sum(int((lm.sample_of(id)["labels"][1:] != -100).sum()) for id in ids)
+
+
 def check_losses(folder, entries):
-    """The loss of each step is that of the mean over all targets of its samples, one by one."""
-    steps = read_run(folder).steps
-    assert [one["step"] for one in steps] == [*range(1, len(entries) + 1)]
-    for one, entry in zip(steps, entries, strict=True):
+    """The loss of each step is that of the mean over all targets of its samples, one by one.
+
+    That of an epoch is the mean over those of all its steps.
+    """
+    run = read_run(folder)
+    assert [one["step"] for one in run.steps] == [*range(1, len(entries) + 1)]
+    totals = {one["epoch"]: [0.0, 0] for one in run.epochs}
+    for one, entry in zip(run.steps, entries, strict=True):
         ids = [
             id
             for ids, fills in zip(entry["ids"], entry["fillers"], strict=True)
@@ -43,8 +51,15 @@ def check_losses(folder, entries):
             if not fills
         ]
         expected = lm.expected_loss(torch.tensor(entry["before"], dtype=torch.float64), ids)
+        targets = targets_of(ids)
+        assert ("loss" in one["mean"]) == (targets > 0)
         assert one["mean"].get("loss", 0.0) == pytest.approx(expected, rel=TOLERANCE)
         assert one["sum"]["samples"] == len(ids)
+        totals[one["epoch"]][0] += expected * targets
+        totals[one["epoch"]][1] += targets
+    for one in run.epochs:
+        total, targets = totals[one["epoch"]]
+        assert one["mean"]["loss"] == pytest.approx(total / targets, rel=TOLERANCE)
 
 
 def check_epochs(folder, size, epochs=2):
@@ -117,11 +132,11 @@ def test_a_step_of_a_trainer_that_failed_is_not_recorded_and_nobody_is_waited_fo
 def test_a_checkpoint_without_a_monitor_is_gone_on_from_at_its_step(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
     t.make_trainer(tmp_path, "whole", **saving).train()
-    resumed = t.make_trainer(tmp_path, "resumed", odb={"monitor": monitor_of(tmp_path / "run")})
+    resumed = t.make_trainer(tmp_path, "resumed", odb={"monitor": str(tmp_path / "run")})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     run = read_run(tmp_path / "run")
     assert run.attempts[0]["resumed_at"] == 4
-    assert run.steps[0]["step"] == 5
+    assert run.steps[0]["first_step"] == 5
 
 
 # --- Accelerate -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +20,16 @@ class RunMonitor:
     """Tells a monitor of each optimizer step of a run.
 
     Args:
-        monitor: the monitor.
+        monitor: the monitor, or the folder of one.
         trainer: the trainer that runs.
         loader: the loader of the run.
     """
 
-    def __init__(self, monitor: Monitor, trainer: Any, loader: ODBDataLoader) -> None:
-        self._monitor, self._trainer, self._loader = monitor, trainer, loader
+    def __init__(
+        self, monitor: Monitor | str | os.PathLike[str], trainer: Any, loader: ODBDataLoader
+    ) -> None:
+        self._monitor = monitor if isinstance(monitor, Monitor) else Monitor(monitor)
+        self._trainer, self._loader = trainer, loader
         self._losses: list[torch.Tensor] = []  # of this optimizer step, as the `Trainer` has them
         self._norm: Any = None
         self._lr: float | None = None

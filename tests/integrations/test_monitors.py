@@ -1,5 +1,6 @@
 """Each trainer integration has a `Monitor` write the same file, and its checkpoints resume it."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import trainer_jobs as t
 from accelerate import Accelerator
 from gradients import mean_loss, samples_of
 from monitors import records_of
+from rank_jobs import RankJob
 from transformers import TrainerCallback
 
 from odb_nodes import ODBDataLoader, PaddingCollate, StateError, pop_step_info
@@ -137,6 +139,34 @@ def test_a_checkpoint_without_a_monitor_is_gone_on_from_at_its_step(tmp_path):
     run = read_run(tmp_path / "run")
     assert run.attempts[0]["resumed_at"] == 4
     assert run.steps[0]["first_step"] == 5
+
+
+@pytest.mark.ranks
+def test_two_ranks_of_a_trainer_write_the_loss_over_the_targets_of_both(tmp_path):
+    here = str(Path(__file__).parent)
+    body = f"import sys; sys.path.insert(0, {here!r})\nimport trainer_jobs as t\nt.main()"
+    options = {"folder": str(tmp_path), "num_train_epochs": 1, "gradient_accumulation_steps": 2}
+    options["odb"] = {"monitor": str(tmp_path / "run")}
+    warm = ("transformers.trainer_seq2seq", "odb_nodes.integrations.huggingface")
+    with RankJob(tmp_path, body, 2, json.dumps(options), init=False, warm=warm) as job:
+        job.finish(200)
+    both = [lm.read(tmp_path / f"train-{rank}.jsonl") for rank in range(2)]
+    total = targets = 0
+    for entries in zip(*both, strict=True):
+        ids = [
+            id
+            for entry in entries
+            for ids, fills in zip(entry["ids"], entry["fillers"], strict=True)
+            for id in ids
+            if not fills
+        ]
+        before = torch.tensor(entries[0]["before"], dtype=torch.float64)
+        total += lm.expected_loss(before, ids) * targets_of(ids)
+        targets += targets_of(ids)
+    run = read_run(tmp_path / "run")
+    assert run.attempts[0]["world_size"] == 2
+    assert run.epochs[0]["sum"]["samples"] == SIZE
+    assert run.epochs[0]["mean"]["loss"] == pytest.approx(total / targets, rel=TOLERANCE)
 
 
 # --- Accelerate -----------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class ODBCallback(Callback):
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
         if self._monitor is not None:
-            self._monitor.note_loss(loss.detach() * compat.loss_divisor(trainer, pl_module))
+            self._monitor.note_loss(compat.mean_loss(trainer, pl_module, loss))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

@@ -95,7 +95,7 @@ def write_run(folder, world_size=1, epochs=2, kills=(), *, make=epoch_of, **opti
             if end == len(steps):
                 ledger.close()
             else:
-                ledger._forget()  # as a kill does
+                ledger._file.forget()  # as a kill does
             begin = max(0, end - 3)
 
 

@@ -6,7 +6,7 @@ in `tests/_compat/test_accelerate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,3 +118,29 @@ def without_gathering(accelerator: Any, name: str, reason: str) -> Iterator[None
         yield
     finally:
         del accelerator.gather, accelerator.reduce
+
+
+@contextmanager
+def noting_gradient_norms(accelerator: Any, note: Callable[[Any], None]) -> Iterator[None]:
+    """Within this context, tell of each norm of gradients that an accelerator computes.
+
+    Relies on a `Trainer` asking `Accelerator.clip_grad_norm_` for the norm, which returns it as it
+    was before it was clipped. DeepSpeed computes its own, of which nothing is told.
+
+    Args:
+        accelerator: the accelerator.
+        note: is called with each norm, a tensor or a number.
+    """
+    clip = accelerator.clip_grad_norm_
+
+    def clip_and_note(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        if norm is not None:
+            note(norm)
+        return norm
+
+    accelerator.clip_grad_norm_ = clip_and_note
+    try:
+        yield
+    finally:
+        del accelerator.clip_grad_norm_

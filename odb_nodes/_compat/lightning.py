@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+import torch
+
 from odb_nodes.errors import StateError
 
 _EPOCHS = "epoch_progress"
@@ -35,6 +37,17 @@ def loss_divisor(trainer: Any, module: Any) -> int:
     optimizer step of an epoch, which may have fewer batches; manual optimization does not divide.
     """
     return int(trainer.accumulate_grad_batches) if module.automatic_optimization else 1
+
+
+def mean_loss(trainer: Any, module: Any, loss: torch.Tensor) -> torch.Tensor:
+    """Return what `training_step` returned, of the loss that `on_before_backward` is called with.
+
+    Relies on `MixedPrecision.pre_backward`, which multiplies the loss by the scale of its `scaler`
+    before the hook, and on `loss_divisor`. Waits for no device.
+    """
+    loss = loss.detach() * loss_divisor(trainer, module)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
 
 
 def steps_at_epoch_end(trainer: Any) -> bool:

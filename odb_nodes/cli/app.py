@@ -13,7 +13,7 @@ from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 
 __all__ = ["COMMANDS", "make_app"]
 
-COMMANDS = ("audit", "inspect", "profile", "simulate", "step", "tune")
+COMMANDS = ("audit", "inspect", "profile", "report", "simulate", "step", "tune")
 """Names of the commands. Each is a function of its name, in a module of its name in `commands`."""
 
 _EXPECTED = (

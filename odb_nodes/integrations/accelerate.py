@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -24,11 +25,11 @@ from odb_nodes._compat import accelerate as compat
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.metrics import StepMeter, timed
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
 from odb_nodes.ledger import Ledger
-from odb_nodes.loader.checkpoint import save_rank_state
+from odb_nodes.loader.checkpoint import load_rank_state, save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.monitor import Monitor, StepMeter, timed
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 import_extra("accelerate", "accelerate")
@@ -39,6 +40,7 @@ from accelerate.utils import send_to_device  # noqa: E402
 
 __all__ = ["AcceleratedLoader", "configure_accelerator"]
 
+MONITOR = "odb_nodes-monitor"  # folder in a checkpoint
 NOT_SAVED = (
     "it was saved before `configure_accelerator` was called, or without it. To begin a run with "
     "its weights, call `load_state` before `configure_accelerator`."
@@ -63,10 +65,15 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         accelerator: the accelerator of the training loop.
         loader: this rank's loader, with the accelerator's `gradient_accumulation_steps`.
         ledger: where the steps are recorded; `None` for nowhere.
+        monitor: a monitor of the run; `None` for none.
     """
 
     def __init__(
-        self, accelerator: Accelerator, loader: ODBDataLoader, ledger: Ledger | None = None
+        self,
+        accelerator: Accelerator,
+        loader: ODBDataLoader,
+        ledger: Ledger | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.loader = loader
         self.gradient_state = GradientState()
@@ -74,6 +81,9 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self._meter = StepMeter()
         self._last: StepInfo | None = None  # of the batch that was yielded last
         self._ledger = ledger
+        self._monitor = monitor
+        if monitor is not None:
+            monitor.attach(loader)
         self._unrecorded: StepInfo | None = None  # the same, until its step is recorded
         self._handles = (
             accelerator.register_save_state_pre_hook(self._save),
@@ -103,6 +113,8 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         it, self._last = begin_or_resume(self.loader, CHANGED), None
         compat.drop_partial_step(self._accelerator)  # where the last epoch was left within one
         self.begin()
+        if self._monitor is not None:
+            self._monitor.start_clock()
         try:
             for batch, wait_s in timed(it):
                 yield self._prepared(batch, wait_s)
@@ -115,6 +127,8 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         accelerator = self._accelerator
         info = pop_step_info(batch)
         self._meter.add(batch, info, wait_s)
+        if self._monitor is not None:
+            self._monitor.waited(wait_s)
         self._last = self._unrecorded = info
         steps = accelerator.gradient_accumulation_steps
         _check_accumulation(steps, self.loader)  # Users can set it at any time.
@@ -133,7 +147,12 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         return self._meter.take_metrics(self._accelerator.gather, self._accelerator.device)
 
     def close(self) -> None:
-        """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent."""
+        """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent.
+
+        The monitor writes what it has counted, for which all ranks are waited for.
+        """
+        if self._monitor is not None:
+            self._monitor.close()
         for handle in self._handles:
             handle.remove()
         self._record()
@@ -148,6 +167,8 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self._unrecorded = None  # A step that failed is not done.
+            if self._monitor is not None:
+                self._monitor.close(write=False)
         self.close()
 
     def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:
@@ -163,12 +184,26 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         if self._ledger is not None:
             self._ledger.sync()
         save_rank_state(self.loader.state_dict(), output_dir)
+        if self._monitor is not None:
+            self._check_monitor(self._monitor)
+            save_rank_state(self._monitor.state_dict(), Path(output_dir) / MONITOR)
+
+    def _check_monitor(self, monitor: Monitor) -> None:
+        last = self._last
+        if last is not None and monitor.place != (last.epoch, last.step):
+            raise StateError(
+                f"`monitor.step` must be called for step {last.step} of epoch {last.epoch} before "
+                "`save_state`, which would lose it otherwise. Call it right after the optimizer "
+                "step."
+            )
 
     def _load(self, _models: Any, input_dir: str) -> None:
         self.loader.load_state_dict(load_saved_state(input_dir, NOT_SAVED))
         self._last = self._unrecorded = None
         if self._ledger is not None:
             self._ledger.begin_attempt()
+        if self._monitor is not None and (Path(input_dir) / MONITOR).is_dir():
+            self._monitor.load_state_dict(load_rank_state(Path(input_dir) / MONITOR))
 
     def _record(self) -> None:
         """Write the step of the last batch into the ledger: whoever goes on has done it."""
@@ -181,6 +216,7 @@ def configure_accelerator(
     accelerator: Accelerator,
     loader: ODBDataLoader,
     ledger: str | os.PathLike[str] | None = None,
+    monitor: Monitor | None = None,
 ) -> AcceleratedLoader:
     """Return a loader for the training loop, and include its state in the checkpoints.
 
@@ -194,11 +230,15 @@ def configure_accelerator(
         ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
             A step is recorded when the next batch is asked for, a checkpoint is saved, or the
             loader is closed.
+        monitor: a `Monitor` of the run, which the checkpoints resume, and which is told how long
+            batches were waited for; default: none. Call its `step` for each batch, before
+            `save_state`. It is closed with the loader.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
     """
     check_type("loader", loader, ODBDataLoader, "See `ODBDataLoader.from_dataloader`.")
+    check_type("monitor", monitor, Monitor | None)
     _check_accumulation(accelerator.gradient_accumulation_steps, loader)
     if not compat.backward_divides(accelerator):
         raise ValueError(
@@ -218,7 +258,7 @@ def configure_accelerator(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     kept = None if ledger is None else Ledger(ledger, rank=rank, world_size=world_size)
     _configured.add(accelerator)
-    return AcceleratedLoader(accelerator, loader, kept)
+    return AcceleratedLoader(accelerator, loader, kept, monitor)
 
 
 def _check_accumulation(steps: int, loader: ODBDataLoader) -> None:

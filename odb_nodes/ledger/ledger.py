@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
 import warnings
-import weakref
-from contextlib import suppress
 from pathlib import Path
 
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.forks import Owner
+from odb_nodes._core.locked_file import LockedFile
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.ledger.records import VERSION, Encoder, Header, pack_header
 from odb_nodes.step_info import StepInfo
 
-if sys.platform == "win32":
-    fcntl = None
-else:
-    import fcntl
-
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
-_open_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 class Ledger:
@@ -66,14 +57,18 @@ class Ledger:
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self.path = Path(folder) / f"rank-{self._rank:05d}.ledger"
         """The file of this rank."""
-        self._file: int | None = None
+        self._file = LockedFile(
+            self.path,
+            "Give each run a folder of its own; within a run each process must have a rank of its "
+            f"own (this one is rank {self._rank} of {self._world_size}), and `close()` its ledger "
+            "before it makes another.",
+        )
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
         self._lost = 0
         self._is_closed = self._is_warned = False
         self._owner = Owner()
-        _open_ledgers.add(self)
         try:
-            self._open()
+            self._file.open()
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
@@ -95,16 +90,16 @@ class Ledger:
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
             raise ValueError("the ledger is closed: it records nothing. Make a new one.")
-        if not self._owner.is_here or (file := self._opened()) is None:
+        if not self._owner.is_here or not self._opened():
             return
         # Until the bytes are written, an interrupt leaves the chain in doubt: begin a new one then.
         encoder, self._encoder = self._encoder, None
         start = b""
         try:
             if encoder is None:
-                start, crc = self._header(file, info)
+                start, crc = self._header(info)
                 encoder = Encoder(crc, self._world_size)
-            self._write(file, start + encoder.step(info))
+            self._file.write(start + encoder.step(info))
         except OSError as error:
             self._lost += 1
             self._warn(error)
@@ -120,9 +115,9 @@ class Ledger:
 
     def sync(self) -> None:
         """Wait until the disk has all that was recorded, for a loss of power after a checkpoint."""
-        if self._file is not None:
+        if self._file.is_open:
             try:
-                os.fsync(self._file)
+                self._file.sync()
             except OSError as error:
                 self._warn(error)
 
@@ -132,17 +127,12 @@ class Ledger:
         `with` does so where its block ends; where that raises, it closes the file without a record,
         since the other ranks may then be some steps behind or ahead.
         """
-        if not self._owner.is_here:
-            self._forget()
-        if self._file is not None and self._encoder is not None:
+        if self._file.is_open and self._encoder is not None:
             try:
-                self._write(self._file, self._encoder.end())
+                self._file.write(self._encoder.end())
             except OSError as error:
                 self._warn(error)
-        if self._file is not None and fcntl is not None:
-            with suppress(OSError):  # a disk without locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # also that of a child just forked
-        self._forget()
+        self._file.close()
         self._is_closed = True
 
     def __enter__(self) -> Ledger:
@@ -153,52 +143,26 @@ class Ledger:
             self._encoder = None
         self.close()
 
-    def __del__(self) -> None:
-        self._forget()
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        if fcntl is None:
-            return
+    def _opened(self) -> bool:
+        """Tell whether the file is there; try once more to make it, where the disk was full."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _LOCKED:
-                return  # a disk without locks
-            self._forget()
-            raise RuntimeError(
-                f"another process, or another ledger of this one, writes `{self.path}`. Give each "
-                "run a folder of its own; within a run each process must have a rank of its own "
-                f"(this one is rank {self._rank} of {self._world_size}), and `close()` its ledger "
-                "before it makes another."
-            ) from None
+            self._file.open()
+        except (OSError, RuntimeError):
+            self._lost += 1
+        return self._file.is_open
 
-    def _opened(self) -> int | None:
-        """Return the file; try once more to make it, where the disk was full; `None` if it is."""
-        if self._file is None:
-            try:
-                self._open()
-            except (OSError, RuntimeError):
-                self._lost += 1
-        return self._file
-
-    def _header(self, file: int, info: StepInfo) -> tuple[bytes, int]:
+    def _header(self, info: StepInfo) -> tuple[bytes, int]:
         header = Header(
             version=VERSION,
             rank=self._rank,
             world_size=self._world_size,
             lost=self._lost,
-            offset=os.lseek(file, 0, os.SEEK_END),
+            offset=self._file.size(),
             time_s=time.time(),
             epoch=info.epoch,
             step=info.step,
         )
         return pack_header(header)
-
-    def _write(self, file: int, data: bytes) -> None:
-        if os.write(file, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
@@ -208,19 +172,3 @@ class Ledger:
                 "that are not recorded are a gap that `audit` reports.",
                 stacklevel=3,
             )
-
-    def _forget(self) -> None:
-        """Close the file, without a record."""
-        file, self._file = getattr(self, "_file", None), None
-        if file is not None:
-            os.close(file)
-
-
-def _close_in_child() -> None:
-    """Close the copies that a forked child has: they would hold the locks as long as it lives."""
-    for ledger in list(_open_ledgers):
-        ledger._forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

@@ -127,6 +127,12 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         """Tokens of this epoch so far, by source; 0 where the items are no `Sample`."""
         return dict(self._tokens)
 
+    @property
+    def dry_sources(self) -> tuple[str, ...]:
+        """The sources that have no more items in this epoch, where others have."""
+        goes_on = self._stop == "all_exhausted" and not self._ended
+        return tuple(self._exhausted) if goes_on else ()
+
     def begin_epoch(self) -> None:
         """Begin the epoch of every source."""
         self._clear()

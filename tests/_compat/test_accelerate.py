@@ -167,3 +167,14 @@ def test_a_forward_has_the_precision_that_prepare_gives_it(accelerate):
             assert found.dtype == torch.float32 and torch.equal(found, expected)
         finally:
             reset(True)
+
+
+def test_the_norm_of_the_gradients_is_that_before_they_were_clipped(accelerator):
+    with relies_on("accelerate", "Accelerator.clip_grad_norm_", "_compat/accelerate.py"):
+        weight, norms = torch.nn.Parameter(torch.zeros(2)), []
+        weight.grad = torch.tensor([3.0, 4.0])
+        with compat.noting_gradient_norms(accelerator, norms.append):
+            accelerator.clip_grad_norm_([weight], 1.0)
+        accelerator.clip_grad_norm_([weight], 1.0)
+        assert [float(norm) for norm in norms] == [5.0]
+        assert "clip_grad_norm_" not in vars(accelerator)

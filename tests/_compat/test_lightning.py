@@ -12,6 +12,7 @@ from odb_nodes._compat import lightning as compat
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 
 pytestmark = pytest.mark.slow  # importing it takes seconds
@@ -93,6 +94,31 @@ def fit(callback, module=None, batches=None, **options):
     trainer = trainer_of(callback, **options)
     trainer.fit(module or Module(), batches or Batches())
     return callback.answers
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_loss_before_backward_is_divided_and_scaled(is_scaled):
+    class Losses(Callback):
+        def __init__(self):
+            self.answers = []
+
+        def on_before_backward(self, trainer, module, loss):
+            self.seen = loss.item()
+            self.answers.append(compat.mean_loss(trainer, module, loss).item())
+
+    class Three(Module):
+        def training_step(self, batch, batch_idx):
+            return self.weight * 1.0 + 3.0
+
+    with relies_on("lightning", "MixedPrecision.pre_backward", USED_IN.format("callback")):
+        plugins = []
+        if is_scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        losses = Losses()
+        fit(losses, Three(), max_epochs=1, accumulate_grad_batches=2, plugins=plugins)
+        assert losses.seen == (96.0 if is_scaled else 1.5)
+        assert losses.answers == [3.0] * BATCHES
 
 
 def test_batches_are_read_one_ahead_and_trained_on_in_their_order():

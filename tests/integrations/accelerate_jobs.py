@@ -39,6 +39,7 @@ def train(
     resume=None,
     scale="ours",
     ledger=None,
+    monitor=None,
     exclude=None,
 ):
     """Train as a user would; records into `folder/name-rank.jsonl`. Returns the final weights."""
@@ -49,7 +50,7 @@ def train(
     optimizer = torch.optim.SGD(raw.parameters(), lr=LR, momentum=0.9)
     options = {"window": 12, "round_size": 4, "accumulate": accumulate, "exclude": exclude}
     loader = ODBDataLoader(Texts(size), token_budget=token_budget, **options)
-    loader = configure_accelerator(accelerator, loader, ledger)
+    loader = configure_accelerator(accelerator, loader, ledger, monitor)
     model, optimizer, loader = accelerator.prepare(raw, optimizer, loader)
     first_epoch = step = 0
     if resume is not None:
@@ -74,6 +75,8 @@ def train(
                         raw.seen, fillers = [], []
                     optimizer.step()
                     optimizer.zero_grad()
+                if monitor is not None:
+                    monitor.step(batch, info, loss=loss.detach(), lr=LR)
                 samples += info.all_samples_this_step
                 if not info.ends_optimizer_step:
                     continue

@@ -742,6 +742,7 @@ INVALID = [
     ("lr_scaling", "sqrt", TypeError),
     ("log_metrics", 1, TypeError),
     ("ledger", 3, TypeError),
+    ("monitor", 3, TypeError),
     ("exclude", 3, TypeError),
     ("dearest_first", -1, ValueError),
     ("on_oom", "x", ValueError),

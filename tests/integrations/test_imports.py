@@ -5,7 +5,17 @@ import sys
 
 import pytest
 
-FRAMEWORKS = ("transformers", "accelerate", "lightning", "tensorboard", "datasets")
+FRAMEWORKS = (
+    "transformers",
+    "accelerate",
+    "lightning",
+    "datasets",
+    "jinja2",
+    "matplotlib",
+    "rich",
+    "tensorboard",
+    "typer",
+)
 
 
 def run(code):
@@ -17,7 +27,7 @@ def run(code):
 def test_the_library_alone_imports_no_framework():
     code = f"""
 import sys, odb_nodes, odb_nodes.integrations, odb_nodes.testing
-import odb_nodes.integrations.metrics, odb_nodes.integrations.learning_rate
+import odb_nodes.monitor, odb_nodes.integrations.learning_rate
 import odb_nodes.integrations.step_estimate
 print([name for name in {FRAMEWORKS} if name in sys.modules])
 """

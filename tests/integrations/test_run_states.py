@@ -27,7 +27,7 @@ FIELDS = [
     for kind, declared in (("huggingface", huggingface.RunState), ("lightning", lightning.RunState))
     for field in fields(declared)
 ]
-OPTIONAL = {"steps_per_epoch", "cpu_rng", "gpu_rng"}
+OPTIONAL = {"steps_per_epoch", "cpu_rng", "gpu_rng", "monitor"}
 HOLDERS = {"huggingface": "ODBTrainer", "lightning": "ODBCallback"}
 KINDS = sorted(HOLDERS)
 

@@ -12,7 +12,7 @@ def record(folder, *steps, rank=0, world_size=1, is_killed=False):
         for info in steps:
             ledger.record(info)
         if is_killed:
-            ledger._forget()
+            ledger._file.forget()
 
 
 @pytest.mark.parametrize("kills", [(), (1,), (5, 9, 12), (8,), (9,), (5, 5, 5)])

@@ -143,7 +143,7 @@ def test_a_record_torn_in_mid_run_is_ignored_too(tmp_path, monkeypatch):
                     )
                     with pytest.warns(UserWarning, match="cannot be written"):
                         ledger.record(steps[end])
-            ledger._forget()
+            ledger._file.forget()
         found = audit(folder)
         assert found.ok, found.problems
         assert sum("a torn record" in note for note in found.notes) == 2

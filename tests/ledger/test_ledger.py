@@ -250,7 +250,7 @@ def test_a_forked_child_records_nothing_and_holds_no_lock(tmp_path):
         with pytest.raises(RuntimeError):  # the child has not let go of the parent's lock
             Ledger(tmp_path)
         ledger.record(info_of(1, [2]))
-        ledger._forget()  # as a kill does
+        ledger._file.forget()  # as a kill does
         with Ledger(tmp_path):  # though the child lives
             pass
     finally:

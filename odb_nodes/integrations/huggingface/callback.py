@@ -33,6 +33,8 @@ class RunCallback(TrainerCallback):
         self._run.check_step(state.global_step)
         self._has_stepped = False
         self._run.meter.take()  # The time of all set-up is not the first steps'.
+        if self._run.monitor is not None:
+            self._run.monitor.start_clock()
         if self._run.ends_by_epochs:
             # Before version 5, the `Trainer` sets its bound after the scheduler is made. Later it
             # does not, and a resumed run keeps the number of its checkpoint.
@@ -46,6 +48,8 @@ class RunCallback(TrainerCallback):
         if scaling is not None:
             samples = self._run.optimizer_samples
             self._scaled.enter_context(scaling.applied(given["optimizer"], samples))
+        if self._run.monitor is not None:
+            self._run.monitor.note_lr(given["optimizer"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the learning rate, which the schedule goes on from."""

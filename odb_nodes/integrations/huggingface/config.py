@@ -12,6 +12,7 @@ from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
 from odb_nodes.memory.context import GUARD_ABOVE, check_guard_above, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
+from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
 
 AUTO = "auto"
@@ -51,7 +52,8 @@ class ODBConfig(BatchOptions):
         log_metrics: whether to log `odb/*` beside the loss.
         ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
             The same for all restarts of a run, and for no other run.
-
+        monitor: a `Monitor` of the run, which its checkpoints resume, or the folder of one, with a
+            record every 10 optimizer steps; default: none.
         on_oom: what happens where forward or backward runs out of memory. `"split"`: the optimizer
             step is computed again, in parts; a sample that does not fit alone is an error.
             `"skip"`: such a sample is left out, the mean is over the others. `None`: the error is
@@ -81,6 +83,7 @@ class ODBConfig(BatchOptions):
     lr_scaling: LrScaling | None = None
     log_metrics: bool = True
     ledger: str | os.PathLike[str] | None = None
+    monitor: Monitor | str | os.PathLike[str] | None = None
     on_oom: Literal["split", "skip"] | None = None
     guard_above: float = GUARD_ABOVE
     shrink: float | None = None
@@ -106,6 +109,7 @@ class ODBConfig(BatchOptions):
             check_count("steps_per_epoch", self.steps_per_epoch)
         check_choice("schedule", self.schedule, get_args(Schedule))
         check_type("ledger", self.ledger, str | os.PathLike | None)
+        check_type("monitor", self.monitor, Monitor | str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)
         if self.on_oom is not None:
             check_choice("on_oom", self.on_oom, ("split", "skip"))

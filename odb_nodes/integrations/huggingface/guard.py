@@ -87,6 +87,11 @@ class RunGuard:
         """The `StepInfo` of each batch; of a step that is done, without what was left out."""
         return self._step.infos
 
+    @property
+    def ooms(self) -> int:
+        """How often memory has run out on this rank in the run."""
+        return self._context.ooms
+
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
         """Begin an optimizer step.
 

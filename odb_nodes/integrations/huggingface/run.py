@@ -6,24 +6,24 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
-from odb_nodes._core.checks import MAX_COUNT
-from odb_nodes.contract import Count, InRange, NodeState, SourceState
 from odb_nodes.contract.state import seal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import TrainBatches
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.guard import RunGuard
+from odb_nodes.integrations.huggingface.monitoring import RunMonitor
+from odb_nodes.integrations.huggingface.run_state import RunState, TakenStep, repeated
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
-from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import save_rank_state
 from odb_nodes.memory.model import MemoryModel
+from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
@@ -31,42 +31,6 @@ MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is 
 ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
-
-
-@dataclass(kw_only=True)
-class RunState(NodeState):
-    """The position of a run on one rank, between two optimizer steps.
-
-    Attributes:
-        step: optimizer steps of the run that are done.
-        epoch: number of epochs that have ended.
-        samples: samples of all ranks that are done in the present epoch.
-        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
-        loader: state of the loader.
-    """
-
-    step: Count
-    epoch: Count
-    samples: Count
-    steps_per_epoch: Annotated[int, InRange(1, MAX_COUNT)] | None
-    loader: SourceState
-
-
-@dataclass(kw_only=True)
-class TakenStep:
-    """The batches of an optimizer step that the `Trainer` has been given.
-
-    Attributes:
-        batches: the batches.
-        infos: the `StepInfo` of each.
-        own: how many batches there are without those that are repeated.
-        wait_s: seconds that were spent waiting for each, on the mean.
-    """
-
-    batches: list[dict[str, Any]]
-    infos: list[StepInfo]
-    own: int
-    wait_s: float
 
 
 class Run:
@@ -99,6 +63,9 @@ class Run:
         self._is_warned = False
         self._ledger = _ledger_of(trainer)
         self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)  # that has begun
+        self.monitor: RunMonitor | None = None
+        if trainer.odb.monitor is not None:
+            self.monitor = RunMonitor(trainer.odb.monitor, trainer, batches.loader)
         self.guard: RunGuard | None = None
         if trainer.odb.on_oom is not None:
             self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys, memory)
@@ -170,6 +137,7 @@ class Run:
             samples=batches.samples,
             steps_per_epoch=self._steps_per_epoch,
             loader=batches.loader.state_dict(),
+            monitor=None if self.monitor is None else self.monitor.state_dict(),
         )
         return seal_whole(HOLDER, state)
 
@@ -234,7 +202,7 @@ class Run:
         kept = [self._keys.of(batch) for batch in taken]
         while len(kept) < count:
             kept.append(dict(kept[-1]))
-            infos.append(_repeated(infos[-1]))
+            infos.append(repeated(infos[-1]))
         self._step = TakenStep(batches=kept, infos=infos, own=len(taken), wait_s=wait_s)
         if self.guard is not None:
             self.guard.begin_step(kept, infos)
@@ -255,6 +223,9 @@ class Run:
         if self._trainer.odb.log_metrics:
             for batch, info in zip(batches, infos, strict=True):
                 self.meter.add(batch, info, step.wait_s)
+        if self.monitor is not None:
+            ooms = 0 if self.guard is None else self.guard.ooms
+            self.monitor.record(step, batches, infos, ooms)
         self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)
 
     def _computed(self) -> tuple[list[dict[str, Any]], list[StepInfo]]:
@@ -268,13 +239,23 @@ class Run:
             self._ledger.sync()
         save_rank_state(self.state_dict(), folder)
 
-    def close(self) -> None:
-        """Stop the workers, and close the ledger."""
-        if self.guard is not None:
-            self.guard.close()
-        if self._ledger is not None:
-            self._ledger.close()
-        self.batches.loader.close()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Train within this context; stops the workers, and closes ledger and monitor."""
+        noting = nullcontext() if self.monitor is None else self.monitor.noting_norms()
+        is_done = False
+        try:
+            with noting:
+                yield
+            is_done = True
+        finally:
+            if self.guard is not None:
+                self.guard.close()
+            if self._ledger is not None:
+                self._ledger.close()
+            self.batches.loader.close()
+            if self.monitor is not None:
+                self.monitor.close(write=is_done)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. All ranks call it together."""
@@ -290,10 +271,3 @@ def _ledger_of(trainer: Any) -> Ledger | None:
     if folder is None:
         return None
     return Ledger(folder, rank=args.process_index, world_size=args.world_size)
-
-
-def _repeated(info: StepInfo) -> StepInfo:
-    """Return the `StepInfo` of a batch that is repeated to fill its optimizer step."""
-    return replace(
-        info, is_filler=True, local_samples=0, local_targets=0, micro_step=info.micro_step + 1
-    )

@@ -9,7 +9,8 @@ from accelerate.utils import broadcast_object_list
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.batches import loader_options, make_batches
-from odb_nodes.integrations.huggingface.run import HOLDER, Run, RunState
+from odb_nodes.integrations.huggingface.run import HOLDER, Run
+from odb_nodes.integrations.huggingface.run_state import RunState
 from odb_nodes.integrations.resuming import load_saved_state
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 
@@ -55,7 +56,10 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
             f"as `{type(trainer.train_dataset).__name__}` does not."
         )
-    return Run(trainer, batches, steps_per_epoch, None if state is None else state.step, memory)
+    run = Run(trainer, batches, steps_per_epoch, None if state is None else state.step, memory)
+    if run.monitor is not None:
+        run.monitor.begin(*((None, 0) if state is None else (state.monitor, state.step)))
+    return run
 
 
 def _steps_per_epoch(trainer: Any) -> int:

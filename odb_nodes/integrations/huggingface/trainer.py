@@ -128,11 +128,10 @@ class ODBTrainerMixin(_Mixed):
             checkpoint = get_last_checkpoint(self.args.output_dir)
         self.odb_run = run = make_run(self, checkpoint)
         try:
-            with compat.bounded_loop(self.args, run.most_steps):
+            with run.running(), compat.bounded_loop(self.args, run.most_steps):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.odb_run = None
-            run.close()
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -197,8 +196,12 @@ class ODBTrainerMixin(_Mixed):
 
         weight = run.losses.next(num_items_in_batch)
         if run.guard is None:
-            return compute(inputs, weight)
-        return run.guard.compute(model, inputs, weight, compute)
+            loss = compute(inputs, weight)
+        else:
+            loss = run.guard.compute(model, inputs, weight, compute)
+        if run.monitor is not None:
+            run.monitor.note_loss(loss)
+        return loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; in training, weighed by its share of the optimizer step."""

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from odb_nodes.integrations.metrics import timed
 from odb_nodes.integrations.resuming import begin_or_resume, changed_arguments_remedy
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.monitor.metrics import timed
 from odb_nodes.step_info import StepInfo, pop_step_info
 
 CHANGED = changed_arguments_remedy(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from odb_nodes._compat import lightning as compat
+from odb_nodes._core.checks import check_type
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import TrainBatches
@@ -21,10 +22,11 @@ from odb_nodes.integrations.lightning.checks import (
     check_states,
     check_trainer,
 )
+from odb_nodes.integrations.lightning.monitoring import RunMonitor
 from odb_nodes.integrations.lightning.run import Run, RunState
-from odb_nodes.integrations.metrics import StepMeter
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["ODBCallback"]
@@ -45,13 +47,20 @@ class ODBCallback(Callback):
         log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.
         ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
             The same for all restarts of a run, and for no other run.
+        monitor: a `Monitor` of the run, which its checkpoints resume; default: none.
     """
 
     STATE_KEY = "odb_nodes"  # of a checkpoint, where it holds a state of each rank
 
     def __init__(
-        self, *, log_metrics: bool = True, ledger: str | os.PathLike[str] | None = None
+        self,
+        *,
+        log_metrics: bool = True,
+        ledger: str | os.PathLike[str] | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
+        check_type("monitor", monitor, Monitor | None)
+        self._monitor = None if monitor is None else RunMonitor(monitor)
         self._log_metrics = log_metrics
         self._ledger_folder = ledger
         self._ledger: Ledger | None = None
@@ -101,9 +110,11 @@ class ODBCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loader, and start the metrics."""
-        self._required_batches()
+        batches = self._required_batches()
         check_one_loader(trainer.train_dataloader)
         self._meter = StepMeter()
+        if self._monitor is not None:
+            self._monitor.begin(self._run.start.monitor, trainer.global_step, batches.loader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -124,6 +135,15 @@ class ODBCallback(Callback):
         factor = self._run.current.info.loss_scale * compat.loss_divisor(trainer, pl_module)
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
+        if self._monitor is not None:
+            self._monitor.note_loss(compat.mean_loss(trainer, pl_module, loss))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Take the norm of the gradient, and the learning rate, for the monitor."""
+        if self._monitor is not None:
+            self._monitor.note_optimizer(optimizer)
 
     def on_train_batch_end(
         self,
@@ -144,10 +164,15 @@ class ODBCallback(Callback):
         if self._run.state_after(self._batches) is None:
             check_epoch_end(trainer)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the monitor write what it has counted, while all ranks are there."""
+        if self._monitor is not None:
+            self._monitor.close(write=True)
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Stop the workers, and close the ledger."""
+        """Stop the workers, and close ledger and monitor."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -172,6 +197,8 @@ class ODBCallback(Callback):
             self._ledger.sync()
         progress = compat.loop_progress(checkpoint)
         position = self._run.settle()
+        if self._monitor is not None:
+            position = replace(position, monitor=self._monitor.state_dict())
         after = self._run.state_after(self._batches)
         if after is not None and compat.epochs_processed(progress) > position.epoch:
             epoch = position.epoch + 1
@@ -227,11 +254,15 @@ class ODBCallback(Callback):
         info, self._unrecorded = self._unrecorded, None
         if info is not None and self._ledger is not None:
             self._ledger.record(info)
+        if info is not None and self._monitor is not None and self._run.current is not None:
+            self._monitor.add(self._run.current)
 
     def _close(self) -> None:
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
+        if self._monitor is not None:
+            self._monitor.close(write=False)
         if self._batches is not None:
             self._batches.loader.close()
 

@@ -25,6 +25,7 @@ class RunState(NodeState):
         loader: state of the loader; None before the first batch of a run.
         cpu_rng: state of torch's generator; None before the first optimizer step.
         gpu_rng: that of the GPU; None also where the rank has none.
+        monitor: state of the `Monitor`; None where the run has none.
     """
 
     epoch: Count = 0
@@ -34,6 +35,7 @@ class RunState(NodeState):
     loader: SourceState | None = None
     cpu_rng: bytes | None = None
     gpu_rng: bytes | None = None
+    monitor: dict[str, Any] | None = None
 
     def validate(self) -> None:
         """Check the state of torch's generator, which is set only when the first batch begins."""

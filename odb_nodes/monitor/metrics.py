@@ -14,7 +14,8 @@ from odb_nodes.step_info import StepInfo
 __all__ = ["StepMeter", "summarize", "timed"]
 
 _MICROSECONDS = 1e6
-_COLUMNS = 5
+COLUMNS = 5
+"""Integers of a micro-step; see `StepMeter.take`."""
 
 
 def timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
@@ -39,7 +40,7 @@ class StepMeter:
         self._optimizer_steps = 0
 
     def __len__(self) -> int:
-        return len(self._rows) // _COLUMNS
+        return len(self._rows) // COLUMNS
 
     def add(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float = 0.0) -> None:
         """Count a micro-step.
@@ -53,10 +54,7 @@ class StepMeter:
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         padded = ids.numel() if isinstance(ids, torch.Tensor) else 0
         real = int(mask.sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else padded
-        if info.is_filler:
-            real = 0
-        row = [info.local_samples, real, padded, info.is_filler, round(wait_s * _MICROSECONDS)]
-        self._rows.extend(row)
+        self._rows.extend(row_of(info, real, padded, wait_s))
         self._optimizer_steps += info.ends_optimizer_step
 
     def take(self) -> tuple[torch.Tensor, int, float]:
@@ -68,7 +66,7 @@ class StepMeter:
             since the last call.
         """
         now_s = time.perf_counter()
-        taken = torch.tensor(self._rows, dtype=torch.int64).reshape(-1, _COLUMNS)
+        taken = torch.tensor(self._rows, dtype=torch.int64).reshape(-1, COLUMNS)
         steps, seconds = self._optimizer_steps, now_s - self._start_s
         self._rows, self._optimizer_steps, self._start_s = array("q"), 0, now_s
         return taken, steps, seconds
@@ -88,33 +86,77 @@ class StepMeter:
         return summarize(of_ranks.flatten(0, -3).cpu(), steps, seconds)
 
 
-def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[str, float]:
-    """Return the metrics of some micro-steps, over all ranks.
+def row_of(info: StepInfo, real_tokens: int, padded_tokens: int, wait_s: float) -> list[int]:
+    """Return the counts of a micro-step, as `StepMeter.take` returns them."""
+    real_tokens = 0 if info.is_filler else real_tokens
+    wait_us = round(wait_s * _MICROSECONDS)
+    return [info.local_samples, real_tokens, padded_tokens, info.is_filler, wait_us]
 
-    - `odb/padding_share`: share of padding among the tokens computed, filler steps included.
-    - `odb/rank_balance`: tokens that the ranks computed, divided by what they would have computed
-      had each been as busy in every step as the busiest.
-    - `odb/filler_share`: share of filler steps among the micro-steps.
-    - `odb/data_wait_share`: share of the time spent waiting for batches, mean over ranks.
-    - `odb/real_tokens_per_step`, `odb/samples_per_step`: per optimizer step, all ranks together.
-    - `odb/real_tokens_per_s`, `odb/samples_per_s`: per second, all ranks together.
+
+def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[str, float]:
+    """Return the metrics of some micro-steps, over all ranks: those of `rates`, as `odb/*`.
 
     Args:
         rows: (R, S, 5) int64, what `StepMeter.take` returned on each of R ranks.
         optimizer_steps: number of optimizer steps in these S micro-steps.
         seconds: duration of these S micro-steps.
     """
+    sums = sum_rows(rows) | {
+        "optimizer_steps": optimizer_steps,
+        "seconds": seconds,
+        "rank_seconds": len(rows) * seconds,
+    }
+    return {f"odb/{name}": value for name, value in rates(sums).items()}
+
+
+def sum_rows(rows: torch.Tensor) -> dict[str, float]:
+    """Return the counts of some micro-steps by name, summed over all ranks.
+
+    - `samples`, `tokens` (real ones), `padded_tokens`, `micro_steps`, `filler_steps`,
+      `data_wait_s`.
+    - `busiest_tokens`: the padded tokens that the ranks would have computed had each been as busy
+      in every step as the busiest.
+
+    Args:
+        rows: (R, S, 5) int64, what `StepMeter.take` returned on each of R ranks.
+    """
     ranks, micro_steps, _ = rows.shape
     samples, real, padded, filler, wait = rows.sum(dim=(0, 1)).tolist()
-    busiest = int(rows[:, :, 2].amax(dim=0).sum()) * ranks if micro_steps else 0
-    steps, seconds = max(optimizer_steps, 1), max(seconds, 1 / _MICROSECONDS)
     return {
-        "odb/padding_share": 1 - real / padded if padded else 0.0,
-        "odb/rank_balance": padded / busiest if busiest else 1.0,
-        "odb/filler_share": filler / max(ranks * micro_steps, 1),
-        "odb/data_wait_share": wait / _MICROSECONDS / (ranks * seconds),
-        "odb/real_tokens_per_step": real / steps,
-        "odb/samples_per_step": samples / steps,
-        "odb/real_tokens_per_s": real / seconds,
-        "odb/samples_per_s": samples / seconds,
+        "samples": samples,
+        "tokens": real,
+        "padded_tokens": padded,
+        "busiest_tokens": int(rows[:, :, 2].amax(dim=0).sum()) * ranks if micro_steps else 0,
+        "micro_steps": ranks * micro_steps,
+        "filler_steps": filler,
+        "data_wait_s": wait / _MICROSECONDS,
+    }
+
+
+def rates(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return shares and rates by name, over all ranks.
+
+    - `padding_share`: share of padding among the tokens computed, filler steps included.
+    - `rank_balance`: tokens that the ranks computed, divided by what they would have computed
+      had each been as busy in every step as the busiest.
+    - `filler_share`: share of filler steps among the micro-steps.
+    - `data_wait_share`: share of the time spent waiting for batches, mean over ranks.
+    - `real_tokens_per_step`, `samples_per_step`: per optimizer step, all ranks together.
+    - `real_tokens_per_s`, `samples_per_s`: per second, all ranks together.
+
+    Args:
+        sums: what `sum_rows` returned, with `optimizer_steps`, `seconds`, and the `rank_seconds` of
+            all ranks.
+    """
+    samples, real, padded = sums["samples"], sums["tokens"], sums["padded_tokens"]
+    steps, seconds = max(sums["optimizer_steps"], 1), max(sums["seconds"], 1 / _MICROSECONDS)
+    return {
+        "padding_share": 1 - real / padded if padded else 0.0,
+        "rank_balance": padded / sums["busiest_tokens"] if padded else 1.0,
+        "filler_share": sums["filler_steps"] / max(sums["micro_steps"], 1),
+        "data_wait_share": sums["data_wait_s"] / max(sums["rank_seconds"], 1 / _MICROSECONDS),
+        "real_tokens_per_step": real / steps,
+        "samples_per_step": samples / steps,
+        "real_tokens_per_s": real / seconds,
+        "samples_per_s": samples / seconds,
     }

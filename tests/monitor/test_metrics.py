@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from odb_nodes import ODBDataLoader, pop_step_info
-from odb_nodes.integrations.metrics import StepMeter, summarize
+from odb_nodes.monitor import StepMeter, summarize
 
 
 def test_one_rank():

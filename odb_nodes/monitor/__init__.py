@@ -1,0 +1,26 @@
+"""What a run does while it trains, and what it did; knows `StepInfo`, and no trainer."""
+
+from odb_nodes.monitor.loss_book import SampleLoss, read_losses, worst_samples
+from odb_nodes.monitor.metrics import StepMeter, summarize, timed
+from odb_nodes.monitor.monitor import Monitor
+from odb_nodes.monitor.records import Record, RunRecords, read_run
+from odb_nodes.monitor.reporting import Report, RunSummary, report
+from odb_nodes.monitor.row_losses import RowLosses, row_losses
+
+__all__ = [
+    "Monitor",
+    "Record",
+    "Report",
+    "RowLosses",
+    "RunRecords",
+    "RunSummary",
+    "SampleLoss",
+    "StepMeter",
+    "read_losses",
+    "read_run",
+    "report",
+    "row_losses",
+    "summarize",
+    "timed",
+    "worst_samples",
+]

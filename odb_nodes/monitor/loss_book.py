@@ -1,0 +1,195 @@
+"""The loss of each sample in each epoch, in a file of each rank.
+
+A file is a sequence of blocks, one for each record:
+
+    head      magic, CRC-32 of what follows, steps before the block, its last step, epoch, samples,
+              bytes of its body
+    body      deflated: names of the sources as JSON and a zero byte; then columns: keys, repeats,
+              numbers of sources, supervised tokens, mean losses
+
+All numbers are little-endian. A block ends the validity of those before it that are of later steps
+than it begins after: they are of an attempt that was gone back behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from odb_nodes._core.locked_file import LockedFile
+
+__all__ = ["SampleLoss", "read_losses", "worst_samples"]
+
+_MAGIC = b"ODBLOSS1"
+_HEAD = struct.Struct("<8sIIIIII")
+_CHECKED = len(_MAGIC) + 4  # bytes before what the CRC is of
+_COLUMNS = (
+    ("<i8", "key"),
+    ("<i8", "repeat"),
+    ("<u2", "source"),
+    ("<u4", "targets"),
+    ("<f4", "loss"),
+)
+
+
+class SampleLoss(NamedTuple):
+    """The loss of a sample when it was trained on.
+
+    Attributes:
+        source: name of its source.
+        key: its key in the source.
+        repeat: what tells it from itself, where it comes more than once in an epoch.
+        epoch: number of the epoch.
+        targets: its supervised tokens.
+        loss: mean over them.
+    """
+
+    source: str
+    key: int
+    repeat: int
+    epoch: int
+    targets: int
+    loss: float
+
+
+class LossBook:
+    """Appends the losses of samples to the file of a rank.
+
+    Args:
+        folder: of the run.
+        rank: this rank.
+
+    Raises:
+        OSError: the file cannot be made.
+        RuntimeError: another process, or another monitor of this one, writes the same file.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = LockedFile(
+            folder / f"losses-{rank:05d}.bin", "Give each run a folder of its own."
+        )
+        self._file.open()
+        self._is_warned = False
+
+    def write(self, samples: Sequence[SampleLoss], before: int, step: int) -> None:
+        """Append the losses of some steps.
+
+        Args:
+            samples: of one epoch.
+            before: optimizer steps before them.
+            step: the last of them.
+        """
+        if not samples:
+            return
+        names = sorted({one.source for one in samples})
+        numbers = {name: number for number, name in enumerate(names)}
+        values = {name: [getattr(one, name) for one in samples] for _, name in _COLUMNS}
+        values["source"] = [numbers[one.source] for one in samples]
+        columns = [np.array(values[name], dtype=kind).tobytes() for kind, name in _COLUMNS]
+        body = zlib.compress(b"".join([json.dumps(names).encode(), b"\0", *columns]), 1)
+        head = _HEAD.pack(_MAGIC, 0, before, step, samples[0].epoch, len(samples), len(body))
+        crc = zlib.crc32(head[_CHECKED:] + body)
+        try:
+            self._file.write(_MAGIC + crc.to_bytes(4, "little") + head[_CHECKED:] + body)
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"`{self._file.path}` cannot be written ({error}). Training goes on; the losses of "
+                "these samples are missing.",
+                stacklevel=4,
+            )
+
+
+@dataclass(frozen=True)
+class _Block:
+    before: int
+    step: int
+    epoch: int
+    samples: int
+    body: bytes
+
+    def losses(self) -> Iterator[SampleLoss]:
+        """Yield what is in it."""
+        text, _, data = zlib.decompress(self.body).partition(b"\0")
+        names, at = json.loads(text), 0
+        columns: dict[str, list[Any]] = {}
+        for kind, name in _COLUMNS:
+            columns[name] = np.frombuffer(data, kind, self.samples, at).tolist()
+            at += np.dtype(kind).itemsize * self.samples
+        rows = zip(*(columns[name] for _, name in _COLUMNS), strict=True)
+        for key, repeat, source, targets, loss in rows:
+            yield SampleLoss(names[source], key, repeat, self.epoch, targets, loss)
+
+
+def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
+    """Return the losses of all samples, rank by rank in the order of the steps.
+
+    Blocks that a kill has cut short, or that are damaged, are left out.
+
+    Args:
+        folder: the folder of a run under `Monitor(losses_by_sample=True)`; others have none.
+    """
+    found: list[SampleLoss] = []
+    for path in sorted(Path(folder).glob("losses-*.bin")):
+        blocks: list[_Block] = []
+        for block in _blocks(path.read_bytes()):
+            blocks = [one for one in blocks if one.step <= block.before]
+            blocks.append(block)
+        found += (one for block in blocks for one in block.losses())
+    return found
+
+
+def _blocks(data: bytes) -> Iterator[_Block]:
+    at = data.find(_MAGIC)
+    while at >= 0:
+        head = data[at : at + _HEAD.size]
+        after = at + 1
+        if len(head) == _HEAD.size:
+            _, crc, before, step, epoch, samples, size = _HEAD.unpack(head)
+            body = data[at + _HEAD.size : at + _HEAD.size + size]
+            if len(body) == size and zlib.crc32(head[_CHECKED:] + body) == crc:
+                yield _Block(before, step, epoch, samples, body)
+                after = at + _HEAD.size + size
+        at = data.find(_MAGIC, after)
+
+
+def worst_samples(losses: Sequence[SampleLoss], count: int) -> list[list[SampleLoss]]:
+    """Return the samples with the highest loss in the last epoch that they were trained on in.
+
+    Args:
+        losses: what `read_losses` returned.
+        count: how many samples.
+
+    Returns:
+        For each sample, from the highest loss down, its losses in the order of the epochs. What is
+        not a number counts as the highest.
+    """
+    samples: dict[tuple[str, int, int], list[SampleLoss]] = {}
+    for one in losses:
+        if one.targets:
+            samples.setdefault((one.source, one.key, one.repeat), []).append(one)
+    for history in samples.values():
+        history.sort(key=lambda one: one.epoch)
+
+    def last_loss(history: list[SampleLoss]) -> float:
+        return math.inf if math.isnan(history[-1].loss) else history[-1].loss
+
+    return sorted(samples.values(), key=last_loss, reverse=True)[:count]

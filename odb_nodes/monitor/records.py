@@ -1,0 +1,145 @@
+"""The records of a run: a file with a line of JSON for each, and what reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from odb_nodes._core.locked_file import LockedFile
+
+__all__ = ["Record", "RunRecords", "read_run"]
+
+FILE = "monitor.jsonl"
+VERSION = 1
+STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
+
+GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
+
+Record = dict[str, Any]
+"""A record as JSON data; its `kind` is "steps", "epoch" or "attempt"."""
+
+
+class JsonlWriter:
+    """Appends records to a file. A disk that is full warns once and leaves a gap.
+
+    Args:
+        folder: where the file is; made if need be.
+
+    Raises:
+        OSError: the file cannot be made.
+        RuntimeError: another process, or another monitor of this one, writes the same file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = LockedFile(
+            folder / FILE,
+            "Give each run a folder of its own, and `close()` its monitor before it makes another.",
+        )
+        self._file.open()
+        self._is_torn = self._file.size() > 0 and not _ends_line(self._file.path)
+        self._is_warned = False
+
+    def begin(self, attempt: Record) -> None:
+        """Begin an attempt: records of later steps that are in the file do not count any more."""
+        if not attempt["resumed_at"] and self._file.size():
+            warnings.warn(
+                f"a run begins anew in `{self._file.path.parent}`, which has records of a run: "
+                "they do not count any more. To go on with that run, load the monitor's state; "
+                "otherwise give each run a folder of its own.",
+                stacklevel=5,
+            )
+        self.write(attempt)
+
+    def write(self, record: Record) -> None:
+        """Append a record, in one piece."""
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            # A line that was cut short stands alone, and is skipped by readers.
+            self._file.write(b"\n" * self._is_torn + line)
+            self._is_torn = False
+        except OSError as error:
+            self._is_torn = True
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"`{self._file.path}` cannot be written ({error}). Training goes on; steps that "
+                "are not recorded are a gap.",
+                stacklevel=5,
+            )
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """The records of a run that count: no step twice, whatever was killed and resumed.
+
+    Attributes:
+        folder: the folder of the run.
+        attempts: a record for each time that the run was begun or resumed.
+        steps: the records of steps, in their order.
+        epochs: those of whole epochs.
+    """
+
+    folder: Path
+    attempts: list[Record]
+    steps: list[Record]
+    epochs: list[Record]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+
+def read_run(folder: str | os.PathLike[str]) -> RunRecords:
+    """Read the records of a run, also while it goes on.
+
+    Lines that were cut short by a kill are skipped. Records of steps after the one that a later
+    attempt goes on from do not count.
+
+    Args:
+        folder: the folder that a `Monitor` wrote into.
+
+    Raises:
+        FileNotFoundError: it has no records.
+        ValueError: they were written by a later version.
+    """
+    folder = Path(folder)
+    if not (folder / FILE).is_file():
+        raise FileNotFoundError(f"`{folder}` has no `{FILE}`: no `Monitor` has written into it.")
+    attempts: list[Record] = []
+    found: dict[str, list[Record]] = {STEPS: [], EPOCH: []}
+    for line in (folder / FILE).read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if kind == ATTEMPT:
+            if record["version"] > VERSION:
+                raise ValueError(
+                    f"`{folder / FILE}` has version {record['version']}, but this odb_nodes reads "
+                    f"{VERSION}. Read it with the odb_nodes that wrote it."
+                )
+            attempts.append(record)
+            for name, records in found.items():
+                found[name] = [one for one in records if one["step"] <= record["step"]]
+        elif kind in found:
+            found[kind].append(record)
+    return RunRecords(folder=folder, attempts=attempts, steps=found[STEPS], epochs=found[EPOCH])

@@ -1,0 +1,161 @@
+"""Pictures as SVG, which takes its colours from the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 480, 260  # as wide as a column, so that text is not made small on a phone
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
+COLORS = 8  # colours that the page has; further curves are dashed
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one run, in order of x.
+
+    Attributes:
+        run: number of the run, which decides the colour.
+        points: (x, y), finite.
+    """
+
+    run: int
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis from its lowest to its highest tick.
+
+    Attributes:
+        ticks: values, ascending, at least two.
+        is_log: whether equal factors are equally far apart.
+    """
+
+    ticks: Sequence[float]
+    is_log: bool = False
+
+    @classmethod
+    def linear(cls, values: Iterable[float], count: int = 5) -> Axis:
+        """Return an axis that has all values, with about so many ticks at round numbers."""
+        known = [*values] or [0.0]
+        low, high = min(known), max(known)
+        if low == high:
+            low, high = low - abs(low or 1) / 2, high + abs(high or 1) / 2
+        rough = (high - low) / count
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.99)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        return cls([number * step for number in range(first, last + 1)])
+
+    @classmethod
+    def log(cls, values: Iterable[float]) -> Axis:
+        """Return an axis of powers of two that has all values, which are above 0."""
+        known = [*values] or [1.0]
+        first = math.floor(math.log2(min(known)))
+        last = max(math.ceil(math.log2(max(known))), first + 1)
+        step = -(-(last - first) // 8)
+        return cls([2.0**power for power in range(first, last + step, step)], is_log=True)
+
+    def place(self, value: float) -> float:
+        """Return where a value is, from 0 to 1."""
+        low, high, at = self.ticks[0], self.ticks[-1], value
+        if self.is_log:
+            low, high, at = math.log2(low), math.log2(high), math.log2(value)
+        return (at - low) / (high - low)
+
+
+def line_chart(name: str, title: str, text: str, x_label: str, curves: Sequence[Curve]) -> str:
+    """Return a picture of curves over one another.
+
+    Args:
+        name: what tells it from the other pictures of the page.
+        title: what it is.
+        text: what is to be seen in it, in words.
+        x_label: what x is.
+        curves: the curves.
+    """
+    x_axis = Axis.linear(x for curve in curves for x, _ in curve.points)
+    y_axis = Axis.linear(y for curve in curves for _, y in curve.points)
+    marks = []
+    for curve in curves:
+        places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in curve.points]
+        look = f'class="c{curve.run % COLORS}"'
+        if curve.run >= COLORS:
+            look += f' stroke-dasharray="{2 + 2 * (curve.run // COLORS)} 3"'
+        if len(places) == 1:
+            marks.append(f'<circle {look} cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3"/>')
+        else:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            marks.append(f'<polyline {look} points="{path}"/>')
+    return _svg(name, title, text, [*_grid(x_axis, y_axis, x_label, ""), *marks])
+
+
+def scatter(
+    name: str, title: str, text: str, labels: tuple[str, str], dots: Sequence[tuple[Curve, float]]
+) -> str:
+    """Return a picture of dots over two logarithmic axes.
+
+    Args:
+        name: what tells it from the other pictures of the page.
+        title: what it is.
+        text: what is to be seen in it, in words.
+        labels: what x and y are.
+        dots: a curve of one point each, and its radius in pixels.
+    """
+    x_axis = Axis.log(curve.points[0][0] for curve, _ in dots)
+    y_axis = Axis.log(curve.points[0][1] for curve, _ in dots)
+    marks = [
+        f'<circle class="c{curve.run % COLORS} dot" cx="{_x(x_axis, curve.points[0][0]):.1f}" '
+        f'cy="{_y(y_axis, curve.points[0][1]):.1f}" r="{radius:.1f}"/>'
+        for curve, radius in dots
+    ]
+    return _svg(name, title, text, [*_grid(x_axis, y_axis, *labels), *marks])
+
+
+def number(value: float) -> str:
+    """Return a number in a few characters."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"
+
+
+def _x(axis: Axis, value: float) -> float:
+    return _LEFT + axis.place(value) * (WIDTH - _LEFT - _RIGHT)
+
+
+def _y(axis: Axis, value: float) -> float:
+    return HEIGHT - _BOTTOM - axis.place(value) * (HEIGHT - _TOP - _BOTTOM)
+
+
+def _grid(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> list[str]:
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    marks = []
+    for tick in y_axis.ticks:
+        y = _y(y_axis, tick)
+        marks.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>'
+        )
+    for tick in x_axis.ticks:
+        x = _x(x_axis, tick)
+        anchor = "end" if x > right - 12 else "middle"
+        marks.append(
+            f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{number(tick)}</text>'
+        )
+    bottom_line = HEIGHT - 6
+    marks.append(f'<text x="{right}" y="{bottom_line}" text-anchor="end">{escape(x_label)}</text>')
+    if y_label:
+        marks.append(f'<text x="4" y="{bottom_line}">{escape(y_label)} (up)</text>')
+    return marks
+
+
+def _svg(name: str, title: str, text: str, marks: Iterable[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{name}-t {name}-d">'
+        f'<title id="{name}-t">{escape(title)}</title><desc id="{name}-d">{escape(text)}</desc>'
+        f"{''.join(marks)}</svg>"
+    )

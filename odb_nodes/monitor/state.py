@@ -1,0 +1,42 @@
+"""Where a monitor stands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from odb_nodes.contract import Count, NodeState
+from odb_nodes.monitor.window import Share, Totals
+
+
+@dataclass(kw_only=True)
+class MonitorState(NodeState):
+    """Where a monitor stands on one rank.
+
+    Attributes:
+        step: optimizer steps of the run so far.
+        written: those that are in records.
+        epoch: number of the epoch.
+        epoch_written: optimizer steps in records before this epoch.
+        seconds: duration of the steps that are in records.
+        share: what was counted since, a `Share`.
+        totals: what all ranks have counted in this epoch, a `Totals`; of rank 0.
+        samples: losses of samples since, the fields of `SampleLoss`.
+    """
+
+    step: Count = 0
+    written: Count = 0
+    epoch: Count = 0
+    epoch_written: Count = 0
+    seconds: float = 0.0
+    share: dict[str, Any] = field(default_factory=lambda: asdict(Share()))
+    totals: dict[str, Any] = field(default_factory=lambda: asdict(Totals()))
+    samples: list[tuple[str, int, int, int, int, float]] = field(default_factory=list)
+
+    def validate(self) -> None:
+        """Check that the counts can be gone on with."""
+        for name, kind in (("share", Share), ("totals", Totals)):
+            try:
+                kind(**getattr(self, name))
+            except TypeError as error:
+                raise ValueError(f"`{name}` holds other fields ({error}).") from None

@@ -1,0 +1,54 @@
+"""The records of a run as the scalars of TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from odb_nodes._core.extras import import_extra
+from odb_nodes.monitor.records import GROUPS, STEPS, Record
+
+FOLDER = "tensorboard"
+
+
+def import_tensorboard() -> Any:
+    """Return torch's writer of TensorBoard's files.
+
+    Raises:
+        ImportError: TensorBoard is not installed; says how to.
+    """
+    return import_extra("torch.utils.tensorboard", "tools").SummaryWriter
+
+
+class TensorBoardWriter:
+    """Writes each value of a record as a scalar `group/name`, of epochs as `epoch_group/name`.
+
+    Args:
+        folder: the folder of the run; the files are in `tensorboard` in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        self._writer: Any = None
+
+    def begin(self, attempt: Record) -> None:
+        """Begin an attempt: TensorBoard forgets the scalars of later steps."""
+        self.close()
+        self._writer = import_tensorboard()(str(self._folder), purge_step=attempt["step"] + 1)
+
+    def write(self, record: Record) -> None:
+        """Write the values of a record; what is not finite is left out."""
+        prefix = "" if record["kind"] == STEPS else f"{record['kind']}_"
+        for group in GROUPS:
+            for name, value in record[group].items():
+                if value is not None:
+                    self._writer.add_scalar(
+                        f"{prefix}{group}/{name}", value, record["step"], record["time_s"]
+                    )
+        self._writer.flush()  # what a kill finds in the queue is lost
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None

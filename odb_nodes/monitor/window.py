@@ -1,0 +1,255 @@
+"""What a rank counts between two records, and what all of them have counted together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from odb_nodes.monitor.loss_book import SampleLoss
+from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
+from odb_nodes.monitor.row_losses import RowLosses
+from odb_nodes.step_info import StepInfo
+
+Number = float | int | torch.Tensor
+
+
+@dataclass(kw_only=True)
+class Share:
+    """What one rank has counted, as plain numbers.
+
+    Attributes:
+        rows: 5 integers for each micro-step; see `StepMeter.take`.
+        sums: counts by name, besides those of `rows`.
+        totals: name -> sum of values times their weights.
+        weights: name -> sum of these weights.
+        peaks: largest values by name.
+        last: latest values by name.
+        shapes: rows and width of a batch, as in "4x128" -> number of such batches.
+        optimizer_steps: optimizer steps that have ended.
+        seconds: duration.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    shapes: dict[str, int] = field(default_factory=dict)
+    optimizer_steps: int = 0
+    seconds: float = 0.0
+
+    def to_bytes(self) -> bytes:
+        """Return a message for another rank."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Share:
+        """Return what `to_bytes` made a message of."""
+        return cls(**json.loads(data))
+
+
+class Window:
+    """Counts the micro-steps of this rank. Values on a device stay there until `share`.
+
+    Args:
+        share: what was counted before, which is added to.
+        samples: the losses of samples that were read before, which are added to; None for a window
+            that keeps none.
+    """
+
+    def __init__(self, share: Share, samples: list[SampleLoss] | None = None) -> None:
+        self._share = share
+        self.samples = samples
+        """The losses of samples, once `share` has read them."""
+        self._values: list[tuple[str, Number, float]] = []  # name, value, weight
+        self._rows: list[tuple[RowLosses, StepInfo]] = []
+
+    def __len__(self) -> int:
+        return len(self._share.rows) // COLUMNS
+
+    def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> None:
+        """Count a micro-step.
+
+        Args:
+            batch: the batch, whose shape counts.
+            info: its `StepInfo`.
+            wait_s: seconds of waiting for it.
+        """
+        share, ids = self._share, batch.get("input_ids")
+        padded = info.local_padded_tokens
+        if isinstance(ids, torch.Tensor) and ids.ndim > 1:
+            padded = padded or ids.numel()
+            shape = f"{ids.shape[0]}x{ids.shape[1]}"
+            share.shapes[shape] = share.shapes.get(shape, 0) + 1
+        share.rows += row_of(info, info.local_tokens, padded, wait_s)
+        share.optimizer_steps += info.ends_optimizer_step
+        self.count("targets", 0 if info.is_filler else info.local_targets)
+        if info.left_out:
+            self.count("left_out", len(info.left_out))
+        for source, (samples, tokens) in info.local_sources.items():
+            self.count(f"samples/{source}", samples)
+            self.count(f"tokens/{source}", tokens)
+
+    def count(self, name: str, number: float) -> None:
+        """Add to a sum."""
+        self._share.sums[name] = self._share.sums.get(name, 0) + number
+
+    def add_value(self, name: str, value: Number, weight: float = 1.0) -> None:
+        """Add a value to a mean; one without weight, which may be NaN, is left out."""
+        if weight:
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            self._values.append((name, value, weight))
+
+    def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
+        """Add the losses of the samples of a batch, also by their sources."""
+        if count := len(info.keys):
+            sums, targets = losses.sums.detach()[:count], losses.targets[:count]
+            self._rows.append((RowLosses(sums, targets), info))
+
+    def _read_rows(self) -> None:
+        """Read the losses of samples from their device, in one piece."""
+        if not self._rows:
+            return
+        columns = [
+            torch.cat(part).tolist() for part in zip(*(one for one, _ in self._rows), strict=True)
+        ]
+        rows = zip(*columns, strict=True)
+        for _, info in self._rows:
+            for key, source, repeat in zip(
+                info.keys, info.row_sources, info.row_repeats, strict=True
+            ):
+                total, targets = next(rows)
+                if source and targets:
+                    self.count(f"targets/{source}", targets)
+                    self._add_to_mean(f"loss/{source}", total, targets)
+                if self.samples is not None and key is not None and targets:
+                    loss = total / targets
+                    self.samples.append(SampleLoss(source, key, repeat, info.epoch, targets, loss))
+        self._rows = []
+
+    def _add_to_mean(self, name: str, total: float, weight: float) -> None:
+        share = self._share
+        share.totals[name] = share.totals.get(name, 0.0) + total
+        share.weights[name] = share.weights.get(name, 0.0) + weight
+
+    def set_last(self, name: str, value: float) -> None:
+        """Note the latest of some values."""
+        self._share.last[name] = value
+
+    def set_peak(self, name: str, value: float) -> None:
+        """Note a value that may be the largest so far."""
+        self._share.peaks[name] = _larger(self._share.peaks.get(name, value), value)
+
+    def share(self, seconds: float) -> Share:
+        """Return all that was counted; waits for devices that values are on.
+
+        Args:
+            seconds: duration of what was counted.
+        """
+        share, values = self._share, self._values
+        numbers = to_floats([value for _, value, _ in values])
+        for (name, _, weight), number in zip(values, numbers, strict=True):
+            self._add_to_mean(name, number * weight, weight)
+            if name == "grad_norm":
+                self.set_last(name, number)
+                self.set_peak(name, number)
+        self._values = []
+        self._read_rows()
+        share.seconds = seconds
+        return share
+
+
+def to_floats(values: Sequence[Number]) -> list[float]:
+    """Return numbers and tensors of one element as floats; waits once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            by_device.setdefault(value.device, []).append(index)
+    found: list[Any] = list(values)
+    for indices in by_device.values():
+        parts = [values[index].reshape(1).double() for index in indices]  # type: ignore[union-attr]
+        for index, number in zip(indices, torch.cat(parts).tolist(), strict=True):
+            found[index] = number
+    return list(map(float, found))
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """What all ranks have counted together.
+
+    Attributes:
+        sums: counts by name, over ranks and micro-steps.
+        totals: name -> sum of values times their weights.
+        weights: name -> sum of these weights.
+        peaks: largest values by name.
+        last: latest values by name, those of rank 0.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shares: Sequence[Share]) -> Totals:
+        """Return the totals of the shares of all ranks, in the order of the ranks."""
+        first = shares[0]
+        rows = torch.tensor([share.rows for share in shares], dtype=torch.int64)
+        rows = rows.reshape(len(shares), -1, COLUMNS)
+        sums = sum_rows(rows) | {
+            "optimizer_steps": first.optimizer_steps,
+            "seconds": first.seconds,
+            "rank_seconds": sum(share.seconds for share in shares),
+        }
+        found = cls(sums=sums, last=first.last)
+        found.peaks = {"padded_tokens": int(rows[:, :, 2].max())} if rows.numel() else {}
+        for share in shares:
+            _add(found.sums, share.sums)
+            _add(found.totals, share.totals)
+            _add(found.weights, share.weights)
+            _raise(found.peaks, share.peaks)
+        return found
+
+    def add(self, later: Totals) -> None:
+        """Add what was counted afterwards."""
+        _add(self.sums, later.sums)
+        _add(self.totals, later.totals)
+        _add(self.weights, later.weights)
+        _raise(self.peaks, later.peaks)
+        self.last |= later.last
+
+    def groups(self) -> dict[str, dict[str, float | None]]:
+        """Return the groups of a record: `mean`, `sum`, `peak` and `last`, each by name."""
+        means = {name: total / self.weights[name] for name, total in self.totals.items()}
+        means |= rates(self.sums)
+        if "rank_wait_s" in self.sums:
+            means["rank_wait_share"] = self.sums["rank_wait_s"] / self.sums["rank_seconds"]
+        groups = {"mean": means, "sum": self.sums, "peak": self.peaks, "last": self.last}
+        return {name: _finite(values.items()) for name, values in groups.items()}
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, number in more.items():
+        sums[name] = sums.get(name, 0) + number
+
+
+def _raise(peaks: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, number in more.items():
+        peaks[name] = _larger(peaks.get(name, number), number)
+
+
+def _larger(one: float, other: float) -> float:
+    """Return the larger of two numbers; NaN where one of them is."""
+    return one if math.isnan(one) or one > other else other
+
+
+def _finite(values: Iterable[tuple[str, float]]) -> dict[str, float | None]:
+    """Return values by name; None for what JSON does not have."""
+    return {name: value if math.isfinite(value) else None for name, value in values}

@@ -1,0 +1,191 @@
+"""The loss of each sample: computed with the batch, kept over epochs and resumes."""
+
+import os
+
+import pytest
+import torch
+from monitors import DATA, loader_of, without_times
+from torch.nn.functional import cross_entropy
+
+from odb_nodes import ODBDataLoader, TokenBudget, pop_step_info
+from odb_nodes.monitor import (
+    Monitor,
+    RowLosses,
+    SampleLoss,
+    read_losses,
+    read_run,
+    report,
+    row_losses,
+    worst_samples,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
+SAMPLES = [
+    {
+        "input_ids": [3 * n % 17 + 1 for n in range(m % 9 + 2)],
+        "labels": [-100] * (m % 3) + [5] * (m % 9 + 2 - m % 3),
+    }
+    for m in range(24)
+]
+
+
+def logits_of(batch):
+    """Logits that depend on a token alone, so that they are the same in every batch."""
+    table = torch.randn(18, 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return table[batch["input_ids"]].requires_grad_()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_loss_of_each_sample_is_that_of_the_sample_alone(layout):
+    budget = TokenBudget(tokens=48, layout=layout)
+    seen = set()
+    for batch in ODBDataLoader(SAMPLES, token_budget=budget, window=6):
+        info = pop_step_info(batch)
+        logits = logits_of(batch)
+        places = batch["position_ids"] if layout == "packed" else None
+        losses = row_losses(logits, batch["labels"], position_ids=places)
+        for number, key in enumerate(info.keys):
+            sample = {name: torch.tensor([one]) for name, one in SAMPLES[key].items()}
+            alone = cross_entropy(
+                logits_of(sample)[0, :-1].float(), sample["labels"][0, 1:], reduction="sum"
+            )
+            assert losses.sums[number].item() == pytest.approx(alone.item(), rel=1e-5, abs=1e-6)
+            assert losses.targets[number] == (sample["labels"][0, 1:] != -100).sum()
+            seen.add(key)
+        assert losses.targets.sum() == info.local_targets
+        assert losses.sums.requires_grad
+    assert seen == {*range(24)}
+
+
+def test_shapes_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match=r"`logits` must be \(B, T, vocabulary\)"):
+        row_losses(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
+
+
+def loss_of(source, key, epoch):
+    return 1.0 + key / 64 + (source == "code") - epoch / 4
+
+
+def step(monitor, batch, info):
+    targets = [
+        len(DATA[s][k]["input_ids"]) - 1 for s, k in zip(info.row_sources, info.keys, strict=True)
+    ]
+    means = [loss_of(s, k, info.epoch) for s, k in zip(info.row_sources, info.keys, strict=True)]
+    sums = torch.tensor(means) * torch.tensor(targets)
+    monitor.step(batch, info, row_losses=RowLosses(sums, torch.tensor(targets)))
+
+
+def train(monitor, loader, epochs, steps=None, states=None):
+    done = 0
+    for _ in range(epochs):
+        for batch in monitor.watch(loader):
+            info = pop_step_info(batch)
+            step(monitor, batch, info)
+            done += info.ends_optimizer_step
+            if states is not None and info.ends_optimizer_step:
+                states.append((monitor.state_dict(), loader.state_dict()))
+            if done == steps:
+                return
+
+
+def expected(epochs):
+    return {
+        SampleLoss(source, key, 0, epoch, len(one["input_ids"]) - 1, loss_of(source, key, epoch))
+        for epoch in range(epochs)
+        for source, rows in DATA.items()
+        for key, one in enumerate(rows)
+    }
+
+
+def book(folder, **options):
+    return Monitor(folder, every=3, losses_by_sample=True, progress=False, **options)
+
+
+def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_path):
+    with book(tmp_path) as monitor:
+        states = []
+        train(monitor, loader_of(), 2, states=states)
+    found = read_losses(tmp_path)
+    assert len(found) == 200 and {*found} == expected(2)
+    for number in range(0, len(states), 4):
+        folder = tmp_path / str(number)
+        with book(folder) as monitor:
+            train(monitor, loader_of(), 2, steps=number + 3)
+        state, position = states[number]
+        with book(folder) as monitor:
+            loader = loader_of()
+            monitor.load_state_dict(state)
+            loader.load_state_dict(position)
+            train(monitor, loader, 2 - state["epoch"])
+        again = read_losses(folder)
+        assert len(again) == 200 and {*again} == expected(2), number
+
+
+def test_the_loss_and_that_of_the_sources_come_from_the_samples(tmp_path):
+    with book(tmp_path) as monitor:
+        train(monitor, loader_of(), 1)
+    (epoch,) = read_run(tmp_path).epochs
+    for source in DATA:
+        rows = [one for one in expected(1) if one.source == source]
+        mean = sum(one.loss * one.targets for one in rows) / sum(one.targets for one in rows)
+        assert epoch["mean"][f"loss/{source}"] == pytest.approx(mean, rel=1e-6)
+    mean = sum(one.loss * one.targets for one in expected(1)) / epoch["sum"]["targets"]
+    assert epoch["mean"]["loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_without_a_book_the_records_are_the_same_and_nothing_else_is_kept(tmp_path):
+    for name, kept in (("with", True), ("without", False)):
+        with Monitor(tmp_path / name, every=3, losses_by_sample=kept) as monitor:
+            train(monitor, loader_of(), 1)
+    one, other = (read_run(tmp_path / name).steps for name in ("with", "without"))
+    assert [*map(without_times, one)] == [*map(without_times, other)]
+    assert [path.name for path in (tmp_path / "without").iterdir()] == ["monitor.jsonl"]
+
+
+def test_a_block_that_is_cut_short_or_damaged_is_left_out(tmp_path):
+    with book(tmp_path) as monitor:
+        train(monitor, loader_of(), 1)
+    (path,) = tmp_path.glob("losses-*.bin")
+    data, whole = path.read_bytes(), read_losses(tmp_path)
+    path.write_bytes(data[:-7])
+    cut = read_losses(tmp_path)
+    assert 0 < len(cut) < len(whole) and cut == whole[: len(cut)]
+    path.write_bytes(data[:-7] + data)  # what follows a kill is read, and takes its place
+    assert read_losses(tmp_path) == whole
+    for at in range(0, len(data), 37):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        assert {*read_losses(tmp_path)} < {*whole}
+    assert len(data) < 16 * len(whole)
+
+
+def test_a_full_disk_warns_once(tmp_path, monkeypatch):
+    with book(tmp_path) as monitor:
+        loader = loader_of()
+        train(monitor, loader, 1, steps=3)
+        monkeypatch.setattr(os, "write", lambda file, data: 0)
+        with pytest.warns(UserWarning, match="the losses of these samples are missing") as caught:
+            train(monitor, loader, 1)
+        assert sum("losses of these samples" in str(one.message) for one in caught) == 1
+
+
+def test_the_worst_samples_have_the_highest_loss_at_last(tmp_path):
+    nan = float("nan")
+    history = [("a", 1, (3.0, 1.0)), ("a", 2, (1.0, 2.0)), ("b", 1, (0.5, nan)), ("b", 2, (9.0,))]
+    losses = [
+        SampleLoss(source, key, 0, epoch, 4, loss)
+        for source, key, values in history
+        for epoch, loss in enumerate(values)
+    ]
+    found = worst_samples([*losses, SampleLoss("c", 1, 0, 0, 0, 99.0)], 3)
+    assert [(one[-1].source, one[-1].key) for one in found] == [("b", 1), ("b", 2), ("a", 2)]
+    assert [one.loss for one in found[2]] == [1.0, 2.0]
+
+
+def test_a_report_names_the_worst_samples(tmp_path):
+    with book(tmp_path / "run") as monitor:
+        train(monitor, loader_of(), 2)
+    report(tmp_path / "run", html=tmp_path / "r.html", json=tmp_path / "r.json")
+    text = (tmp_path / "r.html").read_text()
+    first = text.partition("Samples with the highest loss")[2].partition("</tr>")[2]
+    assert '<th scope="row">code</th><td>39</td><td>0</td>' in first.partition("</tr>")[0]
+    assert "<td>2.609</td><td>2.359</td>" in first

@@ -1,0 +1,233 @@
+"""A report has the numbers of the records, in every form, and its page needs nothing else."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from monitors import loader_of, loss_of, train
+
+from odb_nodes import Ledger, pop_step_info
+from odb_nodes.monitor import Monitor, read_run, report
+from odb_nodes.monitor.reporting.summary import thinned
+from odb_nodes.monitor.reporting.svg import HEIGHT, WIDTH, Axis, Curve, line_chart, number
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of two runs, one with a ledger, and with names that a page has to escape."""
+    folder = tmp_path_factory.mktemp("runs")
+    with (
+        Monitor(folder / "a <b>", every=2) as monitor,
+        Ledger(folder / "a <b>" / "ledger") as ledger,
+    ):
+        for batch in loader_of(accumulate=1):
+            info = pop_step_info(batch)
+            by_source = {
+                name: (3.0 * one.tokens, one.tokens) for name, one in info.local_sources.items()
+            }
+            monitor.step(batch, info, loss=loss_of(info), lr=0.1, loss_by_source=by_source)
+            ledger.record(info)
+    with Monitor(folder / "other", every=1) as monitor:
+        train(monitor, loader_of(), epochs=2)
+    return [folder / "a <b>", folder / "other"]
+
+
+def strings(values):
+    return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def test_csv_and_json_have_the_numbers_of_the_records(tmp_path, runs):
+    report(runs, csv=tmp_path / "r.csv", json=tmp_path / "r.json")
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    found = json.loads((tmp_path / "r.json").read_text())["runs"]
+    for folder, one in zip(runs, found, strict=True):
+        run = read_run(folder)
+        assert one["steps"] == run.steps and one["epochs"] == run.epochs
+        own = [row for row in rows if row["run"] == one["name"]]
+        for row, record in zip(own, [*run.steps, *run.epochs], strict=True):
+            for group in ("mean", "sum", "peak", "last"):
+                for name, value in strings(record[group]).items():
+                    assert row[f"{group}.{name}"] == value
+
+
+def test_the_summary_of_a_run_is_what_the_record_of_its_epoch_says(runs):
+    summary = report(runs[0]).runs[0]
+    (epoch,) = read_run(runs[0]).epochs
+    for group in ("mean", "sum", "peak"):
+        assert summary.whole[group] == pytest.approx(epoch[group])
+    assert {name: one["tokens"] for name, one in summary.sources().items()} == {
+        name: epoch["sum"][f"tokens/{name}"] for name in ("web", "code")
+    }
+    assert summary.sources()["web"]["loss"] == pytest.approx(3.0)
+
+
+def test_the_text_has_a_column_for_each_run_and_the_audit(runs):
+    text = str(report(runs))
+    assert re.search(r"samples +100 +200\n", text)
+    assert ": OK" in text and "epoch 0: complete" in text
+
+
+class Page(HTMLParser):
+    """The elements of a page that is well-formed."""
+
+    EMPTY = ("meta", "line", "circle", "polyline")
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def page_of(folder, runs):
+    path = folder / "report.html"
+    report(runs, html=path)
+    return path.read_text()
+
+
+def test_a_page_is_whole_and_asks_for_nothing(tmp_path, runs):
+    text = page_of(tmp_path, runs)
+    elements = Page(text).found
+    assert not re.search(r"https?:|url\(|@import|<script|<link|<img|src=", text)
+    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
+    assert "<b>" not in text and "a &lt;b&gt;" in text
+    ids = [attrs["id"] for _, attrs in elements if "id" in attrs]
+    assert len(ids) == len({*ids})
+    assert "epoch 0: complete" in text
+
+
+def test_every_picture_says_what_is_in_it(tmp_path, runs):
+    text = page_of(tmp_path, runs)
+    figures = re.findall("<figure>.*?</figure>", text, re.DOTALL)
+    assert len(figures) >= 8
+    for figure in figures:
+        picture = xml.fromstring(re.search("<svg.*</svg>", figure, re.DOTALL)[0])
+        name, description = picture.get("aria-labelledby").split()
+        texts = {child.get("id"): child.text for child in picture if child.get("id")}
+        assert texts[name] and re.search(": (from|[0-9])", texts[description])
+        assert "<caption>" in figure or "<th" in figure
+        for child in picture.iter():
+            points = child.get("points")
+            places = [tuple(map(float, one.split(","))) for one in (points or "").split()]
+            assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
+
+
+def test_a_curve_is_drawn_at_the_values_of_the_records():
+    points = [(1.0, 2.0), (40.0, 7.5), (90.0, 3.25)]
+    picture = xml.fromstring(line_chart("n", "t", "d", "x", [Curve(0, points)]))
+    (line,) = [one for one in picture.iter() if one.tag == "polyline"]
+    texts = [(one.text, float(one.get("x")), float(one.get("y"))) for one in picture.iter("text")]
+    x_at = {label: x for label, x, y in texts if y > HEIGHT - 40 and label != "x"}
+    y_at = {label: y - 4 for label, x, y in texts if y < HEIGHT - 40}
+    drawn = [tuple(map(float, one.split(","))) for one in line.get("points").split()]
+    for (x, y), (at_x, at_y) in zip(points, drawn, strict=True):
+        assert at_x == pytest.approx(between(x_at, x), abs=0.2)
+        assert at_y == pytest.approx(between(y_at, y), abs=0.2)
+
+
+def between(places, value):
+    """Where a value is on an axis, by two of its ticks."""
+    (one, first), *_, (other, last) = places.items()
+    one, other = float(one), float(other)
+    return first + (value - one) / (other - one) * (last - first)
+
+
+def test_a_page_of_many_long_runs_stays_small(tmp_path):
+    run = tmp_path / "one"
+    with Monitor(run, every=1) as monitor:
+        train(monitor, loader_of(), steps=3)
+    lines = (run / "monitor.jsonl").read_text().splitlines()
+    first = json.loads(lines[1])
+    folders = []
+    for run_number in range(24):
+        folder = tmp_path / f"run-{run_number}"
+        folder.mkdir()
+        records = [
+            {**first, "first_step": step, "step": step, "shapes": {f"{step % 97 + 1}x{step}": 1}}
+            for step in range(1, 1500)
+        ]
+        text = "\n".join([lines[0], *map(json.dumps, records)])
+        (folder / "monitor.jsonl").write_text(text)
+        folders.append(folder)
+    page_of(tmp_path, folders)
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=400), st.integers(1, 40))
+def test_a_thinned_curve_keeps_its_extremes_and_its_order(values, bins):
+    points = list(enumerate(values))
+    kept = thinned(points, bins)
+    assert len(kept) <= 2 * bins and {*kept} <= {*points} and kept == sorted(kept)
+    if points:
+        ends = [value for _, value in kept]
+        assert (min(ends), max(ends)) == (min(values), max(values))
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=5))
+def test_an_axis_has_all_values_between_few_ticks(values):
+    axis = Axis.linear(values)
+    assert 2 <= len(axis.ticks) <= 9
+    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in values)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0123456, "0.0123"), (950, "950"), (1234, "1,234"), (54321, "54.3k"), (2e6, "2M")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+def test_a_folder_without_records_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"monitor.jsonl"):
+        report(tmp_path)
+    with pytest.raises(ValueError, match="at least 1 run"):
+        report([])
+    with pytest.raises(TypeError, match="`folders`"):
+        report([3])
+
+
+def test_only_the_page_needs_what_makes_it(tmp_path, runs):
+    code = f"""
+import sys; sys.modules["jinja2"] = None
+from odb_nodes.monitor import report
+print(report({str(runs[1])!r}, csv={str(tmp_path / "r.csv")!r}), flush=True)
+report({str(runs[1])!r}, html="r.html")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "optimizer steps" in done.stdout and (tmp_path / "r.csv").exists()
+    assert "pip install 'odb-nodes[tools]'" in done.stderr
+
+
+def test_the_command_prints_the_table_and_writes_the_page(tmp_path, runs):
+    typer = pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from odb_nodes.cli.commands.report import report as command
+
+    app = typer.Typer()
+    app.command()(command)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, [*map(str, runs), "--html", str(page)])
+    assert done.exit_code == 0 and "padding share" in done.stdout
+    assert page.read_text().startswith("<!doctype html>")

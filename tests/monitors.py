@@ -1,0 +1,57 @@
+"""Small runs under a `Monitor`, and what their records say that does not depend on the clock."""
+
+import torch
+
+from odb_nodes import ODBDataLoader, pop_step_info
+from odb_nodes.monitor import read_run
+
+DATA = {
+    "web": [{"input_ids": [1] * (n % 20 + 2)} for n in range(60)],
+    "code": [{"input_ids": [2] * (n % 31 + 2)} for n in range(40)],
+}
+
+
+def loader_of(**options):
+    return ODBDataLoader(DATA, **{"token_budget": 96, "window": 12, "accumulate": 2, **options})
+
+
+def loss_of(info):
+    """A loss that tells each step from every other; NaN where there are no targets."""
+    return torch.tensor(1.0 + info.epoch + info.step / 64 if info.local_targets else float("nan"))
+
+
+def train(monitor, loader, epochs=1, after=None, steps=None):
+    """Take the steps of a run; `after(step)` is called after each optimizer step."""
+    step = 0
+    for _ in range(epochs):
+        for batch in monitor.watch(loader):
+            info = pop_step_info(batch)
+            ends = info.ends_optimizer_step
+            norm = {"grad_norm": torch.tensor(float(info.step)), "lr": 0.1} if ends else {}
+            monitor.step(batch, info, loss=loss_of(info), **norm)
+            step += ends
+            if ends and after is not None:
+                after(step)
+            if step == steps:
+                return
+
+
+def without_times(record):
+    """A record without what depends on the clock."""
+    kept = {name: value for name, value in record.items() if name not in ("seconds", "time_s")}
+    return {
+        name: {
+            key: one
+            for key, one in value.items()
+            if not (key.endswith(("_s", "seconds")) or "wait" in key)
+        }
+        if isinstance(value, dict)
+        else value
+        for name, value in kept.items()
+    }
+
+
+def records_of(folder):
+    """The records of a run that count, without times: those of steps, and of epochs."""
+    run = read_run(folder)
+    return list(map(without_times, run.steps)), list(map(without_times, run.epochs))

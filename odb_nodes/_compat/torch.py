@@ -13,7 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["forget_step", "is_sharded", "pin_memory", "uncompiled", "without_ddp_sync"]
+__all__ = [
+    "forget_step",
+    "is_sharded",
+    "leaves_of",
+    "pin_memory",
+    "runs_ahead",
+    "uncompiled",
+    "without_ddp_sync",
+]
 
 
 @contextmanager
@@ -48,6 +56,25 @@ def is_sharded(model: nn.Module) -> bool:
             classes += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
     kinds = tuple(classes)
     return any(isinstance(one, kinds) for one in (*model.modules(), *model.parameters()))
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that `loss.backward()` gives gradients to, as far as its graph shows."""
+    found, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        waiting += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def runs_ahead() -> bool:
+    """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
+    return bool(torch.cuda.is_initialized())
 
 
 def forget_step(scaler: torch.amp.GradScaler) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import Channel, Exchange, LocalExchange
 from odb_nodes.contract.graph import budget_below, walk
-from odb_nodes.errors import StepMemoryError
+from odb_nodes.errors import PeerError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.memory.meter import MemoryMeter
@@ -32,6 +33,7 @@ OnOom = Literal["split", "skip", "raise"]
 GUARD_ABOVE = 0.8
 """Default of `guard_above`: share of the limit."""
 
+_GRACE_S = 5.0  # for the others to hear of a failure at once
 _LEAST = 4  # of the limit at least one part in so many is asked for
 
 
@@ -70,7 +72,10 @@ class GuardContext:
     def __post_init__(self) -> None:
         self.fits = self.limit
         """The cost that is known to fit on this rank."""
+        self.checked: Any = None
+        """The model that was found to be the whole of what is trained."""
         self._exchange: Exchange = LocalExchange()
+        self._telling: threading.Thread | None = None  # that says why this rank fails
 
     @classmethod
     def of(
@@ -136,6 +141,8 @@ class GuardContext:
         if self.channel is None:
             exchange = aligner.peers.new_exchange()
             self.channel, self._exchange = Channel(exchange, 2 * aligner.accumulate), exchange
+        if self._telling is not None:
+            self._telling.join()  # Ends: an exchange has a limit.
         exchange = self._exchange
         # A new one each time: the last one may hold what has failed then.
         number = exchange.ranks[exchange.rank]
@@ -146,9 +153,20 @@ class GuardContext:
         self.channel.agree({holder: own})
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell the other ranks why this one cannot go on."""
-        if self.channel is not None:
-            self.channel.fail(error, where)
+        """Tell the other ranks why this one cannot go on, wherever they wait for it.
+
+        After a while on a thread: they may need a long time until they listen.
+        """
+        if self.channel is None:
+            return
+        if self.notice is not None:
+            reason = f"{where}: {type(error).__name__}: {error}"
+            self.notice.give(PeerError(f"rank {self.rank} failed in {reason}"))
+        self._telling = threading.Thread(
+            target=self.channel.fail, args=(error, where), name="odb_nodes-guard", daemon=True
+        )
+        self._telling.start()
+        self._telling.join(_GRACE_S)
 
     def leave(self) -> None:
         """The loop is over: no rank waits for this one any more."""
@@ -160,9 +178,10 @@ class GuardContext:
 
         Raises:
             StepMemoryError: memory ran out on another rank, in a step that all compute together.
+            PeerError: another rank failed.
         """
-        if self.notice is not None and (reason := self.notice.read()) is not None:
-            raise StepMemoryError(reason) from error
+        if self.notice is not None and (told := self.notice.read()) is not None:
+            raise told from error
 
     def note(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
         """Count and log that memory ran out, and ask for a smaller budget.

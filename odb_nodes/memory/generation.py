@@ -57,7 +57,7 @@ def generate_in_parts(
                 "`input_ids`, so the batch cannot be halved. Generate with smaller batches."
             )
     for name, value in options.items():
-        if isinstance(value, torch.Tensor) and value.ndim and len(value) == len(ids) > 1:
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(ids) > 1:
             raise ValueError(f"`{name}` has a row for each of `input_ids`: put it into `batch`.")
     done: list[torch.Tensor] = []
     waiting = [range(len(ids))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_nodes._compat.torch import is_sharded, without_ddp_sync
+from odb_nodes._compat.torch import is_sharded, leaves_of, without_ddp_sync
 
 Kind = Literal["local", "ddp", "sharded"]
 """Who computes a step: this rank alone; this rank, and then all average their gradients; or all
@@ -52,6 +54,54 @@ def has_collectives(model: nn.Module) -> bool:
 def has_own_backward(model: nn.Module) -> bool:
     """Tell whether the backward of a model is not torch's, as that of DeepSpeed's engine."""
     return callable(getattr(model, "backward", None))
+
+
+def check_is_whole(model: nn.Module, *, among_ranks: bool) -> None:
+    """Check that a model that this rank computes alone is not a part of a DDP model.
+
+    Args:
+        model: a plain module.
+        among_ranks: whether other ranks train beside this one.
+
+    Raises:
+        TypeError: a DDP model has it, or has a part of it.
+    """
+    if not among_ranks:
+        return
+    own = {id(one) for one in model.parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old classes that are asked for theirs
+        wrappers = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+    if any(id(one) in own for wrapper in wrappers for one in wrapper.parameters()):
+        raise TypeError(
+            "`model` must be the DDP model, but is a module within one. Pass the model as it is "
+            "wrapped."
+        )
+    warnings.warn(
+        "several ranks train, but the model of `step.backward` is not in DDP or FSDP: their "
+        "weights differ after the first step, unless you average the gradients.",
+        stacklevel=4,
+    )
+
+
+def check_has_all(model: nn.Module, loss: torch.Tensor) -> None:
+    """Check that a loss trains no parameter but those of a model.
+
+    Raises:
+        TypeError: it does.
+    """
+    own = {id(one) for one in model.parameters()}
+    others = [
+        tuple(one.shape)
+        for one in leaves_of(loss)
+        if isinstance(one, nn.Parameter) and id(one) not in own
+    ]
+    if others:
+        raise TypeError(
+            f"`loss_fn` trains {len(others)} parameters that `model` does not have, such as one of "
+            f"shape {others[0]}, whose gradients a step that is computed again would count twice. "
+            "Put all that is trained into one module."
+        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from odb_nodes._core.checks import check_choice
-from odb_nodes.errors import StateError
+from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.memory.context import GUARD_ABOVE, GuardContext, OnOom
@@ -138,8 +138,9 @@ class OomGuard:
                 if info.ends_optimizer_step:
                     break
         except Exception as error:
+            if isinstance(error, PeerError):
+                context.raise_told(error)
             context.fail(error, "taking a batch")
-            context.raise_told(error)
             raise
         self._begun = []
         return begun

@@ -15,6 +15,8 @@ from odb_nodes._compat.torch import uncompiled
 from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.gradients import (
     average_gradients,
+    check_has_all,
+    check_is_whole,
     check_no_gradients,
     give_gradients,
     kind_of,
@@ -67,6 +69,8 @@ class GuardedStep:
                 that is not guarded.
             RuntimeError: `backward` was called before; or there are gradients already, which a
                 guarded step would lose; or a DDP model has no `RankAligner`.
+            TypeError: `loss_fn` returns no loss, or trains parameters that `model` does not have;
+                or `model` is not the whole of what is trained together.
             PeerError: another rank failed, or did not come.
         """
         model = uncompiled(model)
@@ -81,8 +85,15 @@ class GuardedStep:
                 "they agree on what is computed in parts. Use `ODBDataLoader`, or put one in."
             )
 
+        is_new = self._context.checked is not model
+        if is_new and kind == "local":
+            check_is_whole(model, among_ranks=self._context.channel is not None)
+        self._context.checked = model
+
         def run(part: Part, batch: Any) -> torch.Tensor:
-            return self._add(part, batch, loss_fn, scaler)
+            nonlocal is_new
+            checks, is_new = is_new and kind != "sharded", False
+            return self._add(part, batch, loss_fn, scaler, model if checks else None)
 
         def run_alone(part: Part, batch: Any) -> torch.Tensor:
             if part.is_whole or part.info.loss_scale:
@@ -123,7 +134,9 @@ class GuardedStep:
         step.count()
         return torch.stack(losses).sum()
 
-    def _add(self, part: Part, batch: Any, loss_fn: LossFn, scaler: Any) -> torch.Tensor:
+    def _add(
+        self, part: Part, batch: Any, loss_fn: LossFn, scaler: Any, checked: nn.Module | None
+    ) -> torch.Tensor:
         """Add the gradients of a part, and return its share of the loss."""
         loss = loss_fn(self._context.collate(part) if batch is None else batch)
         if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
@@ -131,6 +144,8 @@ class GuardedStep:
                 "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
                 f"that has a graph, but returned {loss!r:.80}."
             )
+        if checked is not None:
+            check_has_all(checked, loss)
         weight = part.info.loss_scale
         # A mean over no targets is NaN, and NaN times 0 is NaN.
         loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

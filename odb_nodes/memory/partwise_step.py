@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from odb_nodes._compat.torch import runs_ahead
 from odb_nodes.errors import StepMemoryError
 from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.failures import free_memory, is_out_of_memory
@@ -149,19 +150,21 @@ class PartwiseStep:
         if notice is not None:
             if notice.told is not None:
                 notice.leave()
-                raise StepMemoryError(notice.told)
+                raise notice.told
             notice.enter()
         try:
             with self._context.measuring(part):
                 yield
+            if not runs_ahead():
+                self._context.leave()
         except Exception as error:
             self._context.leave()
             if self._context.on_oom != "raise" and is_out_of_memory(error):
                 self._context.note(part, _RAISE)
-                text = self._cannot_be_taken_back(part)
+                reason = StepMemoryError(self._cannot_be_taken_back(part))
                 if notice is not None:
-                    notice.give(text)
-                raise StepMemoryError(text) from error
+                    notice.give(reason)
+                raise reason from error
             self._context.raise_told(error)
             raise
 

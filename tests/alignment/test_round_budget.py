@@ -32,12 +32,22 @@ class Job:
         kind: "keys" or "iterable": whether a restore makes samples again by their keys.
     """
 
-    def __init__(self, kind, ranks, accumulate=1, layout="padded", uneven="fill", oversize="alone"):
+    def __init__(
+        self,
+        kind,
+        ranks,
+        accumulate=1,
+        layout="padded",
+        uneven="fill",
+        oversize="alone",
+        sizes=None,
+    ):
         self.kind, self.ranks, self.accumulate, self.layout = kind, ranks, accumulate, layout
         self.uneven, self.oversize = uneven, oversize
+        self.sizes = sizes or [SAMPLES] * ranks
 
     def size(self, rank):
-        return SAMPLES if self.uneven == "fill" else SAMPLES - 60 * rank
+        return self.sizes[rank]
 
     def loader(self, exchange, tokens=96, exclude=(), **limits):
         size = self.size(exchange.rank)
@@ -144,7 +154,7 @@ def test_a_run_resumes_with_a_smaller_budget_at_every_step(kind, ranks, accumula
 @pytest.mark.parametrize("uneven", ["join", "stop"])
 @pytest.mark.parametrize(("kind", "ranks"), [("keys", 2), ("iterable", 2)])
 def test_ranks_that_end_apart_shrink_alike_and_resume_exactly(kind, ranks, uneven, sampled):
-    job = Job(kind, ranks, uneven=uneven)
+    job = Job(kind, ranks, uneven=uneven, sizes=(SAMPLES, SAMPLES - 60))
     asks = [(5, 1, SMALLER), (21, 0, 30)]
     whole = on_ranks(ranks, lambda exchange: job.run(exchange, asks))
     for rank, steps in enumerate(whole):
@@ -160,6 +170,33 @@ def test_ranks_that_end_apart_shrink_alike_and_resume_exactly(kind, ranks, uneve
 
         for steps, before in zip(on_ranks(ranks, resume), whole, strict=True):
             assert names_of(steps) == names_of(before[place + 1 :])
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["keys", "iterable"])
+def test_a_rank_that_has_ended_resumes_exactly_where_the_others_shrink(
+    kind, layout, accumulate, sampled
+):
+    job = Job(kind, 2, accumulate, layout=layout, sizes=(SAMPLES, 40))
+    asks = [(4, 1, 30), (17, 0, 20)]
+    whole = on_ranks(2, lambda exchange: job.run(exchange, asks))
+    for place in range(0, len(whole[0]), sampled(every=3).get("every", 1)):
+        later = [one for one in asks if one[0] > place]
+
+        def resume(exchange, place=place, later=later):
+            return job.run(exchange, later, whole[exchange.rank][place][2])
+
+        for steps, before in zip(on_ranks(2, resume), whole, strict=True):
+            assert names_of(steps) == names_of(before[place + 1 :])
+
+        def change(exchange, place=place):
+            state, budget = whole[exchange.rank][place][2], {"tokens": 50}
+            return job.run(exchange, (), state, change_budget=True, budget=budget)
+
+        for rank, steps in enumerate(on_ranks(2, change)):
+            found = ids_of([*whole[rank][: place + 1], *steps])
+            assert sorted(found) == [*range(1000 * rank, 1000 * rank + job.size(rank))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

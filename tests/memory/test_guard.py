@@ -27,7 +27,7 @@ from odb_nodes import (
 from odb_nodes.contract.graph import walk
 from odb_nodes.errors import StepMemoryError
 from odb_nodes.memory import MemoryModel, OomGuard
-from odb_nodes.memory.gradients import kind_of
+from odb_nodes.memory.gradients import check_is_whole, kind_of
 from odb_nodes.testing import SavedTensorMeter
 
 SAMPLES = 60
@@ -476,14 +476,34 @@ def test_batches_without_targets_are_weighed_by_samples_where_the_loss_is(scalin
         assert relative_error(parts, whole) < 1e-12
 
 
-def test_a_model_with_ddp_within_is_refused(tmp_path):
+def test_a_loss_that_trains_what_the_model_does_not_have_is_refused():
+    body, head = LanguageModel(), nn.Linear(33, 33, dtype=torch.float64)
+
+    def loss_fn(batch):
+        return head(body(batch["input_ids"])).square().mean()
+
+    (step, *_) = OomGuard(loader_of())
+    with pytest.raises(TypeError, match="trains 2 parameters that `model` does not have"):
+        step.backward(body, loss_fn)
+    both = nn.ModuleList([body, head])
+    (step, *_) = OomGuard(loader_of())
+    step.backward(both, loss_fn)
+
+
+def test_a_part_of_what_ranks_train_together_is_refused(tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
-        model = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+        inner = nn.Linear(2, 2)
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(inner))
         with pytest.raises(TypeError, match="Wrap the whole model by DDP"):
             kind_of(model)
+        with pytest.raises(TypeError, match="Pass the model as it is wrapped"):
+            check_is_whole(inner, among_ranks=True)
+        check_is_whole(inner, among_ranks=False)
+        with pytest.warns(UserWarning, match="weights differ after the first step"):
+            check_is_whole(nn.Linear(2, 2), among_ranks=True)
     finally:
         torch.distributed.destroy_process_group()
 

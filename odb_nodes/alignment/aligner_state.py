@@ -7,10 +7,9 @@ from typing import Annotated
 
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
+from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
-
-LimitsState = tuple[Count, Count | None, Count | None, Count, Count | None] | None
 
 
 @dataclass(kw_only=True)
@@ -60,8 +59,8 @@ class AlignerState(EpochState):
     sizes: list[Count] = field(default_factory=list)
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
     left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
-    limits: LimitsState = None
-    next_limits: LimitsState = None
+    limits: LimitsState | None = None
+    next_limits: LimitsState | None = None
     wish: Count = 0
     excluded: ExcludedState = field(default_factory=dict)
     excluded_samples: Count = 0

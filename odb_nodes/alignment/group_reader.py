@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.alignment.aligner_state import AlignerState, LimitsState
+from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_budget import RoundBudget
 from odb_nodes.contract import copy_state
@@ -17,6 +17,7 @@ from odb_nodes.contract.graph import budget_below, remaining_samples
 from odb_nodes.contract.node import call_member
 from odb_nodes.contract.recall import recalls
 from odb_nodes.errors import StateError
+from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
 from odb_nodes.planning.alignment import (
     COLUMNS,
@@ -69,7 +70,7 @@ class GroupReader:
         self.left_out_ahead: list[LeftOut] = []
         """Those that come with the first group of the next round."""
 
-    def read(self, most: int, limits: LimitsState = None) -> list[list[Sample]]:
+    def read(self, most: int, limits: LimitsState | None = None) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left.
 
         Args:

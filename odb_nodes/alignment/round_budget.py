@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.alignment.aligner_state import AlignerState, LimitsState
+from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import StatefulNode, call_member
 from odb_nodes.contract.state import resealed
+from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.limits import Limits
@@ -35,13 +36,15 @@ class RoundBudget:
         """
         self.wish = min(self.wish or tokens, tokens)
 
-    def tighten(self, limits: LimitsState) -> None:
+    def tighten(self, limits: LimitsState | None) -> None:
         """Form groups under tighter limits from now on."""
         if limits is not None:
             for node in walk(self._source):
                 call_member(node, "tighten", Limits(*limits))
 
-    def wished(self, reports: Sequence[CostReport], before: LimitsState) -> LimitsState:
+    def wished(
+        self, reports: Sequence[CostReport], before: LimitsState | None
+    ) -> LimitsState | None:
         """Return the limits of the next round: those of before, or those that ranks ask for.
 
         Args:

@@ -14,6 +14,9 @@ from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 PoolState = Literal["replay", "payload"]
 """What a state may hold of the pool: how to make its samples again, or the samples."""
 
+LimitsState = tuple[Count, Count | None, Count | None, Count, Count | None]
+"""The fields of `Limits`."""
+
 
 @dataclass(kw_only=True)
 class BucketerState(NodeState):
@@ -47,7 +50,7 @@ class BucketerState(NodeState):
     pulled: Count
     pulled_since_source: Count
     ended: bool
-    limits: tuple[Count, Count | None, Count | None, Count, Count | None]
+    limits: LimitsState
     has_own_limits: bool
     pool: RecordsState
     waiting: Annotated[bytes | None, RowsOf(1)]

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset  # noqa: E402
 from trainer_memory_jobs import logs_of  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer  # noqa: E402
 
-from odb_nodes import TokenBudget  # noqa: E402
+from odb_nodes import PackedCollate, PaddingCollate, TokenBudget  # noqa: E402
 from odb_nodes.integrations.huggingface import (  # noqa: E402
     ODBConfig,
     auto_budget,
@@ -337,6 +337,19 @@ import trainer_jobs as t
 from odb_nodes.testing import SavedTensorMeter
 folder = sys.argv[1]
 """
+
+
+@pytest.mark.parametrize("place", ["collate_fn", "data_collator"])
+def test_rows_are_padded_as_the_collate_function_pads(tmp_path, place):
+    collate = PaddingCollate(pad_to_multiple_of=8)
+    config = auto(**{place: collate} if place == "collate_fn" else {})
+    more = {} if place == "collate_fn" else {place: collate}
+    trainer = trainer_of(tmp_path, config, **more)
+    trainer.train()
+    assert trainer.odb_budget.pad_to_multiple_of == 8
+    for bad in (PackedCollate(), PaddingCollate(shapes=((4, 8), (2, 16)))):
+        with pytest.raises(ValueError, match="that packs or has `shapes`"):
+            trainer_of(tmp_path / "bad", auto(collate_fn=bad))
 
 
 def test_two_ranks_train_with_the_smallest_budget(tmp_path):

@@ -17,10 +17,12 @@ from torchdata.nodes import IterableWrapper
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.accelerate import mixed_precision, without_gathering
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
+from odb_nodes.collate import PackedCollate
+from odb_nodes.collate.token_rows import TokenRows
 from odb_nodes.contract.config import sealed_configs
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import given_dataset, loader_options
-from odb_nodes.integrations.huggingface.columns import ModelKeys
+from odb_nodes.integrations.huggingface.columns import ModelKeys, given_collate, loader_budget
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.probing import twin_of
 from odb_nodes.integrations.step_estimate import check_can_estimate, look_at
@@ -76,6 +78,13 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
             '`token_budget` must not be "auto" where a model is on several devices, of which only '
             "one would be measured. Give a number of tokens."
         )
+    given = given_collate(trainer, config)
+    if isinstance(given, PackedCollate) or (isinstance(given, TokenRows) and given.shapes):
+        raise ValueError(
+            f'`token_budget` must not be "auto" with a `{type(given).__name__}` that packs or has '
+            "`shapes`, which the budget must have, too. Give a `TokenBudget` with `layout` or "
+            "`shapes`; `odb_nodes.memory.find_budget` finds its tokens."
+        )
     if meter_of(args, config) is None:
         raise ValueError(
             f'`token_budget` must not be "auto" where nothing measures the memory of the device, '
@@ -128,7 +137,7 @@ def find_for(trainer: Any) -> tuple[TokenBudget, MemoryModel]:
     tokens, lengths = rows[:, 0].tolist(), rows[:, 1].tolist()
     # The shorter `attention_tokens`, the more a row costs: so what this allows, each rank does.
     budget = replace(
-        own,
+        loader_budget(trainer),
         tokens=min(tokens),
         attention_tokens=min((one for one in lengths if one), default=None),
     )
@@ -171,7 +180,7 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
 
 
 def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
-    """Return samples by their tokens, up to four of those that are seen, in order of length.
+    """Return samples by the width of their rows, up to four of those that are seen, in its order.
 
     They are the shortest, and of those that are longer the first, the last, and one between.
 
@@ -184,7 +193,8 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     rng = np.random.default_rng(options.seed)
     looked_at = trainer.odb.estimate_samples
     seen = look_at(dataset, process_fn, options.observe, looked_at, rng)
-    by_tokens = {one.tokens: one for one in seen if isinstance(one, Sample)}
+    width = loader_budget(trainer).width
+    by_tokens = {width(one.tokens): one for one in seen if isinstance(one, Sample)}
     if not by_tokens:
         raise ValueError(
             f"`train_dataset` must have a sample that is not skipped, but of {len(seen)} all are."

@@ -11,20 +11,22 @@ from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
+from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.labels import rename_labels
 from odb_nodes.nodes.seeded_collate import declares_draws
 from odb_nodes.planning import TokenBudget
 from odb_nodes.step_info import StepInfo
 
-ANY_BUDGET = TokenBudget(MAX_COUNT)
-"""As the budget that is found, but for its limits."""
-
 OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
 
 
 def loader_budget(trainer: Any) -> TokenBudget:
-    """Return the budget of the batches; one without a limit while none is found."""
-    budget: TokenBudget = trainer.odb_budget or ANY_BUDGET
+    """Return the budget of the batches; while none is found, one like it without a limit."""
+    budget: TokenBudget | None = trainer.odb_budget
+    if budget is None:
+        given = given_collate(trainer)
+        multiple = given.pad_to_multiple_of if isinstance(given, PaddingCollate) else 1
+        budget = TokenBudget(MAX_COUNT // multiple * multiple, pad_to_multiple_of=multiple)
     return budget
 
 
@@ -38,7 +40,7 @@ def training_collate(trainer: Any) -> Any:
         ValueError: that of the `ODBConfig` is for another budget.
     """
     config, columns = trainer.odb, compat.sample_columns(trainer)
-    given = _given_collate(trainer)
+    given = given_collate(trainer)
     if config.collate_fn is not None:
         collate_for(loader_budget(trainer), config.collate_fn)
     if type(given) in OURS or given is None or columns is None:
@@ -47,9 +49,11 @@ def training_collate(trainer: Any) -> Any:
     return kind(given, columns)
 
 
-def _given_collate(trainer: Any) -> Any:
-    if trainer.odb.collate_fn is not None:
-        return trainer.odb.collate_fn
+def given_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
+    """Return the collate function that a config, or else its trainer, was given; `None` if none."""
+    config = config or trainer.odb
+    if config.collate_fn is not None:
+        return config.collate_fn
     return None if compat.is_default_collator(trainer.data_collator) else trainer.data_collator
 
 
@@ -118,7 +122,7 @@ class ModelKeys:
     """
 
     def __init__(self, trainer: Any) -> None:
-        given = _given_collate(trainer)
+        given = given_collate(trainer)
         self._trainer = trainer
         self._is_ours = given is None or type(given) in OURS
         self._is_default = given is None

@@ -1,0 +1,18 @@
+"""Each notebook is the script of its name, which is what people read and change."""
+
+from pathlib import Path
+
+import pytest
+
+jupytext = pytest.importorskip("jupytext")
+
+FOLDER = Path(__file__).parents[2] / "examples/notebooks"
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_a_notebook_has_the_cells_of_its_script(script):
+    found, expected = jupytext.read(script.with_suffix(".ipynb")), jupytext.read(script)
+    assert [(one.cell_type, one.source) for one in found.cells] == [
+        (one.cell_type, one.source) for one in expected.cells
+    ], f"run `jupytext --to ipynb {script.name}`"
+    assert not any(one.get("outputs") for one in found.cells)

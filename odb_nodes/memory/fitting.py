@@ -9,7 +9,7 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Fit", "fit_peaks"]
+__all__ = ["COLUMNS", "Fit", "fit_peaks", "non_negative_fit"]
 
 Floats = NDArray[np.float64]
 
@@ -71,7 +71,7 @@ def fit_peaks(shapes: Floats, peaks: Floats) -> Fit:
     order = np.argsort(peaks, kind="stable")
     design, peaks = _design(shapes[order]), peaks[order]
     at_floor = _points_at_floor(design, peaks)
-    coefficients = _non_negative_fit(design[at_floor:], peaks[at_floor:])
+    coefficients = non_negative_fit(design[at_floor:], peaks[at_floor:])
     floor = float(peaks[at_floor - 1]) if at_floor else 0.0
     fitted = np.maximum(design @ coefficients, floor)
     errors = peaks / fitted - 1
@@ -128,16 +128,19 @@ def _points_at_floor(design: Floats, peaks: Floats) -> int:
 
 
 def _errors(design: Floats, peaks: Floats, left_out: int) -> Floats:
-    fitted = design @ _non_negative_fit(design[left_out:], peaks[left_out:])
+    fitted = design @ non_negative_fit(design[left_out:], peaks[left_out:])
     return peaks / np.maximum(fitted, 1.0) - 1
 
 
-def _non_negative_fit(design: Floats, peaks: Floats) -> Floats:
-    """Return the non-negative least-squares fit: (4,), in relative errors.
+def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
+    """Return the non-negative least-squares fit in relative errors, (4,).
 
-    It is the best of the free fits of all subsets of the columns that have no negative term.
-    (Lawson and Hanson, Solving Least Squares Problems, 1974, find that subset step by step.)
+    Args:
+        design: (N, 4); a column of zeros gets 0.
+        peaks: (N,), above 0.
     """
+    # It is the best of the free fits of all subsets of the columns that have no negative term.
+    # (Lawson and Hanson, Solving Least Squares Problems, 1974, find that subset step by step.)
     scale = design.max(axis=0)
     scale[scale == 0] = 1.0
     weighted = np.column_stack((design / scale / peaks[:, None], np.ones(len(peaks))))

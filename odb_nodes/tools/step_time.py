@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.memory.fitting import fit_peaks
+from odb_nodes.memory.fitting import non_negative_fit
+from odb_nodes.monitor import read_run
 from odb_nodes.tools.report import ATTENTION_TOKENS
 
 __all__ = ["StepTime"]
 
+COUNT, TOKENS, _SQUARES, SECONDS = range(4)  # columns of what a log says
+
 _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
-_MICROSECONDS = 1e6
 _OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
 _TOKEN_S = 30e-6
 _STEP_S = 20e-3
@@ -50,30 +52,34 @@ class StepTime:
     def fitted(cls, log: str | os.PathLike[str]) -> StepTime:
         """Return what fits the log of a run: non-negative least squares of the relative errors.
 
+        Left out are steps that took more than 3 times as long for a token as the median.
+
         Args:
-            log: JSON Lines with `rows`, `width` (tokens) and `step_s` (seconds) of a micro-step on
-                a rank in each. Other lines and keys are left out, and so are steps that took more
-                than 3 times as long for a token as the median.
+            log: the folder of a `Monitor`, whose records have the shapes of rank 0's batches and
+                the time that they took; or JSON Lines with `rows`, `width` (tokens) and `step_s`
+                (seconds) of a micro-step on a rank in each, other lines and keys aside.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it has fewer than 8 such lines.
+            ValueError: it has fewer than 8 such records or lines.
         """
-        steps = _read(Path(log))
+        path = Path(log)
+        steps = _of_monitor(path) if path.is_dir() else _of_lines(path)
         if len(steps) < _LEAST_LINES:
+            what = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
             raise ValueError(
-                f"`{log}` must have at least {_LEAST_LINES} lines with the keys {_KEYS}, but has "
-                f"{len(steps)}. Log more steps, or leave out `log`."
+                f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(steps)}. Log more "
+                "steps, or leave out `log`."
             )
-        per_token = steps[:, 2] / (steps[:, 0] * steps[:, 1])
+        per_token = steps[:, SECONDS] / steps[:, TOKENS]
         steps = steps[per_token <= _OUTLIER * np.median(per_token)]
-        shapes = np.column_stack((steps[:, :2], np.zeros(len(steps))))
-        fit = fit_peaks(shapes, steps[:, 2] * _MICROSECONDS)
+        design = np.column_stack((steps[:, :SECONDS], np.zeros(len(steps))))
+        constant, token, square, _ = non_negative_fit(design, steps[:, SECONDS]).tolist()
         return cls(
-            constant_s=fit.constant_bytes / _MICROSECONDS,
-            token_s=fit.token_bytes / _MICROSECONDS,
-            square_s=fit.square_bytes / _MICROSECONDS,
-            origin=f"fitted to {len(steps):,} steps of {Path(log).name}",
+            constant_s=constant,
+            token_s=token,
+            square_s=square,
+            origin=f"fitted to {int(steps[:, COUNT].sum()):,} steps of {path.name}",
         )
 
     def seconds(self, padded_tokens: Floats, squares: Floats) -> Floats:
@@ -87,16 +93,31 @@ class StepTime:
         return np.asarray(np.where(padded_tokens > 0, times, 0.0))
 
 
-def _read(path: Path) -> Floats:
-    """Return rows, width and seconds of the steps in a log, (N, 3)."""
+def _of_lines(path: Path) -> Floats:
+    """Return number, tokens, squares and seconds of the steps in each line of a log, (N, 4)."""
     found = []
     with path.open() as lines:
         for line in lines:
             try:
                 record = json.loads(line)
-                row = [float(record[key]) for key in _KEYS]
+                rows, width, seconds = (float(record[key]) for key in _KEYS)
             except (KeyError, TypeError, ValueError):  # of another kind, or cut off
                 continue
-            if min(row) > 0:
-                found.append(row)
-    return np.array(found, dtype=np.float64).reshape(-1, len(_KEYS))
+            if min(rows, width, seconds) > 0:
+                found.append((1.0, rows * width, rows * width**2, seconds))
+    return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)
+
+
+def _of_monitor(folder: Path) -> Floats:
+    """Return the same for each record of steps that a `Monitor` has written."""
+    found = []
+    for record in read_run(folder).steps:
+        shapes = [(*map(int, shape.split("x")), count) for shape, count in record["shapes"].items()]
+        sums = record["sum"]
+        seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
+        steps = sum(count for _, _, count in shapes)
+        tokens = sum(rows * width * count for rows, width, count in shapes)
+        squares = sum(rows * width**2 * count for rows, width, count in shapes)
+        if tokens and seconds > 0:
+            found.append((steps, tokens, squares, seconds))
+    return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)

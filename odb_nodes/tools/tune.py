@@ -103,7 +103,8 @@ def tune(
         limit: what a batch may be at most: padded tokens; a `TokenBudget`, whose other fields are
             kept; or a `MemoryModel` and the memory of a device in bytes. Default: 4 times the
             longest sample.
-        log: a file that the times of micro-steps are fitted to; see `StepTime.fitted`.
+        log: what the times of micro-steps are fitted to: the folder of a `Monitor`, or a file, see
+            `StepTime.fitted`.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
 

@@ -35,6 +35,28 @@ def test_steps_that_took_far_longer_and_other_lines_are_left_out(tmp_path):
     assert terms(StepTime.fitted(path)) == pytest.approx(terms(TRUE), rel=1e-6)
 
 
+def test_the_records_of_a_monitor_are_a_log(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [{"kind": "attempt", "step": 0, "resumed_at": 0, "every": 2, "version": 1}]
+    lines[0] |= {"world_size": 2, "time_s": 0.0}
+    for number in range(40):
+        widths = rng.choice([8, 32, 128, 512], 2, replace=False)
+        shapes = {f"{rng.integers(1, 4096 // width)}x{width}": 1 for width in widths}
+        pairs = [(int(one.split("x")[0]), int(one.split("x")[1])) for one in shapes]
+        took = sum(
+            TRUE.constant_s + TRUE.token_s * n * w + TRUE.square_s * n * w * w for n, w in pairs
+        )
+        waited = rng.uniform(0, 0.5)
+        sums = {"seconds": took + waited, "rank_seconds": 2 * (took + waited)}
+        sums |= {"data_wait_s": 2 * waited}
+        record = {"kind": "steps", "first_step": 2 * number + 1, "step": 2 * number + 2}
+        lines.append({**record, "sum": sums, "shapes": shapes})
+    (tmp_path / "monitor.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = StepTime.fitted(tmp_path)
+    assert terms(found) == pytest.approx(terms(TRUE), rel=1e-6)
+    assert found.origin == f"fitted to 80 steps of {tmp_path.name}"
+
+
 def test_a_log_without_steps_is_an_error(tmp_path):
     path = tmp_path / "steps.jsonl"
     write_log(path, 7)

@@ -40,7 +40,7 @@ def tune(
         float | None, typer.Option(min=0, help="Memory of a device, with --memory-model.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option(help="steps.jsonl of a run, which times are fitted to.")
+        Path | None, typer.Option(help="Folder of a monitor, whose times are fitted to.")
     ] = None,
     weight: cli.Weight = None,
     seed: cli.Seed = 0,

@@ -43,6 +43,7 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "local_sources": count_sources(samples),
         "keys": tuple(sample.key for sample in samples),
         "row_sources": tuple(sample.source for sample in samples),
+        "row_tasks": tuple(sample.task_name for sample in samples),
         "row_repeats": tuple(sample.repeat for sample in samples),
         "own_sources": frozenset(
             sample.source for sample in samples if sample.item and sample.item.world_size == 1
@@ -93,8 +94,9 @@ class StepInfo:
             `"observed"` by `observe`; where samples differ, several, as in `"labels+tokens"`.
         local_tokens: unpadded tokens of this rank; 0 in a filler step.
         keys: keys of the samples, in the order of the batch's rows; `None` where a source has none.
-            Empty in a filler step, as are the next two.
+            Empty in a filler step, as are the next three.
         row_sources: names of their sources, likewise.
+        row_tasks: names of their tasks, likewise: `Sample.task_name`.
         row_repeats: what tells samples from themselves that come more than once in an epoch.
         own_sources: names of the sources whose keys are of this rank alone: data that each rank has
             for itself, or a job of one rank.
@@ -102,6 +104,9 @@ class StepInfo:
         epoch: number of the epoch.
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
             `RankAligner`.
+        task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
+            of the task; behind a `RankAligner`, of its `tasks`.
+        world_size: ranks whose gradients are averaged.
         local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
             else those that were planned under the budget. 0 where neither is known.
     """
@@ -125,11 +130,14 @@ class StepInfo:
     local_padded_tokens: int = 0
     keys: tuple[int | None, ...] = ()
     row_sources: tuple[str, ...] = ()
+    row_tasks: tuple[str, ...] = ()
     row_repeats: tuple[int, ...] = ()
     own_sources: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     epoch: int = 0
     ends_epoch: bool = False
+    task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
+    world_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""
@@ -144,6 +152,10 @@ class StepInfo:
     def of_one_rank(cls, samples: Sequence[Sample], step: int, epoch: int = 0) -> StepInfo:
         """Return the counts of a step that is not shared with other ranks."""
         targets = sum(sample.targets for sample in samples)
+        of_tasks = dict.fromkeys((sample.task_name for sample in samples if sample.task_name), 0)
+        for sample in samples:
+            if sample.task_name:
+                of_tasks[sample.task_name] += sample.targets
         return cls(
             step=step,
             local_samples=len(samples),
@@ -154,6 +166,7 @@ class StepInfo:
             optimizer_targets=targets,
             counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
             epoch=epoch,
+            task_targets=of_tasks,
             **facts_of_rows(samples),
         )
 

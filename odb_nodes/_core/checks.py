@@ -92,6 +92,16 @@ def check_type(name: str, value: object, expected: type | UnionType, remedy: str
         raise TypeError(_message(name, allowed, describe(value), remedy))
 
 
+def check_names(name: str, value: object) -> tuple[str, ...]:
+    """Return several names; raise if `value` holds anything else, or one of them twice."""
+    remedy = 'Pass a list such as ["chat", "code"].'
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(_message(name, "a list of names", describe(value), remedy))
+    if not all(isinstance(one, str) and one for one in value) or len({*value}) < len(value):
+        raise ValueError(_message(name, "names that differ", describe(value), remedy))
+    return (*value,)
+
+
 def describe(value: object) -> str:
     """Return what an error says of a value: plain values as they are, others by their class."""
     if isinstance(value, type):

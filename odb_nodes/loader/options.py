@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -11,6 +11,7 @@ from odb_nodes._core.checks import (
     check_callable,
     check_choice,
     check_count,
+    check_names,
     check_seconds,
     check_type,
 )
@@ -46,6 +47,7 @@ class BatchOptions(PlanOptions):
     workers: WorkerOptions | None = None
     timeout_s: float = PEER_TIMEOUT_S
     exclude: Exclude = None
+    tasks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +62,7 @@ class BatchOptions(PlanOptions):
         check_type("workers", self.workers, WorkerOptions | None, remedy)
         check_seconds("timeout_s", self.timeout_s)
         object.__setattr__(self, "exclude", ExcludedKeys.of(self.exclude))
+        object.__setattr__(self, "tasks", check_names("tasks", self.tasks))
 
     def _check_budget(self) -> None:
         TokenBudget.of(self.token_budget, "token_budget")

@@ -37,6 +37,14 @@ def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     return {source: SourceCount(len(of_one), sum(of_one)) for source, of_one in tokens.items()}
 
 
+def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
+    """Return supervised tokens by task; an empty dict if no sample has one."""
+    targets = {sample.task_name: 0 for sample in samples if sample.task_name}
+    for sample in samples if targets else ():
+        targets[sample.task_name] = targets.get(sample.task_name, 0) + sample.targets
+    return targets
+
+
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that say which samples are in its batch."""
     return {
@@ -44,6 +52,7 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "keys": tuple(sample.key for sample in samples),
         "row_sources": tuple(sample.source for sample in samples),
         "row_tasks": tuple(sample.task_name for sample in samples),
+        "local_task_targets": count_tasks(samples),
         "row_repeats": tuple(sample.repeat for sample in samples),
         "own_sources": frozenset(
             sample.source for sample in samples if sample.item and sample.item.world_size == 1
@@ -104,6 +113,7 @@ class StepInfo:
         epoch: number of the epoch.
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
             `RankAligner`.
+        local_task_targets: supervised tokens of this rank, by name of the task.
         task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
@@ -136,6 +146,7 @@ class StepInfo:
     left_out: tuple[LeftOut, ...] = ()
     epoch: int = 0
     ends_epoch: bool = False
+    local_task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
     task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
     world_size: int = 1
 
@@ -152,10 +163,6 @@ class StepInfo:
     def of_one_rank(cls, samples: Sequence[Sample], step: int, epoch: int = 0) -> StepInfo:
         """Return the counts of a step that is not shared with other ranks."""
         targets = sum(sample.targets for sample in samples)
-        of_tasks = dict.fromkeys((sample.task_name for sample in samples if sample.task_name), 0)
-        for sample in samples:
-            if sample.task_name:
-                of_tasks[sample.task_name] += sample.targets
         return cls(
             step=step,
             local_samples=len(samples),
@@ -166,7 +173,7 @@ class StepInfo:
             optimizer_targets=targets,
             counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
             epoch=epoch,
-            task_targets=of_tasks,
+            task_targets=count_tasks(samples),
             **facts_of_rows(samples),
         )
 

@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["forget_step", "is_sharded", "pin_memory", "uncompiled", "without_ddp_sync"]
+__all__ = [
+    "forget_step",
+    "is_dtensor",
+    "is_sharded",
+    "pin_memory",
+    "uncompiled",
+    "without_ddp_sync",
+]
 
 
 @contextmanager
@@ -48,6 +55,12 @@ def is_sharded(model: nn.Module) -> bool:
             classes += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
     kinds = tuple(classes)
     return any(isinstance(one, kinds) for one in (*model.modules(), *model.parameters()))
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a part of one that ranks share."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # else nobody has made one
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def forget_step(scaler: torch.amp.GradScaler) -> None:

@@ -19,11 +19,11 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
 from odb_nodes.nodes.exclusions import ExclusionCounter
-from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.payload import encode_sample
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
-from odb_nodes.nodes.replay import expect_end, pull_again
-from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords
+from odb_nodes.nodes.replay import expect_end, pooled_again
+from odb_nodes.nodes.sample_records import NO_RECORDS
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.limits import Limits
@@ -195,23 +195,9 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 '`state="replay"`, which could not replay it. Change this between epochs.'
             )
         self.source.reset(copy_state(state.source))
-        start = state.pulled - state.pulled_since_source
-        self._snapshots.put(start, state.source)
-        records, waiting = SampleRecords.from_state(state.pool), state.ordinals()
         if state.payload is not None:
             self._payload.update(state.payload)
-            kept = {ordinal: decode_sample(one) for ordinal, one in self._payload.items()}
-        elif records.items() is not None:
-            kept = dict(zip(waiting, records.recall(self.source, self._name), strict=True))
-            self.replayed_samples = len(kept)
-        else:
-            kept = {}
-        missing = [ordinal for ordinal in waiting if ordinal not in kept]
-        again, pulled = pull_again(
-            self.source, self._snapshots, start, state.pulled, missing, records, self._name
-        )
-        kept |= again
-        self.replayed_samples += pulled
+        kept, self.replayed_samples = pooled_again(self.source, self._snapshots, state, self._name)
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
         self._dearest_groups = state.dearest_groups

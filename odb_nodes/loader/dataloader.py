@@ -85,6 +85,7 @@ class ODBDataLoader(OptionGuard):
             keeps them. Excluded samples are still processed.
         tasks: names of all tasks of the samples, for `StepInfo.task_targets`; see `TaskWeights`.
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
+        diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
             `"proportional"` to the samples of each; or a `Mixing`, for shares of tokens, or another
             end of the epoch. Default: equal shares; each sample is emitted once in an epoch.
@@ -124,6 +125,7 @@ class ODBDataLoader(OptionGuard):
         exclude: Exclude = LoaderOptions.exclude,
         tasks: Sequence[str] = LoaderOptions.tasks,
         dearest_first: int = LoaderOptions.dearest_first,
+        diversity: float = LoaderOptions.diversity,
         weights: Weights | Mixing = None,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
@@ -139,7 +141,7 @@ class ODBDataLoader(OptionGuard):
         )
         self._budget = options.budget
         self._bucketer = WindowBucketer(
-            self._samples, options.budget, window, state, options.exclude, dearest_first
+            self._samples, options.budget, window, state, options.exclude, dearest_first, diversity
         )
         if pin_memory and torch.cuda.is_available():
             collate = PinningCollate(collate)

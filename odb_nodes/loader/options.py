@@ -21,6 +21,7 @@ from odb_nodes.collate.protocol import Collate
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
@@ -65,7 +66,7 @@ class BatchOptions(PlanOptions):
         object.__setattr__(self, "tasks", check_names("tasks", self.tasks))
 
     def _check_budget(self) -> None:
-        TokenBudget.of(self.token_budget, "token_budget")
+        check_diversity(self.diversity, TokenBudget.of(self.token_budget, "token_budget"))
 
     @property
     def budget(self) -> TokenBudget:

@@ -90,6 +90,8 @@ INVALID = [
     ("timeout_s", float("inf"), ValueError, "must be seconds, .* but is inf instead"),
     ("exclude", 3, TypeError, "must be integers, a mapping of source to integers, or the path"),
     ("dearest_first", -1, ValueError, "must be in 0.."),
+    ("diversity", -0.5, ValueError, r"must be in 0\.\.1, but is -0.5"),
+    ("diversity", "x", TypeError, r"must be a number in 0\.\.1, but is 'x'"),
     ("shuffle", "x", TypeError, "must be True or False"),
     ("num_workers", -1, ValueError, "must be in 0.."),
     ("num_workers", "2", TypeError, "must be an integer"),

@@ -23,6 +23,7 @@ from odb_nodes.sources import (
     WeightedSampler,
 )
 from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
+from odb_nodes.tasks import TaskWeights
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "StatefulNode",
     "StepInfo",
     "StepMemoryError",
+    "TaskWeights",
     "TokenBudget",
     "WeightedSampler",
     "WindowBucketer",

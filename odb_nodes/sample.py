@@ -46,6 +46,7 @@ class Sample(NamedTuple):
             the nodes, as is the next.
         digest: a CRC-32 of data, tokens, targets and patches, which a restore compares; `None`
             where it was not needed yet.
+        task: name of its task, where `observe` has told one; see `task_name`.
     """
 
     data: Any
@@ -57,6 +58,12 @@ class Sample(NamedTuple):
     key: int | None = None
     item: ItemKey | None = None
     digest: int | None = None
+    task: str = ""
+
+    @property
+    def task_name(self) -> str:
+        """Name of its task: what `observe` has told, or else the name of its source."""
+        return self.task or self.source
 
     def of_source(self, name: str) -> Sample:
         """Return this sample with the name of its source, put before a name that it has already."""
@@ -171,12 +178,14 @@ class Observation(NamedTuple):
         patches: image patches.
         key: a number of your own for the sample, 63 bits, not negative: an id of the data, or what
             one-to-many processing makes of it.
+        task: name of the sample's task. Default: the name of its source.
     """
 
     tokens: int
     targets: int | None = None
     patches: int | None = None
     key: int | None = None
+    task: str | None = None
 
 
 Observe = Callable[[Any], int | Observation | tuple[int, ...]]

@@ -37,12 +37,22 @@ def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     return {source: SourceCount(len(of_one), sum(of_one)) for source, of_one in tokens.items()}
 
 
+def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
+    """Return supervised tokens by task; an empty dict if no sample has one."""
+    targets = {sample.task_name: 0 for sample in samples if sample.task_name}
+    for sample in samples if targets else ():
+        targets[sample.task_name] = targets.get(sample.task_name, 0) + sample.targets
+    return targets
+
+
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that say which samples are in its batch."""
     return {
         "local_sources": count_sources(samples),
         "keys": tuple(sample.key for sample in samples),
         "row_sources": tuple(sample.source for sample in samples),
+        "row_tasks": tuple(sample.task_name for sample in samples),
+        "local_task_targets": count_tasks(samples),
         "row_repeats": tuple(sample.repeat for sample in samples),
         "own_sources": frozenset(
             sample.source for sample in samples if sample.item and sample.item.world_size == 1
@@ -93,8 +103,9 @@ class StepInfo:
             `"observed"` by `observe`; where samples differ, several, as in `"labels+tokens"`.
         local_tokens: unpadded tokens of this rank; 0 in a filler step.
         keys: keys of the samples, in the order of the batch's rows; `None` where a source has none.
-            Empty in a filler step, as are the next two.
+            Empty in a filler step, as are the next three.
         row_sources: names of their sources, likewise.
+        row_tasks: names of their tasks, likewise: `Sample.task_name`.
         row_repeats: what tells samples from themselves that come more than once in an epoch.
         own_sources: names of the sources whose keys are of this rank alone: data that each rank has
             for itself, or a job of one rank.
@@ -102,6 +113,10 @@ class StepInfo:
         epoch: number of the epoch.
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
             `RankAligner`.
+        local_task_targets: supervised tokens of this rank, by name of the task.
+        task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
+            of the task; behind a `RankAligner`, of its `tasks`.
+        world_size: ranks whose gradients are averaged.
         local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
             else those that were planned under the budget. 0 where neither is known.
     """
@@ -125,11 +140,15 @@ class StepInfo:
     local_padded_tokens: int = 0
     keys: tuple[int | None, ...] = ()
     row_sources: tuple[str, ...] = ()
+    row_tasks: tuple[str, ...] = ()
     row_repeats: tuple[int, ...] = ()
     own_sources: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     epoch: int = 0
     ends_epoch: bool = False
+    local_task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
+    task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
+    world_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""
@@ -154,6 +173,7 @@ class StepInfo:
             optimizer_targets=targets,
             counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
             epoch=epoch,
+            task_targets=count_tasks(samples),
             **facts_of_rows(samples),
         )
 

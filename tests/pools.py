@@ -26,14 +26,15 @@ long_budgets = st.builds(
 )
 
 
-def run(lengths, budget, window, patches=None, dearest_first=0):
+def run(lengths, budget, window, patches=None, dearest_first=0, tasks=(), diversity=0.0):
     """Stream lengths through a pool; return groups of ordinals and the greatest age seen."""
-    pool, groups, age = RollingPool(TokenBudget.of(budget), window), [], 0
-    patches = patches or [0] * len(lengths)
+    pool, groups, age = RollingPool(TokenBudget.of(budget), window, diversity), [], 0
+    patches, tasks = patches or [0] * len(lengths), tasks or [0] * len(lengths)
     while True:
         while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:
             new = range(pool.pulled, pool.pulled + room)
-            pool.add(new, [lengths[i] for i in new], [patches[i] for i in new], new)
+            costs = [lengths[i] for i in new], [patches[i] for i in new]
+            pool.add(new, *costs, new, [tasks[i] for i in new])
             pool.pulled += room
         if not len(pool):
             return groups, age

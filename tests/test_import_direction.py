@@ -35,6 +35,7 @@ ROOMS = (
     "alignment",
     "loader",
     "memory",
+    "tasks",
     "testing",
     "monitor",
     "vision",

@@ -38,9 +38,9 @@ COPIES = {
 
 
 def test_its_source_is_a_field_of_it():
-    known = ("data", "tokens", "targets", "patches", "source", "counted", "key", "item", "digest")
-    assert Sample._fields == known
-    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None, None, None)
+    costs = ("data", "tokens", "targets", "patches")
+    assert Sample._fields == (*costs, "source", "counted", "key", "item", "digest", "task")
+    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None, None, None, "")
     assert NAMED != PLAIN
 
 

@@ -15,6 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 __all__ = [
     "forget_step",
+    "is_dtensor",
     "is_sharded",
     "leaves_of",
     "pin_memory",
@@ -75,6 +76,12 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 def runs_ahead() -> bool:
     """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
     return bool(torch.cuda.is_initialized())
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a part of one that ranks share."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # else nobody has made one
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def forget_step(scaler: torch.amp.GradScaler) -> None:

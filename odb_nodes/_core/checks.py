@@ -46,6 +46,20 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
     return count
 
 
+def check_fraction(name: str, value: Any) -> float:
+    """Return `value` as a float in 0..1.
+
+    Raises:
+        TypeError: it is not a number, or a bool.
+        ValueError: it is below 0 or above 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(name, "a number in 0..1", describe(value), ""))
+    if not 0 <= float(value) <= 1:
+        raise ValueError(_message(name, "in 0..1", describe(value), ""))
+    return float(value)
+
+
 def check_bool(name: str, value: object) -> bool:
     """Return `value`, or raise a `TypeError` where it is no bool."""
     if not isinstance(value, bool):
@@ -90,6 +104,16 @@ def check_type(name: str, value: object, expected: type | UnionType, remedy: str
     if not isinstance(value, expected):
         allowed = " or ".join(map(_class_name, get_args(expected) or (expected,)))
         raise TypeError(_message(name, allowed, describe(value), remedy))
+
+
+def check_names(name: str, value: object) -> tuple[str, ...]:
+    """Return several names; raise if `value` holds anything else, or one of them twice."""
+    remedy = 'Pass a list such as ["chat", "code"].'
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(_message(name, "a list of names", describe(value), remedy))
+    if not all(isinstance(one, str) and one for one in value) or len({*value}) < len(value):
+        raise ValueError(_message(name, "names that differ", describe(value), remedy))
+    return (*value,)
 
 
 def describe(value: object) -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from odb_nodes._core.checks import check_choice
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning.alignment import FILLER, RoundPlan
-from odb_nodes.planning.group_costs import counted_in
+from odb_nodes.planning.group_costs import GroupCostEstimator, counted_in
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo, facts_of_rows
 
 LossScaling = Literal["exact", "approx", "none"]
-_COLUMNS = 5
+_COLUMNS = 5  # before those of tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class LossRule:
     world_size: int
     accumulate: int
     scaling: LossScaling = "exact"
+
+    def __post_init__(self) -> None:
+        check_choice("loss_scaling", self.scaling, get_args(LossScaling))
 
     def scale(self, info: StepInfo) -> float:
         """Return what this rank's mean loss is multiplied by."""
@@ -50,14 +54,14 @@ class AlignedRound:
 
     Args:
         table: a row for each step: the index of this rank's group or `FILLER`, and the samples,
-            targets, flags and highest cost of all ranks, (steps, 5) int64.
+            targets, flags, highest cost, and targets of each task of all ranks, (steps, 5 + tasks)
+            int64.
+        tasks: number of tasks, where there is no step.
     """
 
-    ROW_BYTES = 40
-    """Size of a step in `to_bytes`."""
-
-    def __init__(self, table: IntArray | None = None) -> None:
-        self._table = np.empty((0, _COLUMNS), dtype=np.int64) if table is None else table
+    def __init__(self, table: IntArray | None = None, tasks: int = 0) -> None:
+        empty = np.empty((0, _COLUMNS + tasks), dtype=np.int64)
+        self._table = empty if table is None else table
         self._steps = self.rows
         self._groups: list[list[Sample]] = []
         self.filler: Sample | None = None
@@ -69,19 +73,22 @@ class AlignedRound:
         return cls(np.column_stack((plan.groups[rank], plan.totals)))
 
     @classmethod
-    def from_bytes(cls, data: bytes | None) -> AlignedRound:
+    def from_bytes(cls, data: bytes | None, tasks: int = 0) -> AlignedRound:
         """Return the round that `to_bytes` was called on, without its groups.
 
         Raises:
             StateError: `data` is no such round.
         """
-        table = np.frombuffer(data or b"", "<i8").reshape(-1, _COLUMNS).astype(np.int64)
+        integers = np.frombuffer(data or b"", "<i8").astype(np.int64)
+        if len(integers) % (_COLUMNS + tasks):
+            raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
+        table = integers.reshape(-1, _COLUMNS + tasks)
         if (table[:, 0] < FILLER).any() or (table[:, 1:] < 0).any():
             raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
         return cls(table)
 
     def to_bytes(self) -> bytes | None:
-        """Return the round without its groups, 40 bytes a step."""
+        """Return the round without its groups, 40 bytes a step, and 8 for each task."""
         # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return self._table.astype("<i8").tobytes() or None
 
@@ -166,8 +173,7 @@ class AlignedRound:
 
         Args:
             emitted: the steps that are out: whole optimizer steps.
-            totals: samples, targets, flags and highest cost of each step over all ranks, (steps, 4)
-                int64.
+            totals: those of a `RoundPlan`.
             accumulate: steps of an optimizer step.
         """
         self._table[emitted:, 1:] = totals
@@ -182,19 +188,20 @@ class AlignedRound:
         self._steps = max(emitted, int(own[-1]) + 1 if len(own) else 0)
 
     def take(
-        self, index: int, rule: LossRule, modalities: tuple[str, ...], **facts: Any
+        self, index: int, rule: LossRule, measure: GroupCostEstimator, **facts: Any
     ) -> AlignedGroup:
         """Return the group of a step, once.
 
         Args:
             index: the index of the step in the round.
             rule: how the losses become one.
-            modalities: names of the bits of the flags.
+            measure: names modalities and tasks.
             facts: the fields of the `StepInfo` that the round does not know.
         """
-        group_index, samples, targets, flags, most_cost = self._table[index].tolist()
+        group_index, samples, targets, flags, most_cost = self._table[index, :_COLUMNS].tolist()
         micro_step = index % rule.accumulate
         together = self._table[index - micro_step : index - micro_step + rule.accumulate]
+        of_tasks = together[:, _COLUMNS:].sum(0).tolist()
         is_filler = group_index == FILLER
         if is_filler:
             group = [self.filler] if self.filler is not None else []
@@ -211,8 +218,10 @@ class AlignedRound:
             micro_steps=min(len(together), self._steps - index + micro_step),
             optimizer_samples=int(together[:, 1].sum()),
             optimizer_targets=int(together[:, 2].sum()),
-            modalities=tuple(name for bit, name in enumerate(modalities) if flags >> bit & 1),
+            modalities=measure.modalities_in(flags),
             counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
+            world_size=rule.world_size,
+            task_targets=dict(zip(measure.tasks, of_tasks, strict=True)),
             **facts_of_rows([] if is_filler else group),
             **facts,
         )

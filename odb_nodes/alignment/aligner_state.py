@@ -22,6 +22,7 @@ class AlignerState(EpochState):
         step: the number of the next step in the epoch.
         emitted: the steps of the round that are out.
         plan: the plan of the round, as bytes; `None` between rounds.
+        tasks: number of the tasks whose targets it has.
         splits: how many of this rank's groups were split in the round.
         last: there is no round after this one.
         drained: the source had no groups left for this round.
@@ -48,7 +49,8 @@ class AlignerState(EpochState):
     round: Count = 0
     step: Count = 0
     emitted: Count = 0
-    plan: Annotated[bytes | None, RowsOf(AlignedRound.ROW_BYTES)] = None
+    plan: Annotated[bytes | None, RowsOf(8)] = None
+    tasks: Count = 0
     splits: Count = 0
     last: bool = False
     drained: bool = False
@@ -68,7 +70,7 @@ class AlignerState(EpochState):
 
     def validate(self) -> None:
         """Check that the state stands within its round."""
-        steps = len(self.plan or b"") // AlignedRound.ROW_BYTES
+        steps = AlignedRound.from_bytes(self.plan, self.tasks).rows
         if self.emitted > steps or self.emitted > self.step:
             raise ValueError(
                 f"`emitted` must be at most the steps of the round, {steps}, and of the epoch, "
@@ -86,7 +88,7 @@ class AlignerState(EpochState):
         Args:
             ends_alone: a rank whose data ends in the round ends with its last group.
         """
-        steps = AlignedRound.from_bytes(self.plan)
+        steps = AlignedRound.from_bytes(self.plan, self.tasks)
         if ends_alone and self.last:
             steps.end_alone(self.emitted)
         return steps
@@ -100,5 +102,5 @@ class AlignerState(EpochState):
         steps = self.steps(ends_alone=ends_alone)
         if self.is_at_end(steps):
             return ()
-        of_the_plan = ("cost_fn", "modalities") if len(steps) else ()
+        of_the_plan = ("cost_fn", "modalities", "tasks") if len(steps) else ()
         return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)

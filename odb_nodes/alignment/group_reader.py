@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.aligner_state import AlignerState
@@ -20,11 +20,12 @@ from odb_nodes.errors import StateError
 from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
 from odb_nodes.planning.alignment import (
-    COLUMNS,
     CostReport,
     GroupCost,
     SplitLadder,
+    as_table,
     make_report,
+    row_of,
 )
 from odb_nodes.planning.group_costs import (
     BudgetCost,
@@ -58,7 +59,7 @@ class GroupReader:
         may_split: bool,
     ) -> None:
         self.source, self.budget = source, budget
-        self._measure, self._may_split = measure, may_split
+        self.measure, self._may_split = measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
         self.ahead: list[Sample] | None = None
@@ -227,26 +228,11 @@ class GroupReader:
             ended=self.ahead is None,
             has_filler=filler is not None,
             may_split=self._may_split,
-            measure=self._measure,
+            measure=self.measure,
             tokens=tokens_of,
+            tasks=len(self.measure.tasks),
         )
         return replace(report, wish=self.budget.wish), ladder
-
-    def report_steps(
-        self, groups: list[list[Sample]], filler: Sample | None, *, ended: bool
-    ) -> CostReport:
-        """Return what this rank has in each step that is planned already.
-
-        Args:
-            groups: its group of each step; an empty one where it fills.
-            filler: the sample that it fills with.
-            ended: whether this rank settles no further round.
-        """
-        nothing = GroupCost(0, 0, 0)
-        costs = [self._measure(group) if group else nothing for group in groups]
-        rows = [(one.samples, one.targets, one.cost, 0, one.flags) for one in costs]
-        table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
-        return CostReport(table, sum(map(bool, groups)), ended, filler is not None)
 
     def _read_one(self) -> list[Sample] | None:
         try:
@@ -260,6 +246,23 @@ class GroupReader:
             "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
             f"{kind} instead. Put a `WindowBucketer` before it."
         )
+
+
+def report_steps(
+    groups: Sequence[list[Sample]], measure: GroupCostEstimator, *, ended: bool, has_filler: bool
+) -> CostReport:
+    """Return what a rank has in each step that is planned already.
+
+    Args:
+        groups: its group of each step; an empty one where it fills.
+        measure: tells what groups cost.
+        ended: whether the rank settles no further round.
+        has_filler: whether it has a sample that it fills with.
+    """
+    nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
+    rows = [row_of(measure(group) if group else nothing) for group in groups]
+    table = as_table(rows, len(measure.tasks))
+    return CostReport(table, sum(map(bool, groups)), ended, has_filler)
 
 
 def cost_below(source: BaseNode[Any]) -> CostFn:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.checks import check_seconds
 from odb_nodes._core.forks import Owner
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.exchange import (
@@ -38,12 +39,17 @@ class Peers:
         process_group: see `resolve_exchange`.
         timeout_s: seconds until a rank that does not come is an error.
         round_size: the largest number of steps in a round.
+        tasks: number of tasks in reports.
     """
 
-    def __init__(self, process_group: Any, timeout_s: float, round_size: int) -> None:
+    def __init__(
+        self, process_group: Any, timeout_s: float, round_size: int, tasks: int = 0
+    ) -> None:
+        check_seconds("timeout_s", timeout_s)
         self._process_group = process_group
         self._timeout_s = timeout_s
-        self._capacity = CostReport.message_size(round_size)
+        self._tasks = tasks
+        self._capacity = CostReport.message_size(round_size, tasks)
         self._use(LocalExchange())
         self._thread: threading.Thread | None = None  # that speaks for this rank
         self._answers = False
@@ -139,7 +145,8 @@ class Peers:
         Raises:
             PeerError: a rank failed, left, or did not come.
         """
-        return list(map(CostReport.from_message, self._channel.gather(own.to_message(), where)))
+        messages = self._channel.gather(own.to_message(), where)
+        return [CostReport.from_message(message, self._tasks) for message in messages]
 
     def fail(self, error: BaseException, where: str) -> None:
         """Tell the others, in place of this rank's part of an exchange, why it fails.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_choice, check_count, check_integer, check_seconds
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.checks import check_choice, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
 from odb_nodes.alignment.aligner_state import AlignerState
@@ -67,6 +66,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
             padding included, in the layout of the budget of the `WindowBucketer` below.
         modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
+        tasks: names of all tasks of the samples; `StepInfo.task_targets` has the targets of each.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -88,20 +88,19 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         *,
         cost_fn: CostFn | None = None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
+        tasks: Sequence[str] = (),
     ) -> None:
         super().__init__()
         check_node("source", source)
         check_choice("uneven", uneven, get_args(Uneven))
-        check_choice("loss_scaling", loss_scaling, get_args(LossScaling))
-        check_seconds("timeout_s", timeout_s)
-        self.measure = GroupCostEstimator(cost_fn or cost_below(source), modalities)
+        self.measure = GroupCostEstimator(cost_fn or cost_below(source), modalities, tasks)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self._round_size = round_up(check_count("round_size", round_size), accumulate)
         self.uneven = uneven
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self.peers = Peers(process_group, timeout_s, self._round_size)
+        self.peers = Peers(process_group, timeout_s, self._round_size, len(self.measure.tasks))
         self.round_budget = RoundBudget(source)
         self.replayed_samples = 0
         """Samples of the round that the last restore processed again."""
@@ -158,7 +157,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._reader = GroupReader(
             self.source, self.measure, self.round_budget, self.uneven == "fill"
         )
-        self._steps = AlignedRound()
+        self._steps = AlignedRound(tasks=len(self.measure.tasks))
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
         self._resumed: ResumedRound  # where a state was restored: no other round is unsettled
@@ -186,7 +185,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
         at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
-        at.wish = self.round_budget.wish
+        at.wish, at.tasks = self.round_budget.wish, len(self.measure.tasks)
         at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
             self._held.put_into(at)
@@ -216,7 +215,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         item = self._steps.take(
             index,
             self.rule,
-            (*self.measure.modalities,),
+            self.measure,
             step=step,
             epoch=self._epochs.epoch,
             ends_epoch=at.is_at_end(self._steps),
@@ -329,7 +328,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             at.source, at.excluded = copy_state(self.source.state_dict()), {}
             self._held = None
             return
-        self._steps = AlignedRound()
+        self._steps = AlignedRound(tasks=len(self.measure.tasks))
         at.emitted, at.plan, at.splits = 0, None, 0
         at.round += 1
         at.drained = self._reader.ahead is None
@@ -349,6 +348,5 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "loss_scaling": self.rule.scaling,
             "accumulate": self.rule.accumulate,
             "seed": self._seed,
-            "cost_fn": stable_name(self.measure.cost_fn),
-            "modalities": list(self.measure.modalities),
+            **self.measure.fingerprint(),
         }

@@ -12,7 +12,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.aligner_state import AlignerState
-from odb_nodes.alignment.group_reader import GroupReader
+from odb_nodes.alignment.group_reader import GroupReader, report_steps
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import Peers
 from odb_nodes.contract import copy_state
@@ -147,7 +147,9 @@ class ResumedRound:
         where = f"the rest of round {at.round} of epoch {at.epoch} (from step {at.step})"
         with peers.reporting_failure(where):
             groups = steps.groups()[at.emitted :]
-            report = self._reader.report_steps(groups, self.filler, ended=at.last)
+            report = report_steps(
+                groups, self._reader.measure, ended=at.last, has_filler=self.filler is not None
+            )
         reports = peers.reports(report, where)
         if not self._joins:  # A rank that has ended before others only answers reports.
             self.filler = peers.share_filler(reports, at, self.filler, where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -83,7 +83,9 @@ class ODBDataLoader(OptionGuard):
             `StepInfo.keys`; where sources have names, a mapping of `row_sources` to keys; or the
             path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
             keeps them. Excluded samples are still processed.
+        tasks: names of all tasks of the samples, for `StepInfo.task_targets`; see `TaskWeights`.
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
+        diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
             `"proportional"` to the samples of each; or a `Mixing`, for shares of tokens, or another
             end of the epoch. Default: equal shares; each sample is emitted once in an epoch.
@@ -121,7 +123,9 @@ class ODBDataLoader(OptionGuard):
         round_size: int = LoaderOptions.round_size,
         timeout_s: float = LoaderOptions.timeout_s,
         exclude: Exclude = LoaderOptions.exclude,
+        tasks: Sequence[str] = LoaderOptions.tasks,
         dearest_first: int = LoaderOptions.dearest_first,
+        diversity: float = LoaderOptions.diversity,
         weights: Weights | Mixing = None,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
@@ -137,7 +141,7 @@ class ODBDataLoader(OptionGuard):
         )
         self._budget = options.budget
         self._bucketer = WindowBucketer(
-            self._samples, options.budget, window, state, options.exclude, dearest_first
+            self._samples, options.budget, window, state, options.exclude, dearest_first, diversity
         )
         if pin_memory and torch.cuda.is_available():
             collate = PinningCollate(collate)
@@ -150,6 +154,7 @@ class ODBDataLoader(OptionGuard):
             accumulate,
             seed,
             timeout_s,
+            tasks=options.tasks,
         )
         rank = group_rank(process_group)[0]
         self._collator = GroupCollator(self._aligner, collate, seed, rank)

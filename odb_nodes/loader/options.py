@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -11,6 +11,7 @@ from odb_nodes._core.checks import (
     check_callable,
     check_choice,
     check_count,
+    check_names,
     check_seconds,
     check_type,
 )
@@ -20,6 +21,7 @@ from odb_nodes.collate.protocol import Collate
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
@@ -46,6 +48,7 @@ class BatchOptions(PlanOptions):
     workers: WorkerOptions | None = None
     timeout_s: float = PEER_TIMEOUT_S
     exclude: Exclude = None
+    tasks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,9 +63,10 @@ class BatchOptions(PlanOptions):
         check_type("workers", self.workers, WorkerOptions | None, remedy)
         check_seconds("timeout_s", self.timeout_s)
         object.__setattr__(self, "exclude", ExcludedKeys.of(self.exclude))
+        object.__setattr__(self, "tasks", check_names("tasks", self.tasks))
 
     def _check_budget(self) -> None:
-        TokenBudget.of(self.token_budget, "token_budget")
+        check_diversity(self.diversity, TokenBudget.of(self.token_budget, "token_budget"))
 
     @property
     def budget(self) -> TokenBudget:

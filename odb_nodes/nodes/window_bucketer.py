@@ -19,13 +19,14 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
 from odb_nodes.nodes.exclusions import ExclusionCounter
-from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.payload import encode_sample
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
-from odb_nodes.nodes.replay import expect_end, pull_again
-from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords
+from odb_nodes.nodes.replay import expect_end, pooled_again
+from odb_nodes.nodes.sample_records import NO_RECORDS
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
@@ -56,6 +57,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
         dearest_first: number of groups at the beginning of each epoch that are made of the longest
             pooled samples, so that a run that does not fit into memory fails in its first steps.
+        diversity: weight, in 0..1, of an even mix of tasks in the choice of a group; 0 for none.
+            Needs padded groups, and the task of each sample: see `Sample.task_name`.
     """
 
     STATE = BucketerState
@@ -69,6 +72,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         state: PoolState = "replay",
         exclude: Exclude = None,
         dearest_first: int = PlanOptions.dearest_first,
+        diversity: float = PlanOptions.diversity,
     ) -> None:
         super().__init__()
         check_choice("state", state, get_args(PoolState))
@@ -78,6 +82,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._limits = Limits.of(self._budget)
         self._window = check_count("window", window)
         self._dearest_first = check_count("dearest_first", dearest_first, 0)
+        self._diversity = check_diversity(diversity, self._budget)
         self._mode = state
         self._name = type(self).__name__
         self._pool_check = PoolCheck(self._budget, self._window)
@@ -195,23 +200,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 '`state="replay"`, which could not replay it. Change this between epochs.'
             )
         self.source.reset(copy_state(state.source))
-        start = state.pulled - state.pulled_since_source
-        self._snapshots.put(start, state.source)
-        records, waiting = SampleRecords.from_state(state.pool), state.ordinals()
-        if state.payload is not None:
-            self._payload.update(state.payload)
-            kept = {ordinal: decode_sample(one) for ordinal, one in self._payload.items()}
-        elif records.items() is not None:
-            kept = dict(zip(waiting, records.recall(self.source, self._name), strict=True))
-            self.replayed_samples = len(kept)
-        else:
-            kept = {}
-        missing = [ordinal for ordinal in waiting if ordinal not in kept]
-        again, pulled = pull_again(
-            self.source, self._snapshots, start, state.pulled, missing, records, self._name
-        )
-        kept |= again
-        self.replayed_samples += pulled
+        self._payload.update(state.payload or ())
+        kept, self.replayed_samples = pooled_again(self.source, self._snapshots, state, self._name)
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
         self._dearest_groups = state.dearest_groups
@@ -272,12 +262,13 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         return group
 
     def _clear(self) -> None:
-        self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window)
+        self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window, self._diversity)
         self._pool.limit(self._limits)
         self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
         self._dearest_groups = 0
+        self._task_numbers: dict[str, int] = {}  # which task has which decides nothing
         budget = self._limits.of_samples(self._budget)
         self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude)
         self._by_key = self.recalls
@@ -320,11 +311,16 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 f"`source` of {type(self).__name__} must yield `Sample`, but yielded "
                 f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
             )
+        if self._diversity:
+            check_has_task(sample)
         return sample
 
     def _add(self, ordinals: list[int], samples: list[Sample]) -> None:
         tokens = [sample.tokens for sample in samples]
-        self._pool.add(samples, tokens, [sample.patches for sample in samples], ordinals)
+        tasks, known = list[int](), self._task_numbers
+        if self._diversity:
+            tasks = [known.setdefault(sample.task_name, len(known)) for sample in samples]
+        self._pool.add(samples, tokens, [sample.patches for sample in samples], ordinals, tasks)
 
     def _end(self) -> None:
         """Stand at the end of the epoch: nothing is left to pull again."""
@@ -347,6 +343,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
             "window": self._window,
             "state": self._mode,
-            # Absent where unset, as in states that were saved before it existed.
+            # Absent where unset, as in states that were saved before they existed.
             **({"dearest_first": self._dearest_first} if self._dearest_first else {}),
+            **({"diversity": self._diversity} if self._diversity else {}),
         }

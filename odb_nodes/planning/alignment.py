@@ -23,7 +23,7 @@ Uneven = Literal["fill", "join", "stop"]
 
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
-"""Integers per row of a report."""
+"""Integers per row of a report, before those of tasks."""
 HEADER = 5
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
@@ -42,12 +42,14 @@ class GroupCost:
         targets: supervised tokens.
         cost: the cost of a step with the group, in any unit that all ranks share.
         flags: bit mask of the modalities in the group.
+        tasks: supervised tokens of each task.
     """
 
     samples: int
     targets: int
     cost: int
     flags: int = 0
+    tasks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class CostReport:
     """What one rank tells the others about a round.
 
     Attributes:
-        table: (groups + splits, 5) int64. A row of a group holds samples, targets, cost, 0, flags.
-            A row of a split holds the same of the part that is split off, in column 3 the cost of
-            the rest, and in column 4 the flags of both.
+        table: (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, cost, 0,
+            flags, and the targets of each task. A row of a split holds the same of the part that is
+            split off, in column 3 the cost of the rest, and in column 4 the flags of both.
         groups: number of rows that are groups; the rows after them are splits.
         ended: whether the rank has no more groups after these.
         has_filler: whether the rank has, or has had, a sample that it can fill steps with.
@@ -72,21 +74,27 @@ class CostReport:
     wish: int = 0
 
     def to_message(self) -> IntArray:
-        """Return the report as (5 + 5 * rows,) int64."""
+        """Return the report as (5 + (5 + tasks) * rows,) int64."""
         header = (len(self.table), self.groups, self.ended, self.has_filler, self.wish)
         return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
 
     @classmethod
-    def from_message(cls, message: IntArray) -> CostReport:
-        """Return the report that a message begins with."""
+    def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
+        """Return the report that a message begins with.
+
+        Args:
+            message: what `to_message` has returned, and anything after it.
+            tasks: number of tasks.
+        """
         rows, groups, ended, has_filler, wish = message[:HEADER].tolist()
-        table = message[HEADER : HEADER + COLUMNS * rows].reshape(rows, COLUMNS)
+        columns = COLUMNS + tasks
+        table = message[HEADER : HEADER + columns * rows].reshape(rows, columns)
         return cls(table, groups, bool(ended), bool(has_filler), wish)
 
     @staticmethod
-    def message_size(steps: int) -> int:
+    def message_size(steps: int, tasks: int = 0) -> int:
         """Return the most integers in a message about a round of `steps` steps."""
-        return HEADER + COLUMNS * steps
+        return HEADER + (COLUMNS + tasks) * steps
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,8 @@ class RoundPlan:
     """The steps of a round.
 
     Attributes:
-        totals: samples, targets, flags and highest cost of each step over all ranks, (steps, 4)
-            int64.
+        totals: samples, targets, flags, highest cost and targets of each task of each step over all
+            ranks, (steps, 4 + tasks) int64.
         groups: index of the group of each rank and step, or `FILLER`, (ranks, steps) int64.
         costs: cost of the group of each rank and step, (ranks, steps) int64.
         splits: number of splits that each rank has to make.
@@ -118,6 +126,7 @@ def make_report(
     may_split: bool = True,
     measure: Callable[[Sequence[T]], GroupCost],
     tokens: Callable[[T], int],
+    tasks: int = 0,
 ) -> tuple[CostReport, SplitLadder[T]]:
     """Return what a rank reports for a round, and the ladder that its groups are split by.
 
@@ -129,16 +138,28 @@ def make_report(
         may_split: whether to report splits once the rank has `ended`.
         measure: maps a group to its cost.
         tokens: maps a sample to its length, by which a group is split.
+        tasks: number of tasks.
     """
     ladder = SplitLadder(groups, measure, tokens)
-    rows = [(one.samples, one.targets, one.cost, 0, one.flags) for one in ladder.costs]
+    rows = [row_of(one) for one in ladder.costs]
     if ended and may_split:
         while len(rows) < most and (split := ladder.split()) is not None:
             off, rest = split
-            flags = off.flags << FLAG_BITS | rest.flags
-            rows.append((off.samples, off.targets, off.cost, rest.cost, flags))
-    table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
+            row = row_of(off)
+            row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
+            rows.append(row)
+    table = as_table(rows, tasks)
     return CostReport(table, len(groups), ended, has_filler or bool(groups)), ladder
+
+
+def row_of(group: GroupCost) -> list[int]:
+    """Return the row of a group in the table of a report."""
+    return [group.samples, group.targets, group.cost, 0, group.flags, *group.tasks]
+
+
+def as_table(rows: Sequence[Sequence[int]], tasks: int) -> IntArray:
+    """Return rows as the table of a report, though there are none."""
+    return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
 
 
 class SplitLadder(Generic[T]):
@@ -226,7 +247,7 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
         else 0
         for report in reports
     ]
-    pieces = np.zeros((len(reports), steps, COLUMNS), dtype=np.int64)
+    pieces = np.zeros((len(reports), steps, reports[0].table.shape[1]), dtype=np.int64)
     sizes = np.zeros((len(reports), 1), dtype=np.int64)
     for rank, report in enumerate(reports):
         rows = _apply(report, splits[rank])[:steps]
@@ -244,14 +265,14 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
 
 
 def step_totals(reports: Sequence[CostReport], steps: int) -> IntArray:
-    """Return samples, targets, flags and highest cost of steps over all ranks, (steps, 4) int64.
+    """Return the `totals` of a `RoundPlan`, of steps that are planned already.
 
     Args:
         reports: the reports of all ranks, with a row for each step; a rank that has ended may
             report none.
         steps: the number of the steps.
     """
-    tables = np.zeros((len(reports), steps, COLUMNS), dtype=np.int64)
+    tables = np.zeros((len(reports), steps, reports[0].table.shape[1]), dtype=np.int64)
     for table, report in zip(tables, reports, strict=True):
         table[: len(report.table)] = report.table
     return _totals(tables)
@@ -261,7 +282,8 @@ def _totals(pieces: IntArray) -> IntArray:
     samples, targets = pieces[:, :, SAMPLES].sum(axis=0), pieces[:, :, TARGETS].sum(axis=0)
     flags = np.bitwise_or.reduce(pieces[:, :, FLAGS], axis=0)
     most_cost = pieces[:, :, COST].max(axis=0, initial=0)
-    return np.stack((samples, targets, flags, most_cost), axis=1)
+    of_tasks = pieces[:, :, COLUMNS:].sum(axis=0)
+    return np.column_stack((samples, targets, flags, most_cost, of_tasks))
 
 
 def shuffled(count: int, key: int) -> IntArray:
@@ -279,6 +301,7 @@ def _apply(report: CostReport, splits: int) -> IntArray:
         off, rest = row.copy(), rows[parent].copy()
         off[REST_COST], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
         rest[:REST_COST] -= off[:REST_COST]
+        rest[COLUMNS:] -= off[COLUMNS:]
         rest[COST], rest[FLAGS] = row[REST_COST], row[FLAGS] & _FLAG_MASK
         rows[parent] = rest
         rows = np.concatenate((rows, off[None]))

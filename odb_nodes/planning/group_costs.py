@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count
+from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
+from odb_nodes._core.fingerprints import stable_name
+from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FLAG_BITS, GroupCost
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.sample import COUNTED, Sample
+from odb_nodes.sample import COUNTED, Sample, name_of
 
 MOST_MODALITIES = FLAG_BITS - len(COUNTED)
 _COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COUNTED)}
@@ -61,17 +64,22 @@ class GroupCostEstimator:
     Args:
         cost_fn: group -> cost of a step with it, an integer in any unit.
         modalities: name -> function that tells whether a sample has it. `None`: images.
+        tasks: names of the tasks whose targets are counted apart.
 
     Raises:
         TypeError, ValueError: names the argument of `RankAligner` that is not valid.
     """
 
     def __init__(
-        self, cost_fn: CostFn, modalities: Mapping[str, Callable[[Sample], bool]] | None
+        self,
+        cost_fn: CostFn,
+        modalities: Mapping[str, Callable[[Sample], bool]] | None,
+        tasks: Sequence[str] = (),
     ) -> None:
         check_callable("cost_fn", cost_fn)
         self.cost_fn = cost_fn
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
+        self.tasks = check_names("tasks", tasks)
         if len(self.modalities) > MOST_MODALITIES:
             raise ValueError(
                 f"`modalities` must be at most {MOST_MODALITIES}, but are {len(self.modalities)}."
@@ -89,7 +97,28 @@ class GroupCostEstimator:
                 if any(map(is_in, group))
             )
             | sum(_COUNTED_BITS[kind] for kind in {sample.counted for sample in group} if kind),
+            tasks=self._targets_of_tasks(group) if self.tasks else (),
         )
+
+    def modalities_in(self, flags: int) -> tuple[str, ...]:
+        """Return the names of the modalities in the flags of groups."""
+        return tuple(name for bit, name in enumerate(self.modalities) if flags >> bit & 1)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the costs."""
+        names = {"modalities": [*self.modalities], "tasks": [*self.tasks]}
+        return {"cost_fn": stable_name(self.cost_fn), **names}
+
+    def _targets_of_tasks(self, group: Sequence[Sample]) -> tuple[int, ...]:
+        targets = dict.fromkeys(self.tasks, 0)
+        for sample in group:
+            if sample.task_name not in targets:
+                raise SampleError(
+                    f"the task of a sample{name_of(sample)} is {sample.task_name!r}, which is none "
+                    f"of `tasks`: {[*self.tasks]}. Name it there, or in `Observation.task`."
+                )
+            targets[sample.task_name] += sample.targets
+        return (*targets.values(),)
 
 
 def best_filler(groups: Sequence[Sequence[Sample]]) -> Sample:

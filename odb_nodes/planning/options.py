@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from odb_nodes._core.checks import check_choice, check_count, check_integer
+from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_integer
 from odb_nodes.planning.alignment import Uneven
 
 
@@ -21,12 +21,14 @@ class PlanOptions:
     round_size: int = 32
     uneven: Uneven = "fill"
     dearest_first: int = 0
+    diversity: float = 0.0
 
     def __post_init__(self) -> None:
         check_count("window", self.window)
         check_count("round_size", self.round_size)
         check_choice("uneven", self.uneven, get_args(Uneven))
         check_count("dearest_first", self.dearest_first, 0)
+        check_fraction("diversity", self.diversity)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
-from odb_nodes.planning.table import ORDINALS, TOKENS, IntArray
+from odb_nodes.planning.table import ORDINALS, TASKS, TOKENS, IntArray
 
 T = TypeVar("T")
 
@@ -38,18 +38,20 @@ class RollingPool(Generic[T]):
     Args:
         budget: the budget that groups are formed under.
         window: number of samples that wait in the pool.
+        diversity: weight, in 0..1, of an even mix of tasks in the choice of a padded group.
     """
 
-    def __init__(self, budget: TokenBudget, window: int) -> None:
+    def __init__(self, budget: TokenBudget, window: int, diversity: float = 0.0) -> None:
         self._budget = budget
         self._window = window
+        self._diversity = diversity
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
         self.limit(Limits.of(budget))
         self.pulled = 0
         """Samples of the stream so far, dropped ones included, and so the ordinal of the next one.
         The caller counts them."""
         self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
-        self._table: IntArray = np.empty((3, 0), dtype=np.int64)
+        self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -62,7 +64,8 @@ class RollingPool(Generic[T]):
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
         budget = limits.of_groups(self._budget)
-        self._grouping = Packing(budget) if budget.layout == "packed" else LengthRuns(budget)
+        packed = budget.layout == "packed"
+        self._grouping = Packing(budget) if packed else LengthRuns(budget, self._diversity)
         self._tail = None
 
     def room(self) -> int:
@@ -71,7 +74,10 @@ class RollingPool(Generic[T]):
         return min(self._window - len(self._items), youngest_allowed - self.pulled)
 
     def table(self) -> IntArray:
-        """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens."""
+        """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.
+
+        With `diversity`, their tasks, too: (4, n).
+        """
         return self._table
 
     def items(self) -> dict[int, T]:
@@ -84,13 +90,23 @@ class RollingPool(Generic[T]):
         tokens: Sequence[int],
         patches: Sequence[int],
         ordinals: Sequence[int],
+        tasks: Sequence[int] = (),
     ) -> None:
-        """Put samples into the pool, each with a larger ordinal than any before it."""
+        """Put samples into the pool, each with a larger ordinal than any before it.
+
+        Args:
+            items: what `take` returns of them.
+            tokens: length of each in tokens.
+            patches: image patches of each.
+            ordinals: which samples of the stream they are.
+            tasks: numbers of their tasks, not negative, in any order. Used with `diversity` alone.
+        """
         if not items:
             return
         self._tail = None
         self._items.update(zip(ordinals, items, strict=True))
-        incoming = np.array((tokens, ordinals, patches), dtype=np.int64)
+        rows = (tokens, ordinals, patches, tasks)[: len(self._table)]
+        incoming = np.array(rows, dtype=np.int64)
         table = np.concatenate((self._table, incoming), axis=1)
         # Stable, so that equal lengths stay in order of age; fast, since most is in order already.
         self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)

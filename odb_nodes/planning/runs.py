@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.diversity import diversities
 from odb_nodes.planning.row_sizes import allowed_rows
-from odb_nodes.planning.table import ORDINALS, IntArray, first_fit
+from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1
 """Fixed cost of a step, as a share of the budget. It makes a fuller group worth some padding."""
@@ -25,16 +27,19 @@ class LengthRuns:
 
     Args:
         budget: what a group may cost.
+        diversity: weight, in 0..1, of an even mix of tasks in the choice between runs. Above 0, the
+            tables have a row `TASKS`.
     """
 
-    def __init__(self, budget: TokenBudget) -> None:
+    def __init__(self, budget: TokenBudget, diversity: float = 0.0) -> None:
         self._budget = budget
+        self._diversity = diversity
         ladder = np.array(budget.shape_ladder(), dtype=np.int64).reshape(-1, 2)
         self._ladder_rows, self._ladder_widths = ladder.T
 
     def choose(self, table: IntArray, youngest_anchor: int) -> slice:
         """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`."""
-        tokens, ordinals, _ = table
+        tokens, ordinals = table[TOKENS], table[ORDINALS]
         first, costs = self._runs(table)
         work = with_attention(tokens, self._budget.attention_tokens)
         total = np.concatenate(([0], np.cumsum(work)))
@@ -45,6 +50,8 @@ class LengthRuns:
         # that ends with an anchor holds it, so one run at least keeps its score.
         score[anchors[1:] == anchors[first]] = -1.0
         best = int(score.argmax())
+        if self._diversity:
+            best = self._best_mixed(table[TASKS], first, score)
         return slice(int(first[best]), best + 1)
 
     def dearest(self, table: IntArray) -> slice:
@@ -61,8 +68,8 @@ class LengthRuns:
         # Runs lack that property under `max_patches`: a sample that did not fit into the run before
         # it may fit once its neighbour is gone. `first_fit` has it.
         if self._budget.max_patches is not None:
-            tokens, _, patches = table
-            capacities = self._shapes(tokens)[1]
+            patches = table[PATCHES]
+            capacities = self._shapes(table[TOKENS])[1]
             needs = np.stack((np.ones_like(patches), patches))
             rooms = np.stack((capacities, np.full_like(capacities, self._budget.max_patches)))
             return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
@@ -74,9 +81,20 @@ class LengthRuns:
             stop = start
         return groups
 
+    def _best_mixed(self, tasks: IntArray, first: IntArray, score: NDArray[np.float64]) -> int:
+        """Return the run with the best of fit and mix; of equal ones, that with the best score."""
+        allowed = np.flatnonzero(score >= 0)
+        score = score[allowed]
+        # A full group without padding fits as 1, an oversize sample no better.
+        fit = np.minimum((1 + STEP_COST_SHARE) * score, 1)
+        mix = diversities(tasks, first[allowed], allowed + 1)
+        both = (1 - self._diversity) * fit + self._diversity * mix
+        score[both < both.max()] = -1.0
+        return int(allowed[score.argmax()])
+
     def _runs(self, table: IntArray) -> tuple[IntArray, IntArray]:
         """Return, for each sample, the first index and the cost of the longest run it ends."""
-        tokens, _, patches = table
+        tokens, patches = table[TOKENS], table[PATCHES]
         budget = self._budget
         widths, capacities = self._shapes(tokens)
         last = np.arange(len(tokens))

@@ -19,6 +19,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.pool import RollingPool
@@ -42,11 +43,13 @@ class SampleCosts(NamedTuple):
         tokens: length of each sample, (n,) int64; 0 for one that processing skips.
         targets: supervised tokens of each, (n,) int64.
         patches: image patches of each, (n,) int64.
+        tasks: number of the task of each, (n,) int64.
     """
 
     tokens: IntArray
     targets: IntArray
     patches: IntArray
+    tasks: IntArray
 
     def are_oversize(self, budget: TokenBudget) -> NDArray[np.bool_]:
         """Tell which samples exceed a budget on their own, (n,) bool."""
@@ -78,7 +81,7 @@ class SimulationOptions(JobOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("world_size", self.world_size)
-        TokenBudget.of(self.budget)
+        check_diversity(self.diversity, TokenBudget.of(self.budget))
 
 
 class _JobKeywords(TypedDict):
@@ -93,6 +96,7 @@ class SimulationKeywords(_JobKeywords, total=False):
     round_size: int
     uneven: Uneven
     dearest_first: int
+    diversity: float
     accumulate: int
     seed: int
     cost_fn: CostFn | None
@@ -106,7 +110,8 @@ def simulate_steps(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]
 def steps_of(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
     """Yield the steps of the first epoch of a job. See `simulate_steps`."""
     tokens = check_lengths(lengths)
-    samples = SampleCosts(tokens, tokens - 1, np.zeros_like(tokens))
+    none = np.zeros_like(tokens)
+    samples = SampleCosts(tokens, tokens - 1, patches=none, tasks=none)
     order = np.arange(len(tokens))
     return plan_steps(
         samples, [order[rank :: job.world_size] for rank in range(job.world_size)], job
@@ -162,14 +167,17 @@ class _Rank:
         self, samples: SampleCosts, shard: IntArray, job: SimulationOptions, cost_fn: CostFn
     ) -> None:
         self._shard = shard
-        self._tokens, self._targets, self._patches = (column[shard] for column in samples)
+        columns = (column[shard] for column in samples)
+        self._tokens, self._targets, self._patches, self._tasks = columns
         self._budget = TokenBudget.of(job.budget)
         self._left_out = self._tokens == 0
         if self._budget.oversize == "drop":
             self._left_out |= samples.are_oversize(self._budget)[shard]
         self._estimator = GroupCostEstimator(cost_fn, {})
         self._dearest_left = job.dearest_first
-        self._pool: RollingPool[int] = RollingPool(self._budget, job.window)  # places in the shard
+        self._pool: RollingPool[int] = RollingPool(  # of places in the shard
+            self._budget, job.window, job.diversity
+        )
         self._ended = False  # As in a node, known only when a pull finds nothing.
 
     def report(self, most: int) -> CostReport:
@@ -198,8 +206,9 @@ class _Rank:
             kept = places.tolist()
             self._ended = pool.pulled + room > len(self._shard)
             pool.pulled = min(pulled.stop, len(self._shard))
-            tokens, patches = self._tokens[places].tolist(), self._patches[places].tolist()
-            pool.add(kept, tokens, patches, kept)
+            of_each = (self._tokens, self._patches, self._tasks)
+            tokens, patches, tasks = (column[places].tolist() for column in of_each)
+            pool.add(kept, tokens, patches, kept, tasks)
         return len(pool) > 0
 
     def _samples(self, places: list[int]) -> list[Sample]:

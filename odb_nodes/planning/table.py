@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-TOKENS, ORDINALS, PATCHES = range(3)
-"""The rows of the table."""
+TOKENS, ORDINALS, PATCHES, TASKS = range(4)
+"""The rows of the table. The last one is there only where groups depend on it."""
 
 
 def first_fit(needs: IntArray, rooms: IntArray) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.checks import MAX_KEY, check_count
+from odb_nodes._core.checks import MAX_KEY, check_count, check_type
 from odb_nodes._core.content import content_digest
 from odb_nodes._core.rows import flatten_row, is_mapping
 from odb_nodes.errors import SampleError
@@ -61,8 +61,10 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     if not isinstance(seen, tuple):
         seen = Observation(seen)
     try:
-        tokens, targets, patches, key = seen if type(seen) is Observation else Observation(*seen)
+        seen = seen if type(seen) is Observation else Observation(*seen)
+        tokens, targets, patches, key, task = seen
         tokens = check_count("tokens", tokens)
+        check_type("task", task, str | None)
         counted = "observed"
         if targets is None:
             targets, counted = _count_targets(data, tokens)
@@ -75,6 +77,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
             check_count("patches", patches, 0),
             counted=counted,
             key=None if key is None else check_count("key", key, 0, MAX_KEY),
+            task=task or "",
         )
     except (TypeError, ValueError) as error:
         raise SampleError(
@@ -90,7 +93,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
         return result
     if isinstance(result, Sample):
         key = item.key if result.key is None else result.key
-        return Sample(*result[:6], key, item, digest_of(result))
+        return Sample(*result[:6], key, item, digest_of(result), result.task)
     if isinstance(result, Skipped) and result.key is None:
         return replace(result, key=item.key, source=result.source or item.source)
     return result
@@ -100,7 +103,8 @@ def digest_of(sample: Sample) -> int:
     """Return a CRC-32 of what a sample holds and costs, whatever it was made of."""
     if sample.digest is not None:
         return sample.digest
-    return content_digest(sample.data, zlib.crc32(b"%d %d %d" % sample[1:4]))
+    costs = b"%d %d %d" % sample[1:4] + sample.task.encode()
+    return content_digest(sample.data, zlib.crc32(costs))
 
 
 def _length_of(data: Any) -> int:

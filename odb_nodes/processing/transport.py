@@ -31,6 +31,7 @@ _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
     for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 )
+_ITEM = Sample._fields.index("item") - 1  # among the fields after `data`
 
 
 class _Pickler(pickle.Pickler):
@@ -112,11 +113,11 @@ def _to_columns(items: Sequence[Any]) -> Any:
         sources, inner = zip(*items, strict=True)
         return "source items", _to_columns(inner), sources
     if kinds == {Sample}:
-        data, *facts, made_of, digests = zip(*items, strict=True)
-        if all(made_of):  # a tuple of our own takes longer to pickle than the rest
-            made_of = (*zip(*made_of, strict=True),)
-            return "known samples", _dicts_to_columns(data), (*facts, digests), made_of
-        return "samples", _dicts_to_columns(data), (*facts, made_of, digests)
+        data, *facts = zip(*items, strict=True)
+        if all(facts[_ITEM]):  # a tuple of our own takes longer to pickle than the rest
+            facts[_ITEM] = (*zip(*facts[_ITEM], strict=True),)
+            return "known samples", _dicts_to_columns(data), facts
+        return "samples", _dicts_to_columns(data), facts
     return "items", _dicts_to_columns(items)
 
 
@@ -129,7 +130,7 @@ def _from_columns(packed: Any) -> list[Any]:
         return data
     facts = beside[0]
     if kind == "known samples":
-        facts = (*facts[:-1], map(ItemKey, *beside[1]), facts[-1])
+        facts[_ITEM] = map(ItemKey, *facts[_ITEM])
     return list(map(Sample, data, *facts))
 
 

@@ -104,8 +104,8 @@ class LengthTable:
 
     @property
     def costs(self) -> SampleCosts:
-        """What planning needs to know of the samples."""
-        return SampleCosts(self.tokens, self.targets, self.patches)
+        """What planning needs to know of the samples, whose tasks are taken to be their sources."""
+        return SampleCosts(self.tokens, self.targets, self.patches, self.sources)
 
     @property
     def relative_error(self) -> float:

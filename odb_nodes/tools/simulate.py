@@ -51,8 +51,8 @@ def simulate(
         shuffle: of a table: whether the samples are shuffled that are not those of streams.
         weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
-            from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `accumulate`,
-            `seed` and `cost_fn`.
+            from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `diversity`,
+            `accumulate`, `seed` and `cost_fn`.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.

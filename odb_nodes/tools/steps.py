@@ -28,13 +28,14 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
+from odb_nodes.alignment.group_reader import report_steps
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.nodes import GroupCollator, WindowBucketer
-from odb_nodes.planning.alignment import FILLER
+from odb_nodes.planning.alignment import FILLER, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo
 from odb_nodes.tools.rank_states import states_in
@@ -242,20 +243,13 @@ def _with_info(
     }
     if graph.aligner is None:
         return group, dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
-    steps = []
-    for at, of_ranks in enumerate(zip(*groups, strict=True)):
-        costs = [graph.aligner.measure(one) for one in of_ranks if one]
-        flags = 0
-        for cost in costs:
-            flags |= cost.flags
-        own = FILLER if records[at][rank].is_filler else at
-        samples, targets = sum(c.samples for c in costs), sum(c.targets for c in costs)
-        steps.append((own, samples, targets, flags, max((c.cost for c in costs), default=0)))
-    again = AlignedRound(np.array(steps, np.int64))
+    measure = graph.aligner.measure
+    reports = [report_steps(of_rank, measure, ended=True, has_filler=True) for of_rank in groups]
+    own = [FILLER if of_ranks[rank].is_filler else at for at, of_ranks in enumerate(records)]
+    again = AlignedRound(np.column_stack((own, step_totals(reports, len(records)))))
     again.fill([[*one] for one in groups[rank]], None)
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
-    modalities = (*graph.aligner.measure.modalities,)
-    return again.take(index, rule, modalities, step=record.step, **facts)
+    return again.take(index, rule, measure, step=record.step, **facts)
 
 
 def _group_after(collator: GroupCollator, further: int) -> AlignedGroup:

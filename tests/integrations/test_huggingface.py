@@ -745,6 +745,8 @@ INVALID = [
     ("monitor", 3, TypeError),
     ("exclude", 3, TypeError),
     ("dearest_first", -1, ValueError),
+    ("tasks", "chat", TypeError),
+    ("diversity", 1.5, ValueError),
     ("on_oom", "x", ValueError),
     ("guard_above", 2, ValueError),
     ("shrink", 2.0, ValueError),

@@ -10,6 +10,7 @@ from torchdata.nodes import Mapper
 from odb_nodes import (
     LengthObserver,
     Loader,
+    Observation,
     ODBDataLoader,
     ParallelProcessor,
     ShardedSampler,
@@ -23,17 +24,17 @@ from odb_nodes.sources import IterableSource
 
 
 def by_ids(item):
-    return len(item["input_ids"])
+    return Observation(len(item["input_ids"]), task=f"task {item['id'] % 3}")
 
 
 def by_id(item):
     return 1 + item["id"]
 
 
-def bucketed(budget=None, window=24, state="replay", observe=by_ids, dearest_first=0, **fields):
+def bucketed(window=24, state="replay", observe=by_ids, dearest_first=0, diversity=0.0, **fields):
     observed = LengthObserver(Mapper(sampler(), process), observe)
     budget = TokenBudget(**{"tokens": 256, "oversize": "alone", **fields})
-    return WindowBucketer(observed, budget, window, state, dearest_first=dearest_first)
+    return WindowBucketer(observed, budget, window, state, None, dearest_first, diversity)
 
 
 def sampled(**fields):
@@ -61,6 +62,7 @@ CHANGES = [
     (bucketed, "budget.attention_tokens", {"attention_tokens": 64}),
     (bucketed, "budget.row_sizes", {"row_sizes": "even"}),
     (bucketed, "dearest_first", {"dearest_first": 8}),
+    (bucketed, "diversity", {"diversity": 0.5}),
     (bucketed, "window", {"window": 25}),
     (bucketed, "state", {"state": "payload"}),
     (bucketed, "observe", {"observe": by_id}),

@@ -109,7 +109,8 @@ def test_observe_may_return_tokens_or_the_full_observation():
         ({"input_ids": IDS}, lambda _: (4, -1), "`targets` .* is -1"),
         ({"input_ids": IDS}, lambda _: (4, 1, 0.5), "`patches` must be an integer, but is 0.5"),
         ({"input_ids": IDS}, lambda item: item["text"], "`observe` raised KeyError"),
-        ({"input_ids": IDS}, lambda _: (4, 1, 0, 0, 0), "positional arguments"),
+        ({"input_ids": IDS}, lambda _: (4, 1, 0, 0, 0), "`task` must be a `str` or None, but is 0"),
+        ({"input_ids": IDS}, lambda _: (4, 1, 0, 0, "a", 0), "positional arguments"),
         ({"input_ids": IDS}, lambda _: (4, 1, 0, -1), "`key` .* is -1"),
     ],
 )

@@ -15,6 +15,7 @@ from sampling import fewer
 
 from odb_nodes import Sample
 from odb_nodes.processing.transport import pack, receive, send, unpack
+from odb_nodes.sample import ItemKey
 
 TENSOR_DTYPES = [
     torch.bool,
@@ -247,6 +248,17 @@ def any_requires_grad(items):
 )
 def test_nothing_is_lost_where_there_is_little_to_carry(items):
     assert_same(moved(items), items)
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_every_field_of_samples_arrives(known):
+    samples = [
+        Sample({}, 3, 2, 1, "a", "labels", key, ItemKey("a", key, 2, 1), 9 + key, "task")
+        for key in range(2)
+    ]
+    assert None not in samples[1] and len(samples[1]) == len(Sample._fields)
+    samples[known:] = [sample._replace(item=None, digest=None) for sample in samples[known:]]
+    assert moved(samples) == samples
 
 
 @pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)

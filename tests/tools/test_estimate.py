@@ -59,9 +59,10 @@ def test_it_is_of_all_ranks_and_asks_none():
     assert steps == pytest.approx(expected.steps, rel=0.03)
 
 
-def test_mixtures_are_read_by_their_weights():
+@pytest.mark.parametrize("diversity", [0.0, 0.5])
+def test_mixtures_are_read_by_their_weights(diversity):
     dataset = {"a": DATASET[:300], "b": DATASET[300:]}
-    options = {**OPTIONS, "weights": {"a": 1, "b": 2}}
+    options = {**OPTIONS, "weights": {"a": 1, "b": 2}, "diversity": diversity}
     estimate = estimate_epoch(ODBDataLoader(dataset, **options), samples=None)
     assert estimate.steps == sum(1 for _ in ODBDataLoader(dataset, **options))
 

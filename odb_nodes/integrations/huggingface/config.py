@@ -34,7 +34,7 @@ class ODBConfig(BatchOptions):
         collate_fn: the collate function for training, in place of the trainer's `data_collator`,
             which evaluation uses.
         window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
-        round_size, timeout_s, exclude, dearest_first: likewise.
+        round_size, timeout_s, exclude, dearest_first, diversity: likewise.
         uneven: `"fill"` or `"stop"`; see `RankAligner`. A `Trainer` has no `Join`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.

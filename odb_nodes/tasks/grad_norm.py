@@ -1,0 +1,214 @@
+"""Weights of tasks that follow the norms of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from odb_nodes._compat.torch import is_dtensor
+from odb_nodes._core.checks import check_choice, check_count, check_type
+from odb_nodes.errors import StateError
+from odb_nodes.step_info import StepInfo
+from odb_nodes.tasks.weights import TaskWeights
+
+__all__ = ["GradNorm"]
+
+Rule = Literal["gradnorm", "ratio"]
+
+
+class GradNorm:
+    """Moves the weights of tasks so that all of them train at like rates.
+
+        weights = TaskWeights({"chat": 1.0, "code": 1.0})
+        balance = GradNorm(weights, model.trunk[-1].parameters(), every=10)
+        for batch in loader:
+            info = pop_step_info(batch)
+            losses = ...  # of each token, see `TaskWeights.loss`
+            balance.observe(losses, info)
+            weights.loss(losses, info).backward()
+            if info.ends_optimizer_step:
+                optimizer.step()
+                optimizer.zero_grad()
+                balance.step()
+
+    At every `every`-th optimizer step, the gradient of each task's mean loss, over all ranks and
+    micro-steps, with respect to the shared parameters, is measured; its norm, times the task's
+    weight, is what the task pulls with. `"gradnorm"` (Chen et al., 2018) moves each weight towards
+    the mean pull x (relative inverse rate) ** `alpha`, where a task whose loss has fallen less than
+    those of others has a rate above 1. `"ratio"` multiplies each weight by (mean pull / pull) **
+    `alpha`, whatever the losses. Weights then add up to what they did. A task without targets in
+    the step keeps its weight.
+
+    State: the weights, the first loss of each task, and the number of the step: plain data.
+
+    Args:
+        weights: the weights, which add up to the number of tasks from now on.
+        shared: parameters that all tasks use, such as those of the last common layer. Their
+            gradients are kept once for each task.
+        every: optimizer steps between two changes.
+        alpha: how much tasks that train slowly are favored; 0 makes all pulls alike. For `"ratio"`,
+            above 0 and below 2.
+        rate: by how much of itself a weight of 1 changes at once, for a gradient of average norm;
+            for `"gradnorm"` alone.
+        rule: `"gradnorm"` or `"ratio"`.
+        least: smallest weight; the largest is that which leaves `least` to each other task.
+        process_group: the ranks that train together. Default: all of the job.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid, or parameters are sharded.
+    """
+
+    def __init__(
+        self,
+        weights: TaskWeights,
+        shared: Iterable[torch.nn.Parameter],
+        *,
+        every: int = 1,
+        alpha: float = 1.5,
+        rate: float = 0.01,
+        rule: Rule = "gradnorm",
+        least: float = 0.05,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_type("weights", weights, TaskWeights)
+        check_choice("rule", rule, get_args(Rule))
+        self._shared = [one for one in shared if one.requires_grad]
+        if not self._shared:
+            raise ValueError("`shared` must hold a parameter that is trained, but holds none.")
+        if any(is_dtensor(one) for one in self._shared):
+            raise ValueError(
+                "`shared` must be whole on each rank, but is sharded. Choose parameters that FSDP "
+                "leaves alone."
+            )
+        self._every = check_count("every", every)
+        most_alpha = 2.0 if rule == "ratio" else float("inf")
+        _check_within("alpha", alpha, 0.0, most_alpha)
+        _check_within("rate", rate, 0.0, 1.0)
+        if not 0 < least < 1:
+            raise ValueError(f"`least` must be above 0 and below 1, but is {least!r} instead.")
+        self._alpha, self._rate, self._rule, self._least = alpha, rate, rule, least
+        self._process_group = process_group
+        self._weights = weights
+        self._steps = 0
+        self._first: dict[str, float] = {}
+        self._gradients: torch.Tensor | None = None  # of each task's sum of losses, and that sum
+        self._targets: Mapping[str, int] = {}
+        self.norms: dict[str, float] = {}
+        """Norm of each task's gradient, times its weight, at the last change; to be logged."""
+        weights.set(self._bounded(dict(weights), len(weights)))
+
+    def observe(
+        self,
+        losses: torch.Tensor,
+        info: StepInfo,
+        *,
+        position_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Measure the gradients of a batch, before its `backward`, if a change is due.
+
+        Args:
+            losses: of each token, see `TaskWeights.loss`.
+            info: the `StepInfo` of the batch.
+            position_ids: of a packed batch.
+
+        Raises:
+            ValueError: see `TaskWeights.loss`.
+        """
+        if (self._steps + 1) % self._every:
+            return
+        if self._gradients is None:
+            size = sum(one.numel() for one in self._shared) + 1
+            self._gradients = self._shared[0].new_zeros((len(self._weights), size))
+        self._weights.scale(info)  # checks that the targets of all tasks are counted
+        self._targets = info.task_targets
+        found = self._weights.by_task(losses, info, position_ids=position_ids)
+        for row, task in enumerate(self._weights):
+            if task in found and (total := found[task][0]).requires_grad:
+                grads = torch.autograd.grad(
+                    total, self._shared, retain_graph=True, allow_unused=True
+                )
+                flat = [
+                    torch.zeros_like(one).flatten() if grad is None else grad.detach().flatten()
+                    for one, grad in zip(self._shared, grads, strict=True)
+                ]
+                self._gradients[row] += torch.cat([*flat, total.detach()[None]])
+
+    def step(self) -> None:
+        """End an optimizer step: change the weights, if a change is due. All ranks call it."""
+        self._steps += 1
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            return
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(gradients, group=self._process_group)
+        rows = {task: row for row, task in enumerate(self._weights) if self._targets.get(task)}
+        if not rows:
+            return
+        targets = gradients.new_tensor([self._targets[task] for task in rows])
+        means = gradients[[*rows.values()]] / targets[:, None]
+        norms = dict(zip(rows, means[:, :-1].norm(dim=1).tolist(), strict=True))
+        losses = dict(zip(rows, means[:, -1].tolist(), strict=True))
+        for task, loss in losses.items():
+            self._first.setdefault(task, loss)
+        self.norms = {task: self._weights[task] * norm for task, norm in norms.items()}
+        if len(rows) > 1 and all(self.norms.values()):
+            before = {task: self._weights[task] for task in rows}
+            moved = self._ratio() if self._rule == "ratio" else self._moved(norms, losses)
+            self._weights.set(self._bounded(moved, sum(before.values())))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, first losses and the number of the step.
+
+        Raises:
+            StateError: it is called within an optimizer step, of which gradients are kept.
+        """
+        if self._gradients is not None:
+            raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
+        return {"steps": self._steps, "first": dict(self._first), **self._weights.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: it is of other tasks.
+        """
+        self._weights.load_state_dict(state_dict)
+        self._steps, self._first = int(state_dict["steps"]), dict(state_dict["first"])
+        self._gradients = None
+
+    def _ratio(self) -> dict[str, float]:
+        mean = sum(self.norms.values()) / len(self.norms)
+        return {
+            task: self._weights[task] * (mean / pull) ** self._alpha
+            for task, pull in self.norms.items()
+        }
+
+    def _moved(self, norms: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
+        """Return weights after a step down the sum of |pull - wanted pull|."""
+        left = {task: loss / (self._first[task] or 1.0) for task, loss in losses.items()}
+        mean_left = sum(left.values()) / len(left) or 1.0
+        mean_pull = sum(self.norms.values()) / len(norms)
+        mean_norm = sum(norms.values()) / len(norms)
+        moved = {}
+        for task, norm in norms.items():
+            wanted = mean_pull * max(left[task] / mean_left, 0.0) ** self._alpha
+            side = (self.norms[task] > wanted) - (self.norms[task] < wanted)
+            moved[task] = self._weights[task] - self._rate * side * norm / mean_norm
+        return moved
+
+    def _bounded(self, weights: dict[str, float], total: float) -> dict[str, float]:
+        """Return weights that are `least` or more, and add up to `total`."""
+        whole, least = sum(weights.values()), self._least
+        clipped = {task: max(one * total / whole, least) for task, one in weights.items()}
+        spare = sum(clipped.values()) - least * len(clipped)
+        share = (total - least * len(clipped)) / spare if spare > 0 else 0.0
+        return {task: least + (one - least) * share for task, one in clipped.items()}
+
+
+def _check_within(name: str, value: Any, low: float, high: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value < high:
+        raise ValueError(f"`{name}` must be at least {low:g} and below {high:g}, but is {value!r}.")

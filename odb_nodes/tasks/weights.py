@@ -1,0 +1,208 @@
+"""The loss of a step as a weighted mean over tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from odb_nodes._core.checks import check_type, describe
+from odb_nodes.step_info import StepInfo
+
+__all__ = ["TaskWeights"]
+
+
+class TaskWeights(Mapping[str, float]):
+    """Weighs the losses of tasks, exactly, over all ranks and micro-steps.
+
+        weights = TaskWeights({"chat": 1.0, "code": 0.5})
+        loader = ODBDataLoader(dataset, token_budget=8192, tasks=[*weights])
+        for batch in loader:
+            info = pop_step_info(batch)
+            losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # (B, T)
+            weights.loss(losses, info).backward()
+
+    The loss of an optimizer step is the sum of weight x loss over its supervised tokens, divided by
+    the sum of weight x targets. A factor common to all weights changes nothing. With equal weights
+    it is the mean over all supervised tokens, as by `StepInfo.loss_scale`, which this replaces.
+
+    The weights may change between two optimizer steps, on all ranks alike; see `GradNorm`.
+
+    Args:
+        weights: name of the task -> its weight, above 0.
+
+    Raises:
+        TypeError, ValueError: a weight is no such number.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        check_type("weights", weights, Mapping, 'Pass weights such as {"chat": 1.0, "code": 0.5}.')
+        if not weights:
+            raise ValueError("`weights` must name a task, but are empty.")
+        self._weights = {name: _weight(name, weight) for name, weight in weights.items()}
+
+    def __getitem__(self, task: str) -> float:
+        return self._weights[task]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._weights})"
+
+    def set(self, weights: Mapping[str, float]) -> None:
+        """Change weights, between two optimizer steps and on all ranks alike.
+
+        Raises:
+            TypeError, ValueError: a weight is not above 0, or of a task that has none yet.
+        """
+        if unknown := [name for name in weights if name not in self._weights]:
+            raise ValueError(f"{unknown} must be among the tasks, which are {[*self]}.")
+        self._weights |= {name: _weight(name, weight) for name, weight in weights.items()}
+
+    def loss(
+        self,
+        losses: torch.Tensor,
+        info: StepInfo,
+        *,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return this rank's loss of a batch, to call `backward` on; not to be scaled any more.
+
+        Its mean over ranks, summed over the micro-steps, has the gradient of the weighted mean.
+
+        Args:
+            losses: of each token, (B, T), 0 where it is not supervised, as with
+                `reduction="none"`; or sums of a sample's, (B,).
+            info: the `StepInfo` of the batch.
+            position_ids: of a packed batch, (1, T): those of its tokens. `losses` may lack the
+                first or the last token, (1, T - 1), as they do after a shift by hand.
+
+        Raises:
+            ValueError: a shape is another, or the loader does not count the targets of the tasks.
+        """
+        if info.is_filler:
+            return (losses * 0.0).sum()
+        sums = _sums_of_samples(losses, len(info.row_tasks), position_ids)
+        factors = [self._weights[task] for task in self._known(info)]
+        weighed = sums * sums.new_tensor(factors)
+        return weighed.sum() * self.scale(info)
+
+    def scale(self, info: StepInfo) -> float:
+        """Return what this rank's sum of weight x loss is multiplied by; 0 without targets.
+
+        Raises:
+            ValueError: the loader does not count the targets of the tasks.
+        """
+        self._known(info)
+        counted = sum(info.task_targets.values())
+        if counted != info.optimizer_targets:
+            raise ValueError(
+                f"the tasks {[*info.task_targets]} have {counted} of the {info.optimizer_targets} "
+                "supervised tokens of the step. Pass `tasks=[*weights]` to the loader."
+            )
+        total = sum(self[task] * targets for task, targets in info.task_targets.items() if targets)
+        return info.world_size / total if total else 0.0
+
+    def by_task(
+        self,
+        losses: torch.Tensor,
+        info: StepInfo,
+        *,
+        position_ids: torch.Tensor | None = None,
+    ) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return, by task, the sum of the losses of a batch, and its supervised tokens.
+
+        Args:
+            losses: of each token, see `loss`.
+            info: the `StepInfo` of the batch.
+            position_ids: of a packed batch.
+
+        Returns:
+            As `Monitor.step(loss_by_source=...)` takes it; empty for a filler. The sums keep the
+            graph of `losses`.
+
+        Raises:
+            ValueError: see `loss`.
+        """
+        if info.is_filler:
+            return {}
+        sums = _sums_of_samples(losses, len(info.row_tasks), position_ids).unbind()
+        totals: dict[str, torch.Tensor] = {}
+        for task, own in zip(self._known(info), sums, strict=True):
+            totals[task] = totals[task] + own if task in totals else own
+        return {task: (total, info.local_task_targets[task]) for task, total in totals.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights, as plain data."""
+        return {"weights": dict(self._weights)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the weights to those of a state.
+
+        Raises:
+            ValueError: they are of other tasks.
+        """
+        weights = state_dict["weights"]
+        if {*weights} != {*self}:
+            raise ValueError(
+                f"the state has weights of the tasks {[*weights]}, but these are of {[*self]}."
+            )
+        self.set(weights)
+
+    def _known(self, info: StepInfo) -> tuple[str, ...]:
+        """Return the task of each sample.
+
+        Raises:
+            ValueError: one of them, or of another rank's, has no weight.
+        """
+        unknown = {*info.row_tasks, *info.task_targets} - {*self}
+        if unknown:
+            raise ValueError(
+                f"the tasks {sorted(unknown)} have no weight: `TaskWeights` are of {[*self]}."
+            )
+        return info.row_tasks
+
+
+def _weight(name: str, weight: Any) -> float:
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or weight <= 0:
+        raise ValueError(
+            f"the weight of task {name!r} must be a number above 0, but is {describe(weight)} "
+            "instead. To leave a task out, leave out its data."
+        )
+    return float(weight)
+
+
+def _sums_of_samples(
+    losses: torch.Tensor, samples: int, position_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum of the losses of each sample, (samples,).
+
+    Raises:
+        ValueError: the shape of `losses` is none for as many samples.
+    """
+    if position_ids is None:
+        if losses.ndim not in (1, 2) or len(losses) != samples:
+            raise ValueError(
+                f"`losses` must be of {samples} samples, ({samples}, T) or ({samples},), but have "
+                f"the shape {tuple(losses.shape)}. For a packed batch, pass its `position_ids`."
+            )
+        return losses.sum(1) if losses.ndim == 2 else losses
+    width = position_ids.shape[-1]
+    if position_ids.shape != (1, width) or losses.shape not in ((1, width), (1, width - 1)):
+        raise ValueError(
+            "`position_ids` and `losses` must be (1, T), the latter also (1, T - 1), but have the "
+            f"shapes {tuple(position_ids.shape)} and {tuple(losses.shape)}."
+        )
+    # The loss of a token after a shift stands at the token before, which may be of another sample;
+    # it is 0 there, since the first token of a sample is not supervised.
+    sample_of = (position_ids[0] == 0).cumsum(0) - 1
+    row = losses[0]
+    sample_of = sample_of[: len(row)].clamp(max=samples - 1)
+    return row.new_zeros(samples).index_add(0, sample_of, row)

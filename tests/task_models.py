@@ -1,0 +1,112 @@
+"""Small models of several tasks, and loaders whose samples have them."""
+
+import json
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from odb_nodes import Observation, ODBDataLoader, pop_step_info
+from odb_nodes.tasks import GradNorm, TaskWeights
+
+TASKS = ("a", "b", "c")
+WEIGHTS = {"a": 3.0, "b": 1.0, "c": 0.25}
+
+
+def task_of(sample):
+    return TASKS[sample["id"] % 3]
+
+
+def observe(sample):
+    return Observation(len(sample["input_ids"]), task=task_of(sample))
+
+
+def token_losses(model, batch):
+    given = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
+    logits = model(*given)[:, :-1]
+    return cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+
+
+# --- two tasks of unlike size -------------------------------------------------------------------
+
+NEAR_FAR = ("near", "far")
+
+
+def regression(count=400, seed=0):
+    """Two tasks on shared features; the targets of one are ten times as large."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(count):
+        task = number % 2
+        values = torch.randn(4, generator=rng, dtype=torch.float64)
+        target = values.sum() * (1.0, 10.0)[task]
+        rows.append({"input_ids": [1] * (number % 5 + 1), "x": values, "y": target, "task": task})
+    return rows
+
+
+def observe_row(row):
+    return Observation(len(row["input_ids"]), 1, task=NEAR_FAR[row["task"]])
+
+
+def collate(rows):
+    return {
+        "x": torch.stack([row["x"] for row in rows]),
+        "y": torch.stack([row["y"] for row in rows]),
+        "task": torch.tensor([row["task"] for row in rows]),
+    }
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(4, 8, dtype=torch.float64)
+        self.heads = nn.ModuleList(nn.Linear(8, 1, dtype=torch.float64) for _ in NEAR_FAR)
+
+    def losses(self, batch):
+        hidden = torch.tanh(self.trunk(batch["x"]))
+        found = torch.stack([head(hidden)[:, 0] for head in self.heads], 1)
+        chosen = found.gather(1, batch["task"][:, None])[:, 0]
+        return (chosen - batch["y"]).abs()
+
+
+def loader_of(data, **options):
+    return ODBDataLoader(
+        data,
+        token_budget=40,
+        window=32,
+        observe=observe_row,
+        tasks=NEAR_FAR,
+        collate_fn=collate,
+        **options,
+    )
+
+
+def train(loader, steps, *, learning_rate=0.0, states=None, state=None, **options):
+    """The weights after each optimizer step, and the norms."""
+    model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    balance = GradNorm(weights, model.trunk.parameters(), **options)
+    if state is not None:
+        loader.load_state_dict(state["loader"])
+        balance.load_state_dict(json.loads(json.dumps(state["balance"])))
+        model.load_state_dict(state["model"])
+    found = []
+    while len(found) < steps:
+        for batch in loader:
+            info = pop_step_info(batch)
+            losses = model.losses(batch)
+            balance.observe(losses, info)
+            weights.loss(losses, info).backward()
+            if info.ends_optimizer_step:
+                optimizer.step()
+                optimizer.zero_grad()
+                balance.step()
+                found.append((dict(weights), dict(balance.norms)))
+                if states is not None:
+                    kept = {name: one.clone() for name, one in model.state_dict().items()}
+                    parts = {"loader": loader.state_dict(), "balance": balance.state_dict()}
+                    states.append({**parts, "model": kept})
+                if len(found) == steps:
+                    break
+    return found

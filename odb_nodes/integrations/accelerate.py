@@ -46,7 +46,7 @@ NOT_SAVED = (
 CHANGED = (
     "The arguments are those of the `ODBDataLoader`. If the change is meant, then after "
     "`accelerator.load_state(folder)`: `loader.loader.load_state_dict(load_rank_state(folder), "
-    "strict=False)`."
+    "strict=False)`; for a smaller budget alone, with `change_budget=True`."
 )
 
 _configured: WeakSet[Accelerator] = WeakSet()  # accelerators that have a loader

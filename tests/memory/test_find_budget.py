@@ -9,7 +9,13 @@ import pytest
 import torch
 from small_lm import SmallLM, assert_same, make_batch, make_training, snapshot
 
-from odb_nodes.memory import MemoryModel, ShapeTooLargeError, find_budget, free_memory
+from odb_nodes.memory import (
+    MemoryModel,
+    ShapeTooLargeError,
+    enable_checkpointing,
+    find_budget,
+    free_memory,
+)
 from odb_nodes.testing import SavedTensorMeter
 
 MIB = 2**20
@@ -348,6 +354,18 @@ class TestCheckpointing:
         assert found.slower.checkpointing
         assert found.slower.budget.tokens > 1.5 * found.budget.tokens
         assert found.slower.tokens_per_s < found.tokens_per_s
+
+    def test_a_model_that_is_checkpointed_already_cannot_be_compared_with_itself(self):
+        training = make_training()
+        enable_checkpointing(training.model)
+        with pytest.raises(ValueError, match="`SmallLM` is checkpointed already"):
+            find_budget(
+                lambda batch: pytest.fail("no step"),
+                make_batch,
+                meter=SavedTensorMeter(MIB),
+                widths=[3],
+                checkpointing=training.model,
+            )
 
     def test_a_model_that_cannot_be_checkpointed_is_an_error_before_a_step(self):
         model = torch.nn.Linear(2, 2)

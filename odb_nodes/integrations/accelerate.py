@@ -128,8 +128,11 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def take_metrics(self) -> dict[str, float]:
         """Return `odb/*` of the steps since the last call; see `summarize`.
 
-        All ranks call it at the same step. Log the result with `accelerator.log`.
+        All ranks call it at the same step. Log the result with `accelerator.log`. It is empty where
+        this loader has yielded no batch since then, as where an `OomGuard` takes them.
         """
+        if not len(self._meter):
+            return {}
         return self._meter.take_metrics(self._accelerator.gather, self._accelerator.device)
 
     def close(self) -> None:

@@ -32,6 +32,13 @@ _BUDGET_LIMITS = ("budget.tokens", "budget.max_samples", "budget.max_patches")
 _LONG_CHARACTERS = 160
 _CONTEXT_CHARACTERS = 40
 
+_LOAD_SMALLER = "To go on with a smaller budget, load with `change_budget=True`. "
+_ONLY_SMALLER = "With `change_budget=True` the limits of a budget may only become smaller. "
+_NO_SHAPES = (
+    "With `shapes` a budget cannot become smaller within an epoch, also not by `change_budget`: "
+    "groups that were formed before would have more rows than their shape has now. "
+)
+
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
 _smaller: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_smaller", default=False)
 
@@ -84,6 +91,7 @@ def check_config(
     changes = _changes(saved, present)
     if changes:
         message = f"the state does not fit {node}: {'; '.join(changes.values())}. "
+        message += _budget_remedy(saved, present)
         _reject(message, [name for name in changes if name in fixed])
 
 
@@ -108,7 +116,8 @@ def several_changes(nodes: Iterable[tuple[str, Mapping[str, Any]]], state: objec
     if len(changes) < 2:
         return None
     parts = (f"{name}: {'; '.join(found.values())}" for name, found in changes.items())
-    return f"the state does not fit {'. '.join(parts)}. {_REMEDY}"
+    smaller = {_budget_remedy(saved[name], present[name]) for name in changes}
+    return f"the state does not fit {'. '.join(parts)}. {''.join(sorted(smaller))}{_REMEDY}"
 
 
 def equal(saved: Any, present: Any) -> bool:
@@ -133,7 +142,7 @@ def _changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, 
     found = {}
     for name in sorted({*saved, *present}, key=str):
         pair = saved.get(name, _ABSENT), present.get(name, _ABSENT)
-        if not (equal(*pair) or _is_smaller_budget(name, *pair)):
+        if not (equal(*pair) or (_is_smaller(name, *pair) and _may_shrink(present))):
             before, now = _where_they_differ(
                 repr(saved.get(name, "absent")), repr(present.get(name, "absent"))
             )
@@ -141,13 +150,34 @@ def _changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _is_smaller_budget(name: str, before: Any, now: Any) -> bool:
+def _is_smaller(name: str, before: Any, now: Any) -> bool:
+    """Tell whether a field is a limit of a budget, and lower than it was."""
     return (
-        _smaller.get()
-        and name in _BUDGET_LIMITS
+        name in _BUDGET_LIMITS
         and type(now) is int
         and (before is None or (type(before) is int and now < before))
     )
+
+
+def _may_shrink(present: Mapping[str, Any]) -> bool:
+    return _smaller.get() and not _has_padded_shapes(present)
+
+
+def _has_padded_shapes(config: Mapping[str, Any]) -> bool:
+    return config.get("budget.shapes") is not None and config.get("budget.layout") == "padded"
+
+
+def _budget_remedy(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Return what to do about the limits of a budget that have changed; `""` where none has."""
+    pairs = {name: (saved.get(name), present.get(name)) for name in _BUDGET_LIMITS}
+    changed = {name: pair for name, pair in pairs.items() if not equal(*pair)}
+    if not changed:
+        return ""
+    if not all(_is_smaller(name, *pair) for name, pair in changed.items()):
+        return _ONLY_SMALLER if _smaller.get() else ""
+    if _has_padded_shapes(present):
+        return _NO_SHAPES
+    return "" if _smaller.get() else _LOAD_SMALLER
 
 
 def sealed_configs(state: object) -> Iterator[tuple[str, Mapping[str, Any]]]:

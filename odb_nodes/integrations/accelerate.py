@@ -48,7 +48,7 @@ NOT_SAVED = (
 CHANGED = (
     "The arguments are those of the `ODBDataLoader`. If the change is meant, then after "
     "`accelerator.load_state(folder)`: `loader.loader.load_state_dict(load_rank_state(folder), "
-    "strict=False)`."
+    "strict=False)`; for a smaller budget alone, with `change_budget=True`."
 )
 
 _configured: WeakSet[Accelerator] = WeakSet()  # accelerators that have a loader
@@ -142,8 +142,11 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def take_metrics(self) -> dict[str, float]:
         """Return `odb/*` of the steps since the last call; see `summarize`.
 
-        All ranks call it at the same step. Log the result with `accelerator.log`.
+        All ranks call it at the same step. Log the result with `accelerator.log`. It is empty where
+        this loader has yielded no batch since then, as where an `OomGuard` takes them.
         """
+        if not len(self._meter):
+            return {}
         return self._meter.take_metrics(self._accelerator.gather, self._accelerator.device)
 
     def close(self) -> None:

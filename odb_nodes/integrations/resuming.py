@@ -14,16 +14,18 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 __all__ = ["begin_or_resume", "changed_arguments_remedy", "load_saved_state"]
 
 
-def changed_arguments_remedy(*, names: str, load: str, leave_out: str) -> str:
+def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: str) -> str:
     """Return the remedy for a state that does not fit the arguments, under a `Trainer`.
 
     Args:
         names: a clause that says what the trainer calls the arguments of the loader.
         load: the framework's function that loads weights alone.
         leave_out: the argument that asks the trainer to resume.
+        smaller: a clause that says where a trainer has `change_budget`.
     """
     return (
-        "Under a `Trainer` there is no `strict=False`. Resume with the arguments and data that the "
+        f"Under a `Trainer` there is no `strict=False`, and {smaller}. "
+        "Resume with the arguments and data that the "
         f"run was saved with ({names}), or begin a new run with its weights: load them with "
         f"`{load}`, and leave out `{leave_out}`."
     )

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.forks import Owner
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
@@ -162,12 +162,14 @@ class Loader(Generic[T]):
             change_budget: whether `tokens`, `max_samples` and `max_patches` of the budget may be
                 lower than they were. Batches that were planned keep their samples, and may be
                 computed in parts (`odb_nodes.memory.OomGuard`); later ones are smaller. All ranks
-                load with the same budget.
+                load with the same budget. Not for padded batches of a budget with `shapes`.
 
         Raises:
             StateError: it is no state of a `Loader`, or is damaged. What does not fit the nodes is
                 raised by `iter()`.
+            TypeError: `change_budget` is no bool.
         """
+        check_bool("change_budget", change_budget)
         state = unseal_whole(state_dict, type(self).__name__, LoaderState)
         self._pending, self._strict, self._leaving = state, strict, False
         self._change_budget = change_budget
@@ -282,7 +284,9 @@ class Loader(Generic[T]):
         except StateError as error:
             nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]
             present = [(type(node).__name__, node.fingerprint()) for node in nodes]
-            if self._strict and (changes := several_changes(present, state.root)):
+            with allow_smaller_budget(self._change_budget):
+                changes = several_changes(present, state.root) if self._strict else None
+            if changes is not None:
                 raise StateError(changes) from error
             raise
         except SampleError:

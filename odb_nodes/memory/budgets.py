@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import isqrt
 from typing import Any
 
@@ -14,6 +15,7 @@ from odb_nodes.planning import TokenBudget
 
 __all__ = ["budget_of", "mean_patch_share"]
 
+FOUND_FIELDS = ("tokens", "attention_tokens")
 SMALL_SQUARE = 0.01  # share of the linear part at the widest shape, below which none is declared
 
 
@@ -31,12 +33,15 @@ def budget_of(
         fit: what a batch takes.
         usable_bytes: most bytes that a batch may take with the margin.
         widths: tokens of the narrowest and of the widest shape that was measured.
-        patch_share: share of what is left beside the constant part that patches get.
+        patch_share: share of what is left beside the constant part that patches get, where they
+            take memory.
         fields: further fields of the budget.
 
     Raises:
+        TypeError: one of `fields` is no field of a budget, or is what the fit decides.
         ValueError: not even the smallest batch fits, or the fit does not grow with the batch.
     """
+    _check_fields(fields)
     if fit.token_bytes == fit.square_bytes == 0:
         raise ValueError(
             f"the {fit.points} points do not show how memory grows with the tokens of a batch: add "
@@ -45,6 +50,8 @@ def budget_of(
     room_bytes = usable_bytes / (1 + fit.margin) - fit.constant_bytes
     needed_bytes = max(fit.floor_bytes, fit.constant_bytes) * (1 + fit.margin)
     attention_tokens, unit_bytes = _unit_of_cost(fit, *widths)
+    if not fit.patch_bytes:
+        patch_share = 0.0
     tokens = (1 - patch_share) * room_bytes / unit_bytes
     if needed_bytes > usable_bytes or tokens < 1:
         raise ValueError(
@@ -52,12 +59,23 @@ def budget_of(
             f"only {usable_bytes:,.0f} are usable: use a smaller model or optimizer, shard "
             "them, or raise `limit_bytes` or `threshold`."
         )
-    if fit.patch_bytes > 0 and patch_share > 0:
+    if patch_share:
         patches = patch_share * room_bytes / fit.patch_bytes
         fields.setdefault("max_patches", max(min(int(patches), MAX_COUNT), 1))
     if attention_tokens is not None:
         fields["attention_tokens"] = attention_tokens
     return TokenBudget(min(int(tokens), MAX_COUNT), **fields)
+
+
+def _check_fields(names: Iterable[str]) -> None:
+    for name in names:
+        if name in FOUND_FIELDS:
+            raise TypeError(
+                f"`{name}` is what the model finds, from its points and `limit_bytes`. Leave it "
+                "out, or change it in the budget: `dataclasses.replace(budget, ...)`."
+            )
+        if name not in TokenBudget.__dataclass_fields__:
+            raise TypeError(f"`{name}` is neither an argument of `budget` nor of `TokenBudget`.")
 
 
 def mean_patch_share(fit: Fit, shapes: NDArray[np.float64]) -> float:

@@ -74,8 +74,8 @@ def find_budget(
         states: models, optimizers and others that the search from `train_step` does not reach, as
             where it calls a library's function.
         checkpointing: a model to compare with and without activation checkpointing, in tokens per
-            second. It is left as it was: where `Calibration.checkpointing` is true, call
-            `enable_checkpointing(model)`.
+            second, which is not checkpointed yet. It is left as it was: where
+            `Calibration.checkpointing` is true, call `enable_checkpointing(model)`.
 
     Returns:
         The faster way, where both are compared.

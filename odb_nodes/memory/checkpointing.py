@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,13 +56,19 @@ def enable_checkpointing(
 
     Raises:
         TypeError: `model` is no module, or `blocks` are none of its modules.
-        ValueError: there are no such blocks, the model supports none, or computing a block twice
-            would count its batch twice, as in the running statistics of a batch norm.
+        ValueError: there are no such blocks, the model supports none, or it is checkpointed
+            already; or computing a block twice would count its batch twice, as in the running
+            statistics of a batch norm.
     """
     check_type("model", model, torch.nn.Module)
     if blocks is None:
+        _check_not_enabled(model, list(model.modules()))
         own = _enable_by_own_method(model)
         return own or _wrap(_repeated_blocks(model))
+    check_type("blocks", blocks, Iterable, "Pass a list of modules.")
+    blocks = list(blocks)
+    if not blocks:
+        raise ValueError("`blocks` must have one module or more, but is empty. Leave it out.")
     known = {id(one) for one in model.modules()}
     for block in blocks:
         if id(block) not in known:
@@ -70,26 +76,33 @@ def enable_checkpointing(
                 f"`blocks` must be modules of `model`, but one is a `{type(block).__name__}` that "
                 "is not in it."
             )
-    return _wrap(list(blocks))
+    _check_not_enabled(model, blocks)
+    return _wrap(blocks)
+
+
+def _check_not_enabled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
+    name = _own_method(model)
+    by_itself = name is not None and getattr(model, f"is_{name}", False)
+    if by_itself or any(map(_is_wrapped, blocks)):
+        raise ValueError(
+            f"`{type(model).__name__}` is checkpointed already, so that disabling it once would "
+            "disable it for all who have enabled it. Disable it first, or leave this out."
+        )
 
 
 def _enable_by_own_method(model: torch.nn.Module) -> Checkpointing | None:
-    for name in OWN_METHODS:
-        enable = getattr(model, f"{name}_enable", None)
-        if enable is None:
-            continue
-        if not getattr(model, "supports_gradient_checkpointing", True):
-            raise ValueError(
-                f"`{type(model).__name__}` does not support activation checkpointing. {REMEDY}"
-            )
-        was_enabled = getattr(model, f"is_{name}", False)
-        enable(**{f"{name}_kwargs": {"use_reentrant": False}})
-        return Checkpointing((), _nothing if was_enabled else getattr(model, f"{name}_disable"))
-    return None
+    if (name := _own_method(model)) is None:
+        return None
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise ValueError(
+            f"`{type(model).__name__}` does not support activation checkpointing. {REMEDY}"
+        )
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+    return Checkpointing((), getattr(model, f"{name}_disable"))
 
 
-def _nothing() -> None:
-    """Leave on what was on before."""
+def _own_method(model: torch.nn.Module) -> str | None:
+    return next((name for name in OWN_METHODS if hasattr(model, f"{name}_enable")), None)
 
 
 def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -119,12 +132,11 @@ def _wrap(blocks: list[torch.nn.Module]) -> Checkpointing:
                     "statistics would count each batch twice. Pass `blocks=` without it, or "
                     "replace it."
                 )
-    wrapped = [block for block in blocks if not _is_wrapped(block)]
-    before = [vars(block).get("forward") for block in wrapped]
-    for block in wrapped:
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
         # A `partial` of a bound method is copied together with its module; a closure is not.
         vars(block)["forward"] = partial(_forward, block.forward)
-    return Checkpointing(blocks, partial(_unwrap, wrapped, before))
+    return Checkpointing(blocks, partial(_unwrap, blocks, before))
 
 
 def _is_wrapped(block: torch.nn.Module) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import Channel, Exchange, LocalExchange
@@ -17,6 +17,7 @@ from odb_nodes.contract.graph import budget_below, walk
 from odb_nodes.errors import PeerError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
+from odb_nodes.memory.failures import is_out_of_memory
 from odb_nodes.memory.meter import MemoryMeter
 from odb_nodes.memory.model import MemoryModel
 from odb_nodes.memory.notice import FailureNotice
@@ -94,6 +95,7 @@ class GuardContext:
         Raises:
             TypeError, ValueError: an argument of `OomGuard` is not valid.
         """
+        check_type("loader", loader, ODBDataLoader | Loader, _remedy_of(loader))
         nodes = [*walk(loader.root)]
         collators = [node for node in nodes if isinstance(node, GroupCollator)]
         if len(collators) != 1:
@@ -214,8 +216,22 @@ class GuardContext:
         return 0 if self.channel is None else self.channel.rank
 
     def measuring(self, part: Part) -> AbstractContextManager[None]:
-        """Return the context within which a part is measured, if anything measures."""
-        return nullcontext() if self.run_meter is None else self.run_meter.measuring(part)
+        """Return the context within which a part is measured, if anything measures.
+
+        With `on_oom="raise"`, it counts that memory ran out: nobody else handles that.
+        """
+        measured = nullcontext() if self.run_meter is None else self.run_meter.measuring(part)
+        return self._counting(part, measured) if self.on_oom == "raise" else measured
+
+    @contextmanager
+    def _counting(self, part: Part, measured: AbstractContextManager[None]) -> Iterator[None]:
+        try:
+            with measured:
+                yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.note(part, "the error is raised", shrinks=False)
+            raise
 
     def guards(self, infos: Sequence[StepInfo]) -> bool:
         """Tell whether a step may run out of memory: the same on all ranks."""
@@ -227,6 +243,13 @@ class GuardContext:
         batch = self.collator.collate(part.samples, part.info, part.number)
         pop_step_info(batch)
         return batch
+
+
+def _remedy_of(loader: Any) -> str:
+    """Return what to pass in place of something that is no loader."""
+    if isinstance(getattr(loader, "loader", None), ODBDataLoader | Loader):
+        return f"Pass the `.loader` of this `{type(loader).__name__}`."
+    return "To make one of a `DataLoader` of torch, see `ODBDataLoader.from_dataloader`."
 
 
 def check_guard_above(guard_above: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, isqrt
 
+from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.memory.failures import ShapeTooLargeError
 from odb_nodes.memory.model import MemoryModel
 from odb_nodes.memory.trials import Trial, Trials
@@ -15,6 +16,7 @@ __all__ = ["Edge", "EdgeSearch"]
 TOLERANCE = 0.02  # of the rows that fit: a bracket that is not wider is good enough
 LARGEST_LEAP = 8  # times the rows that fit, which the next trial may have at most
 FARTHEST = 32  # times the difference of two peaks, to which these tell the edge
+STALLED_TOKENS = 2**22  # of a batch that takes no more than the smallest one: nothing grows
 LEAST_TRIALS = 2  # of each width: one that fits and one that does not
 
 
@@ -36,6 +38,11 @@ class Edge:
     def step(self) -> int:
         """Rows that a bracket may be wide."""
         return max(ceil(TOLERANCE * self.fits), 1)
+
+    @property
+    def most(self) -> int:
+        """Rows that a trial may have, so that a budget can hold the batch."""
+        return max(MAX_COUNT // self.width - 1, 1)
 
     @property
     def is_found(self) -> bool:
@@ -70,6 +77,7 @@ class EdgeSearch:
 
         Raises:
             ShapeTooLargeError: one row of a width does not fit.
+            ValueError: the peaks do not grow with the batch.
         """
         self._try(Edge(widths[0]), 1)
         *between, widest = widths
@@ -105,8 +113,8 @@ class EdgeSearch:
 
     def _find(self, edge: Edge, most_trials: int) -> Edge:
         for _ in range(most_trials):
-            self._try(edge, self._next_rows(edge))
-            if edge.is_found:
+            self._try(edge, min(self._next_rows(edge), edge.most))
+            if edge.is_found or edge.fits == edge.most:
                 break
         return edge
 
@@ -114,6 +122,7 @@ class EdgeSearch:
         trial = self._trials.run(rows, edge.width)
         if trial.fits:
             edge.fits = max(edge.fits, rows)
+            self._check_growth()
         elif rows > 1:
             edge.fails = rows if edge.fails is None else min(edge.fails, rows)
         else:
@@ -124,6 +133,15 @@ class EdgeSearch:
                 rows,
                 edge.width,
                 trial.patches,
+            )
+
+    def _check_growth(self) -> None:
+        peaks = {trial.rows * trial.width: trial.peak_bytes for trial in self._measured()}
+        if len({*peaks.values()}) == 1 and max(peaks) > STALLED_TOKENS:
+            raise ValueError(
+                f"a batch of {max(peaks):,} tokens takes as much as one of {min(peaks):,}, "
+                f"{peaks[max(peaks)]:,} bytes: the meter does not see how memory grows with the "
+                "batch, or `train_step` does not use it."
             )
 
     def _next_rows(self, edge: Edge) -> int:

@@ -36,7 +36,14 @@ class ShapeTooLargeError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that the memory of a device or of the host ran out."""
+    """Tell whether an error, or one that it was raised `from`, says that memory ran out.
+
+    It may be the memory of a device or of the host.
+    """
+    return any(map(_says_out_of_memory, _causes(error)))
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in MESSAGES)
@@ -57,6 +64,15 @@ def free_memory(error: BaseException | None = None, *, old_garbage: bool = True)
     gc.collect(2 if old_garbage else 1)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

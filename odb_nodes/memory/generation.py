@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from odb_nodes._core.checks import check_callable, check_count
+from odb_nodes._core.checks import check_callable, check_count, check_type, describe
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate import PaddingCollate
 from odb_nodes.collate.protocol import Collate
@@ -43,13 +43,23 @@ def generate_in_parts(
         the number of parts.
 
     Raises:
-        TypeError: the batch has no `input_ids`, or `generate` returns no tensor.
-        ValueError: a tensor has another first dimension, so rows cannot be told apart; an option
-            has a row for each of the batch; or there is no padding token.
+        TypeError: the model has no `generate`, the batch is no mapping or has no `input_ids`, or
+            `generate` returns no tensor.
+        ValueError: the batch has no rows; a tensor has another first dimension, so rows cannot be
+            told apart; an option has a row for each of the batch; or there is no padding token.
         torch.OutOfMemoryError: one row alone does not fit.
     """
-    if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
+    if not callable(getattr(model, "generate", None)):
+        raise TypeError(
+            f"`model` must have a `generate`, but is {describe(model)} instead. Of a model that is "
+            "wrapped, pass what is within."
+        )
+    check_type("batch", batch, Mapping, "Pass the arguments of `generate`, in a dict.")
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim == 0:
         raise TypeError("`batch` must have `input_ids`, a tensor of shape (B, T).")
+    if not len(ids):
+        raise ValueError("`input_ids` must have one row or more, but is empty.")
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and (value.ndim == 0 or len(value) != len(ids)):
             raise ValueError(
@@ -110,6 +120,18 @@ def _padding_of(model: Any) -> int:
     raise ValueError("the model has no padding token: pass `pad_token_id`.")
 
 
+def _checked_sequence(dataset: Sequence[Any]) -> Sequence[Any]:
+    has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_indices or isinstance(dataset, Mapping):
+        raise TypeError(
+            "`dataset` must be a sequence, whose items are read by their index, but is "
+            f"{describe(dataset)} instead. Pass a list of its items."
+        )
+    if not len(dataset):
+        raise ValueError("`dataset` must have one item or more, but is empty.")
+    return dataset
+
+
 class OrderedBatch(NamedTuple):
     """A batch, and where its samples are in the data.
 
@@ -147,7 +169,7 @@ class LongestFirst:
         rank, world_size: this rank and the number of ranks. Default: those of the job.
 
     Raises:
-        TypeError, ValueError: an argument is not valid.
+        TypeError, ValueError: an argument is not valid, or `dataset` is empty.
         SampleError: a sample has no length, or is `Skipped`.
     """
 
@@ -169,7 +191,7 @@ class LongestFirst:
             raise ValueError(
                 'the `layout` of `token_budget` must be "padded": rows generate apart.'
             )
-        self.dataset = dataset
+        self.dataset = _checked_sequence(dataset)
         self._new_tokens = check_count("new_tokens", new_tokens, 0)
         multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
         side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
@@ -180,7 +202,7 @@ class LongestFirst:
             item = dataset[index]
             sample = observe_sample(item if process_fn is None else process_fn(item), observe)
             if not isinstance(sample, Sample):
-                raise SampleError(f"item {index} is skipped: {sample.why}")
+                raise SampleError(f"item {index} is skipped {sample.why}")
             self._samples.append(sample)
         self._groups = self._grouped(budget)[own_rank::ranks]
 

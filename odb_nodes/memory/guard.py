@@ -73,15 +73,19 @@ class OomGuard:
         check_choice("on_oom", on_oom, get_args(OnOom))
         self._loader = loader
         self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
-        self._context = GuardContext.of(
-            loader,
-            on_oom=on_oom,
-            guard_above=guard_above,
-            limit=limit,
-            shrink=shrink,
-            meter=meter,
-            memory=memory,
-        )
+        self._options: dict[str, Any] = {
+            "on_oom": on_oom,
+            "guard_above": guard_above,
+            "limit": limit,
+            "shrink": shrink,
+            "meter": meter,
+            "memory": memory,
+        }
+        self._context = GuardContext.of(loader, **self._options)
+
+    def __repr__(self) -> str:
+        options = (f"{name}={value!r}" for name, value in self._options.items())
+        return f"{type(self).__name__}({self._loader!r}, {', '.join(options)})"
 
     @property
     def ooms(self) -> int:

@@ -160,8 +160,9 @@ class MemoryModel:
             margin: what a batch may take beyond its prediction, relative to it. `None`: the margin
                 of the fit.
             patch_share: share of the memory for activations that patches get, at least 0 and below
-                1. `None`: as in the points that have patches, on average.
-            options: further fields of the `TokenBudget`, such as `pad_to_multiple_of`.
+                1; above 0 only where points have patches. `None`: as in those, on average.
+            options: further fields of the `TokenBudget`, such as `pad_to_multiple_of`; not
+                `tokens` and `attention_tokens`, which follow from the points.
 
         Raises:
             TypeError, ValueError: an argument is not valid, there are fewer than 2 points, they do
@@ -177,6 +178,11 @@ class MemoryModel:
         elif not 0 <= patch_share < 1:
             raise ValueError(
                 f"`patch_share` must be at least 0 and below 1, but is {patch_share!r} instead."
+            )
+        elif patch_share and not shapes[:, 2].any():
+            raise ValueError(
+                f"`patch_share` must be 0 or None where no point has patches, but is {patch_share} "
+                "instead. Add points with patches."
             )
         return budget_of(
             fit,
@@ -231,6 +237,8 @@ class MemoryModel:
         """
         try:
             data = json.loads(text)
+            if not isinstance(data, dict):
+                raise ValueError(f"it must be a JSON object, but is {data!r:.40} instead")
             if data.pop("version", None) != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
             points, errors, factors = data.pop("points"), data.pop("errors"), data.pop("factors")

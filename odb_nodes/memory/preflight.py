@@ -13,6 +13,7 @@ from odb_nodes.memory.meter import MemoryMeter, check_meter
 from odb_nodes.memory.training_state import unchanged_training
 from odb_nodes.memory.trials import MakeBatch, TrainStep, Trial, Trials
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.row_sizes import allowed_rows
 
 __all__ = ["preflight"]
 
@@ -32,7 +33,8 @@ def preflight(
     """Make a step of training with each of the largest batches that a budget allows.
 
     These are the batch with the widest rows, that with the most rows, and that which costs the
-    most. Everything that the steps change is put back, as in `find_budget`. A step is made twice,
+    most. With `oversize="alone"`, the widest is a row of the longest data, above the budget or not.
+    Everything that the steps change is put back, as in `find_budget`. A step is made twice,
     since in the first one the optimizer may only begin to have its state.
 
     Args:
@@ -51,7 +53,7 @@ def preflight(
     Raises:
         ShapeTooLargeError: a batch does not fit.
         RuntimeError: an optimizer steps that was not found: pass it in `states`.
-        TypeError, ValueError: an argument is not valid.
+        TypeError, ValueError: an argument is not valid, or the meter sees nothing of the steps.
         Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
     """
     check_type("budget", budget, TokenBudget)
@@ -66,6 +68,7 @@ def preflight(
             trial = trials.run(rows, width, budget.max_patches)
             if not trial.fits:
                 raise _too_large(trial, budget, meter.limit_bytes)
+        trials.check_seen()
     return tuple(trials.done[1:])
 
 
@@ -77,19 +80,22 @@ def _largest_shapes(budget: TokenBudget, widths: Sequence[int] | None) -> list[t
         lengths = [check_count("widths", width) for width in widths]
         if not lengths:
             raise ValueError("`widths` must have one length or more, but is empty.")
+    is_alone = max(lengths) > budget.capacity and budget.oversize == "alone"
+    alone = [budget.shape([max(lengths)])] * is_alone
     if budget.layout == "packed":
-        return [budget.shape([budget.capacity])]
-    shortest = budget.width(min(lengths))
-    longest = max(budget.width(min(max(lengths), budget.capacity)), shortest)
+        return [*alone, budget.shape([budget.capacity])]
+    shortest, longest = (
+        budget.width(min(one, budget.capacity)) for one in (min(lengths), max(lengths))
+    )
     candidates = {budget.width(round(one)) for one in np.geomspace(shortest, longest, CANDIDATES)}
     shapes = [(_rows(budget, width), width) for width in sorted(candidates)]
     fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
-    return list(dict.fromkeys((shapes[-1], fullest, shapes[0])))
+    return list(dict.fromkeys((*alone, shapes[-1], fullest, shapes[0])))
 
 
 def _rows(budget: TokenBudget, width: int) -> int:
     most = budget.tokens // budget.row_cost(width)
-    return max(min(most, budget.max_samples or most), 1)
+    return int(allowed_rows(np.array([min(most, budget.max_samples or most)]), budget.row_sizes)[0])
 
 
 def _too_large(trial: Trial, budget: TokenBudget, limit_bytes: int) -> ShapeTooLargeError:
@@ -97,7 +103,7 @@ def _too_large(trial: Trial, budget: TokenBudget, limit_bytes: int) -> ShapeTooL
     remedy = (
         f"Lower `tokens` of the budget, which is {budget.tokens}"
         if trial.rows > 1
-        else "Leave longer samples out"
+        else 'Leave longer samples out, as with `oversize="drop"` and lower `tokens`'
     )
     return ShapeTooLargeError(
         f"a batch of {trial.rows} rows of {trial.width} tokens{with_patches} does not fit: "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -89,6 +90,24 @@ class TrainingState:
         for weight in self._parameters:
             if id(weight) not in weights:
                 weight.grad = None
+
+    @contextmanager
+    def computed_gradients(self) -> Iterator[dict[int, bool]]:
+        """Tell, of each weight that requires one, whether a gradient is computed in this block.
+
+        Yields:
+            The answers by the id of the weight.
+        """
+        weights = {id(weight): weight for weight in self._parameters if weight.requires_grad}
+        computed = dict.fromkeys(weights, False)
+
+        def note(key: int, _gradient: torch.Tensor) -> None:
+            computed[key] = True
+
+        with ExitStack() as stack:
+            for key, weight in weights.items():
+                stack.callback(weight.register_hook(partial(note, key)).remove)
+            yield computed
 
     def restore_values(self) -> None:
         """Put back what decides the next step, but leave gradients and the optimizers' states.

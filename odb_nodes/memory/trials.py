@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from odb_nodes.memory.meter import MemoryMeter, measuring
 from odb_nodes.memory.training_state import TrainingState
 
 __all__ = ["Trial", "Trials"]
+
+TRIALS_TO_SEE = 3  # after which a meter that has seen nothing is one that sees nothing
 
 TrainStep = Callable[[Any], Any]
 MakeBatch = Callable[..., Any]
@@ -76,6 +79,7 @@ class Trials:
         self._state = state
         self.patches_per_row = patches_per_row
         self.done: list[Trial] = []
+        self._is_seen = False
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
         """Make one step with a batch of a shape.
@@ -86,6 +90,7 @@ class Trials:
             most_patches: most image patches of the batch; `None` for no limit.
 
         Raises:
+            ValueError: see `check_seen`.
             Exception: what `train_step` or `make_batch` raised, if it is not that memory ran out.
         """
         patches = rows * self.patches_per_row
@@ -94,8 +99,9 @@ class Trials:
         shape = (rows, width, patches) if self.patches_per_row else (rows, width)
         failure: Exception | None = None
         had_gradients = self._state.with_gradients()
-        with measuring(self._meter):
+        with measuring(self._meter), self._state.computed_gradients() as gradients:
             self._meter.reset()
+            idle_bytes = self._meter.peak_bytes()
             start_s = time.perf_counter()
             try:
                 self._train_step(self._make_batch(*shape))
@@ -120,7 +126,32 @@ class Trials:
             error="" if failure is None else str(failure),
         )
         self.done.append(trial)
+        self._is_seen |= peak_bytes > idle_bytes
+        if len(self.done) == 1 and failure is None and gradients and not any(gradients.values()):
+            warnings.warn(
+                f"`train_step` has computed no gradient of the {len(gradients)} weights that can "
+                "be found from it. If it makes no backward pass, a step of training takes more "
+                "than is measured.",
+                stacklevel=2,
+            )
+        if len(self.done) == TRIALS_TO_SEE:
+            self.check_seen()
         return trial
+
+    def check_seen(self) -> None:
+        """Check that the meter has seen something of the trials.
+
+        Raises:
+            ValueError: no trial took more than was taken before its batch was made.
+        """
+        if not self._is_seen:
+            trial = self.done[-1]
+            raise ValueError(
+                f"`meter` sees nothing of `train_step`: {len(self.done)} steps, the last one with "
+                f"{trial.rows} rows of {trial.width} tokens, took no more than the "
+                f"{trial.peak_bytes:,} bytes that were taken before. Pass a meter of the device "
+                "that the model and its batches are on."
+            )
 
 
 def _finish() -> None:

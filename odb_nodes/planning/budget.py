@@ -118,7 +118,12 @@ class TokenBudget:
 
         Args:
             tokens: lengths of its samples, one or more.
+
+        Raises:
+            ValueError: there are none.
         """
+        if not len(tokens):
+            raise ValueError("`tokens` must have the length of one sample or more, but is empty.")
         packed = self.layout == "packed"
         longest = sum(tokens) if packed else max(tokens)
         rows = 1 if packed else len(tokens)
@@ -129,6 +134,9 @@ class TokenBudget:
 
         Args:
             tokens: lengths of its samples, one or more.
+
+        Raises:
+            ValueError: there are none.
         """
         rows, width = self.shape(tokens)
         return rows * width
@@ -138,6 +146,9 @@ class TokenBudget:
 
         Args:
             tokens: lengths of its samples, one or more.
+
+        Raises:
+            ValueError: there are none.
         """
         return self.batch_cost(self.shape(tokens), tokens)
 

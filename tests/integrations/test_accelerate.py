@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from odb_nodes import ODBDataLoader, StateError, load_rank_state  # noqa: E402
 from odb_nodes.integrations.accelerate import configure_accelerator  # noqa: E402
+from odb_nodes.memory import OomGuard  # noqa: E402
 
 SIZE = 40
 WARM = ("accelerate", "transformers", "odb_nodes.integrations.accelerate")
@@ -69,6 +70,15 @@ def test_a_guarded_loop_of_two_ranks_trains_as_one_of_accelerate(tmp_path):
     assert all(error < 1e-10 for error, _ in results)
     assert sum(ooms for _, ooms in results) > 0
     check_ledger(tmp_path / "ledger", 37, attempts=1)
+
+
+def test_metrics_of_steps_that_a_guard_takes_are_no_figures():
+    with configure_accelerator(Accelerator(cpu=True), loader_of()) as loader:
+        guard = OomGuard(loader.loader)
+        assert next(iter(guard)).infos
+        assert loader.take_metrics() == {}
+        with pytest.raises(TypeError, match="Pass the `.loader` of this `AcceleratedLoader`"):
+            OomGuard(loader)
 
 
 # --- one rank -------------------------------------------------------------------------------------

@@ -662,6 +662,25 @@ def test_a_checkpoint_without_a_state_is_refused(tmp_path):
         )
 
 
+def test_a_run_resumes_with_a_smaller_budget_where_the_config_allows_it(tmp_path):
+    whole = t.make_trainer(
+        tmp_path, "whole", save_strategy="steps", save_steps=3, num_train_epochs=1
+    )
+    whole.train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+    with pytest.raises(StateError, match="`change_budget` is a field of the `ODBConfig`"):
+        t.make_trainer(tmp_path, odb={"token_budget": 20}).train(resume_from_checkpoint=checkpoint)
+    smaller = {"token_budget": 20, "change_budget": True}
+    options = {"num_train_epochs": 1, "odb": smaller}
+    resumed = t.make_trainer(tmp_path, "resumed", **options)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    before, after = t.entries_of(tmp_path, "whole"), t.entries_of(tmp_path, "resumed")
+    found = [one for entry in (*before[:3], *after) for batch in entry["ids"] for one in batch]
+    assert sorted(found) == [*range(40)]
+    assert resumed.state.global_step > whole.state.global_step
+    assert resumed.state.epoch == 1
+
+
 def test_files_of_two_checkpoints_do_not_mix(tmp_path):
     t.make_trainer(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1).train()
     early, late = (tmp_path / f"checkpoint-{step}" for step in (3, 6))

@@ -284,9 +284,11 @@ def test_models_on_several_devices_are_refused(tmp_path, name):
         trainer.train()
 
 
-def test_another_word_than_auto_is_refused():
-    with pytest.raises(TypeError, match="`token_budget` must be an integer, but is 'most'"):
-        ODBConfig(token_budget="most")
+@pytest.mark.parametrize("word", ["most", "Auto"])
+def test_another_word_than_auto_is_refused(word):
+    message = f"`token_budget` must be .*\"auto\".* is '{word}' instead. Or give a number of tokens"
+    with pytest.raises(ValueError, match=message):
+        ODBConfig(token_budget=word)
 
 
 def test_an_optimizer_that_steps_within_backward_is_refused(tmp_path):

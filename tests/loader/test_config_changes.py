@@ -129,6 +129,53 @@ def test_several_changes_are_named_together():
         next(iter(loader))
 
 
+class TestASmallerBudget:
+    def resumed(self, before, after, **options):
+        loader = Loader(after)
+        loader.load_state_dict(saved(before), **options)
+        return next(iter(loader))
+
+    def message(self, tokens, **options):
+        with pytest.raises(StateError, match="`budget.tokens` was 256 when saved") as caught:
+            self.resumed(bucketed(), bucketed(tokens=tokens), **options)
+        return str(caught.value)
+
+    def test_its_own_argument_is_named(self):
+        remedy = "To go on with a smaller budget, load with `change_budget=True`"
+        assert remedy in self.message(200)
+        assert "change_budget" not in self.message(300)
+        assert self.resumed(bucketed(), bucketed(tokens=200), change_budget=True)
+
+    def test_that_argument_allows_no_larger_one(self):
+        message = self.message(300, change_budget=True)
+        assert "With `change_budget=True` the limits of a budget may only become smaller" in message
+
+    def test_with_shapes_it_is_refused_before_the_first_batch(self):
+        before, after = bucketed(shapes=4), bucketed(shapes=4, tokens=200)
+        with pytest.raises(StateError, match="With `shapes` a budget cannot become smaller"):
+            self.resumed(before, after, change_budget=True)
+
+    @pytest.mark.parametrize("value", ["yes", 1, None])
+    def test_the_argument_is_a_bool(self, value):
+        loader = Loader(bucketed())
+        with pytest.raises(TypeError, match="`change_budget` must be True or False, but is"):
+            loader.load_state_dict(saved(bucketed()), change_budget=value)
+
+    def test_it_is_no_change_beside_those_of_other_nodes(self):
+        options = {"window": 24, "seed": 0}
+        run = ODBDataLoader(Dataset(), **options, token_budget=256)
+        next(iter(run))
+        for change_budget in (False, True):
+            loader = ODBDataLoader(
+                Dataset(), token_budget=200, window=30, seed=1, accumulate=1 + change_budget
+            )
+            loader.load_state_dict(run.state_dict(), change_budget=change_budget)
+            with pytest.raises(StateError, match="`seed` was 0") as caught:
+                next(iter(loader))
+            assert ("budget.tokens" in str(caught.value)) is not change_budget
+            assert ("`change_budget=True`" in str(caught.value)) is not change_budget
+
+
 def test_changes_of_several_nodes_are_named_together():
     def make(**changed):
         options = {"token_budget": TokenBudget(256), "window": 24, "accumulate": 1, "seed": 0}

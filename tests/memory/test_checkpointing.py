@@ -51,8 +51,9 @@ def test_it_can_be_disabled_and_enabled_again():
     model = small_lm()
     expected, plain_bytes = loss_and_gradients(model)
     checkpointing = enable_checkpointing(model)
-    again = enable_checkpointing(model)  # finds all done
-    again.disable()
+    for blocks in (None, model.blocks[:1]):
+        with pytest.raises(ValueError, match="`SmallLM` is checkpointed already"):
+            enable_checkpointing(model, blocks=blocks)
     assert loss_and_gradients(model)[1] < plain_bytes
     checkpointing.disable()
     checkpointing.disable()
@@ -147,6 +148,12 @@ def test_a_block_that_changes_a_buffer_is_an_error(in_place):
         (nn.Sequential(nn.Linear(2, 2), nn.GELU()), {}, "its blocks are not known"),
         (None, {}, "`model` must be a `Module`"),
         (nn.Linear(2, 2), {"blocks": [nn.Linear(2, 2)]}, "`blocks` must be modules of `model`"),
+        (nn.Linear(2, 2), {"blocks": []}, "`blocks` must have one module or more, but is empty"),
+        (
+            nn.Linear(2, 2),
+            {"blocks": nn.Linear(2, 2)},
+            "`blocks` must be .* Pass a list of modules",
+        ),
     ],
 )
 def test_what_cannot_be_is_an_error(model, options, message):
@@ -177,8 +184,9 @@ def test_a_models_own_method_is_preferred(kind):
 def test_what_was_enabled_before_stays_so(kind):
     model = Library(kind)
     setattr(model, f"is_{kind}", True)
-    enable_checkpointing(model).disable()
-    assert "disabled" not in model.calls
+    with pytest.raises(ValueError, match="`Library` is checkpointed already"):
+        enable_checkpointing(model)
+    assert not model.calls
 
 
 def test_a_model_that_does_not_support_its_own_method_is_an_error():

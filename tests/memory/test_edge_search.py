@@ -142,3 +142,10 @@ def test_one_row_alone_that_fits_is_the_budget():
     device = Device(limit_bytes=2 * 10**9, square=0.0)
     budget, _ = search(device, [20_000])
     assert budget.tokens // budget.row_cost(20_000) == 1
+
+
+def test_rows_have_a_bound_where_memory_hardly_grows():
+    device = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0)
+    _, edges = search(device, [64, 256])
+    assert all(edge.fails is None and edge.fits > 10**6 for edge in edges)
+    assert max(trial.rows * trial.width for trial in device.done) < 2**31

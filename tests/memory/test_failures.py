@@ -26,9 +26,31 @@ def test_memory_ran_out(error):
     assert is_out_of_memory(error)
 
 
+def raised_from(error, cause):
+    """An error that was raised `from` another one."""
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_error_that_was_raised_from_a_lack_of_memory_is_one(kind):
+    error = raised_from(kind("layer 3 failed"), torch.OutOfMemoryError())
+    assert is_out_of_memory(error)
+    assert is_out_of_memory(raised_from(KeyError(), error))
+    error.__cause__.__cause__ = error  # a circle
+    assert is_out_of_memory(error)
+
+
+def test_an_error_while_a_lack_of_memory_is_handled_is_none():
+    error = RuntimeError("no checkpoint to go back to")
+    error.__context__ = torch.OutOfMemoryError()
+    assert not is_out_of_memory(error)
+
+
 @pytest.mark.parametrize(
     "error",
     [
+        raised_from(RuntimeError("no memory"), KeyError("a cause")),
         RuntimeError("CUDA error: device-side assert triggered"),
         ValueError("out of memory"),
         KeyboardInterrupt(),

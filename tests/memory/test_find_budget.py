@@ -9,7 +9,13 @@ import pytest
 import torch
 from small_lm import SmallLM, assert_same, make_batch, make_training, snapshot
 
-from odb_nodes.memory import MemoryModel, ShapeTooLargeError, find_budget, free_memory
+from odb_nodes.memory import (
+    MemoryModel,
+    ShapeTooLargeError,
+    enable_checkpointing,
+    find_budget,
+    free_memory,
+)
 from odb_nodes.testing import SavedTensorMeter
 
 MIB = 2**20
@@ -349,6 +355,18 @@ class TestCheckpointing:
         assert found.slower.budget.tokens > 1.5 * found.budget.tokens
         assert found.slower.tokens_per_s < found.tokens_per_s
 
+    def test_a_model_that_is_checkpointed_already_cannot_be_compared_with_itself(self):
+        training = make_training()
+        enable_checkpointing(training.model)
+        with pytest.raises(ValueError, match="`SmallLM` is checkpointed already"):
+            find_budget(
+                lambda batch: pytest.fail("no step"),
+                make_batch,
+                meter=SavedTensorMeter(MIB),
+                widths=[3],
+                checkpointing=training.model,
+            )
+
     def test_a_model_that_cannot_be_checkpointed_is_an_error_before_a_step(self):
         model = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="its blocks are not known"):
@@ -397,15 +415,64 @@ class TestErrors:
         with pytest.raises(TypeError, match=f"`{name}` must be a function"):
             find_budget(**arguments, meter=SavedTensorMeter(MIB), widths=[3])
 
-    def test_steps_that_take_nothing_are_named(self):
-        with pytest.raises(ValueError, match="do not show how memory grows|in 1"):
+    @pytest.mark.parametrize("seen_bytes", [0, 700])
+    def test_a_meter_that_sees_nothing_is_named_before_batches_are_large(self, seen_bytes):
+        class ElsewhereMeter(SavedTensorMeter):
+            def peak_bytes(self):
+                return seen_bytes
+
+        training, rows = make_training(), []
+
+        def batches(count, width):
+            rows.append(count)
+            return make_batch(count, width)
+
+        with pytest.raises(ValueError, match="`meter` sees nothing of `train_step`: 3 steps"):
             find_budget(
-                lambda batch: None,
-                make_batch,
+                training.train_step, batches, meter=ElsewhereMeter(900 * MIB), widths=WIDTHS
+            )
+        assert max(rows) <= 8
+
+    def test_a_step_that_does_not_use_its_batch_is_named(self):
+        weight = torch.ones(8, requires_grad=True)
+        with pytest.raises(ValueError, match="does not see how memory grows with the batch"):
+            find_budget(
+                lambda batch: weight.square().sum().backward(),
+                lambda rows, width: None,
                 meter=SavedTensorMeter(MIB),
                 widths=[3],
-                max_trials=5,
             )
+
+
+class TestAStepWithoutABackwardPass:
+    def find(self, training, train_step):
+        find_budget(train_step, make_batch, meter=SavedTensorMeter(2 * MIB), widths=WIDTHS)
+
+    def test_it_is_warned_of(self):
+        training = make_training()
+        kept = []
+
+        def train_step(batch):
+            kept[:] = [training.model(*batch)]
+
+        with pytest.warns(UserWarning, match="has computed no gradient of the 31 weights"):
+            self.find(training, train_step)
+
+    def test_gradients_that_are_dropped_or_taken_otherwise_are_seen(self, recwarn):
+        training = make_training()
+
+        def train_step(batch):
+            training.model(*batch).backward()
+            training.optimizer.zero_grad()
+
+        self.find(training, train_step)
+        weights = list(training.model.parameters())
+        self.find(
+            training,
+            lambda batch: torch.autograd.grad(training.model(*batch), weights, allow_unused=True),
+        )
+        assert not recwarn.list
+        assert not any(weight._backward_hooks for weight in weights)
 
 
 def test_a_model_in_the_globals_of_its_module_is_found():

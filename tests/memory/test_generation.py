@@ -81,6 +81,12 @@ def test_what_cannot_be_halved_is_an_error(model, most_rows):
         generate_in_parts(model, {**batch_of(), "pixel_values": torch.ones(7, 3)})
     with pytest.raises(TypeError, match="Leave out `return_dict_in_generate`"):
         generate_in_parts(model, batch_of(), return_dict_in_generate=True, **OPTIONS)
+    with pytest.raises(TypeError, match="`batch` must be a `Mapping`, but is a `Tensor` instead"):
+        generate_in_parts(model, batch_of()["input_ids"])
+    with pytest.raises(TypeError, match="`model` must have a `generate`, but is a `Linear`"):
+        generate_in_parts(torch.nn.Linear(2, 2), batch_of())
+    with pytest.raises(ValueError, match="`input_ids` must have one row or more, but is empty"):
+        generate_in_parts(model, {"input_ids": torch.ones(0, 3, dtype=torch.int64)})
     most_rows(0)
     with pytest.raises(torch.OutOfMemoryError):
         generate_in_parts(model, batch_of(), **OPTIONS)
@@ -123,12 +129,23 @@ def test_a_budget_bounds_samples_and_patches_of_a_batch():
     assert sorted(len(indices) for _, indices in even) == [1, 2, 6]
 
 
+@pytest.mark.parametrize("dataset", [{1, 2}, (n for n in range(3)), {"train": [1]}, 5])
+def test_what_has_no_indices_is_an_error(dataset):
+    with pytest.raises(TypeError, match="`dataset` must be a sequence, .* Pass a list"):
+        LongestFirst(dataset, 96)
+
+
+def test_nothing_to_generate_for_is_an_error():
+    with pytest.raises(ValueError, match="`dataset` must have one item or more, but is empty"):
+        LongestFirst([], 96)
+
+
 def test_samples_that_cannot_be_used_are_errors():
-    with pytest.raises(SampleError, match=r"item 1 is skipped: \(empty\)"):
+    with pytest.raises(SampleError, match=r"item 1 is skipped \(empty\)\.$"):
         LongestFirst(
             [1, 2], 96, process_fn=lambda n: {"input_ids": [1]} if n < 2 else Skipped("empty")
         )
     with pytest.raises(ValueError, match="`new_tokens` must be"):
-        LongestFirst([], 96, new_tokens=-1)
+        LongestFirst([[1]], 96, new_tokens=-1)
     with pytest.raises(ValueError, match="padded"):
         LongestFirst([], TokenBudget(96, layout="packed"))

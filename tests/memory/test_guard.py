@@ -1,5 +1,6 @@
 """A guarded step has the gradients of the whole, whatever has run out of memory in it."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from gradients import LanguageModel, OneProcess, gradient_of, relative_error, samples_of
 from memory_faults import PLACES, FailingModel, above, at_call, loss_of, never
 from torch import nn
+from torch.utils.data import DataLoader
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -204,8 +206,30 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
 
 
 def test_the_models_own_error_is_raised_where_that_is_asked_for():
-    with pytest.raises(torch.OutOfMemoryError):
-        epoch(loader_of(), FailingModel(above(40)), on_oom="raise")
+    guard = OomGuard(loader_of(), on_oom="raise")
+    model = FailingModel(above(40))
+    for ooms in (1, 2):
+        with pytest.raises(torch.OutOfMemoryError):
+            for step in guard:
+                step.backward(model, loss_of(model))
+                model.zero_grad()
+        assert (guard.ooms, guard.split_steps) == (ooms, 0)
+        model.zero_grad()
+
+
+def test_where_the_error_is_raised_another_error_is_no_lack_of_memory():
+    guard, model = OomGuard(loader_of(), on_oom="raise"), LanguageModel()
+    with pytest.raises(KeyError):
+        next(iter(guard)).backward(model, lambda batch: {}["loss"])
+    assert guard.ooms == 0
+
+
+def test_it_says_how_it_was_made():
+    guard = OomGuard(loader_of(), shrink=0.9, memory=MemoryModel(), meter=SavedTensorMeter(5))
+    shown = (
+        "'split', guard_above=0.8, limit=None, shrink=0.9, meter=<.*Meter.*>, memory=MemoryModel"
+    )
+    assert re.match(rf"OomGuard\(ODBDataLoader\(list, .*\), on_oom={shown}", repr(guard))
 
 
 def test_another_error_is_raised_as_it_is():
@@ -284,6 +308,20 @@ def test_what_is_not_for_a_guard_is_refused():
         OomGuard(Loader(GroupCollator(RankAligner(source, cost_fn=len))))
     with pytest.raises(TypeError, match="its graph has 0"):
         OomGuard(Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16)))
+
+
+@pytest.mark.parametrize("other", [None, [1], DataLoader([1]), iter([])])
+def test_what_is_no_loader_is_refused(other):
+    with pytest.raises(TypeError, match="`loader` must be an `ODBDataLoader` or a `Loader`, but"):
+        OomGuard(other)
+
+
+def test_of_what_holds_a_loader_the_loader_is_asked_for():
+    class Holder:
+        loader = loader_of()
+
+    with pytest.raises(TypeError, match="Pass the `.loader` of this `Holder`"):
+        OomGuard(Holder())
 
 
 def test_what_is_not_for_a_step_is_refused():

@@ -142,6 +142,10 @@ class TestBudget:
         assert budget.max_patches < model.budget(20 * GIB, patch_share=0.9).max_patches
         assert model.budget(20 * GIB, patch_share=0.0).max_patches is None
 
+    def test_patches_that_take_no_memory_get_no_share_of_it(self):
+        model = model_of([(n, w, n, synthetic(n, w)) for n, w in EIGHT_SHAPES])
+        assert model.budget(20 * GIB, patch_share=0.5) == model.budget(20 * GIB)
+
     def test_further_fields_are_those_of_a_token_budget(self):
         budget = synthetic_model().budget(20 * GIB, pad_to_multiple_of=8, max_samples=64)
         assert (budget.pad_to_multiple_of, budget.max_samples) == (8, 64)
@@ -155,7 +159,10 @@ class TestBudget:
             (GIB, {"threshold": "1"}, "`threshold` must be"),
             (GIB, {"margin": -0.1}, "`margin` must be finite and at least 0.0, but is -0.1"),
             (GIB, {"patch_share": 1.0}, "`patch_share` must be at least 0 and below 1"),
-            (GIB, {"max_rows": 1}, "unexpected keyword argument 'max_rows'"),
+            (GIB, {"patch_share": 0.5}, "`patch_share` must be 0 or None where no point has"),
+            (GIB, {"max_rows": 1}, "`max_rows` is neither an argument of `budget` nor of `Token"),
+            (GIB, {"tokens": 5}, "`tokens` is what the model finds"),
+            (GIB, {"attention_tokens": 5}, "`attention_tokens` is what the model finds"),
         ],
     )
     def test_what_cannot_be_is_an_error(self, limit_bytes, options, message):
@@ -297,6 +304,10 @@ class TestJson:
     def test_no_model_at_all_is_refused(self, text):
         with pytest.raises(StateError, match="no memory model"):
             MemoryModel.from_json(text)
+
+    def test_it_says_what_it_is_instead(self):
+        with pytest.raises(StateError, match=r"it must be a JSON object, but is \[\] instead"):
+            MemoryModel.from_json("[]")
 
 
 def test_one_point_is_too_few():

@@ -3,7 +3,7 @@
 import pytest
 from small_lm import assert_same, make_batch, make_training, snapshot
 
-from odb_nodes import TokenBudget
+from odb_nodes import ODBDataLoader, TokenBudget
 from odb_nodes.memory import ShapeTooLargeError, preflight
 from odb_nodes.testing import SavedTensorMeter
 
@@ -26,12 +26,20 @@ def shapes_tried(budget, **options):
         (TokenBudget(100), [8, 64], [(1, 64), (2, 50), (12, 8)]),
         (TokenBudget(100), [64, 8, 20], [(1, 64), (2, 50), (12, 8)]),
         (TokenBudget(100), [30], [(3, 30)]),
-        (TokenBudget(100), [8, 500], [(1, 100), (12, 8)]),  # longer samples are oversize
+        (TokenBudget(100), [8, 500], [(1, 500), (1, 100), (12, 8)]),  # oversize, so alone
+        (TokenBudget(100, oversize="drop"), [8, 500], [(1, 100), (12, 8)]),
+        (TokenBudget(100, oversize="error"), [500], [(1, 100)]),
+        (TokenBudget(100), [500], [(1, 500), (1, 100)]),
+        (TokenBudget(100, pad_to_multiple_of=8), [9, 101], [(1, 104), (6, 16)]),
+        (TokenBudget(100, row_sizes="friendly"), [9, 100], [(1, 100), (2, 50), (8, 9)]),
+        (TokenBudget(100, row_sizes="even"), [9, 100], [(1, 100), (10, 9)]),
         (TokenBudget(100, max_samples=6), [4, 80], [(1, 80), (2, 50), (6, 4)]),
         (TokenBudget(100, pad_to_multiple_of=16), [3, 64], [(1, 64), (6, 16)]),
-        (TokenBudget(100, attention_tokens=50), [10, 60], [(1, 50), (8, 10)]),
+        (TokenBudget(100, attention_tokens=50), [10, 60], [(1, 60), (1, 50), (8, 10)]),
         (TokenBudget(256, shapes=3), None, [(1, 256), (23, 11), (256, 1)]),
+        (TokenBudget(256, shapes=3), [9, 300], [(1, 300), (23, 11)]),
         (TokenBudget(100, layout="packed"), None, [(1, 100)]),
+        (TokenBudget(100, layout="packed"), [8, 130], [(1, 130), (1, 100)]),
     ],
 )
 def test_it_tries_the_widest_the_fullest_and_the_most_numerous_batch(budget, widths, expected):
@@ -40,6 +48,33 @@ def test_it_tries_the_widest_the_fullest_and_the_most_numerous_batch(budget, wid
     costs = {budget.batch_cost(shape, []) for shape in tried}
     assert max(costs) == max(budget.batch_cost(shape, []) for shape in expected)
     assert len(tried) <= 3
+
+
+def test_the_loader_makes_no_batch_that_is_larger_than_the_tried_ones():
+    budget = TokenBudget(100, row_sizes="friendly")
+    lengths = [8, *[11] * 40, 170]
+    tried = shapes_tried(budget, widths=[min(lengths), max(lengths)])
+    samples = [{"input_ids": [1] * length} for length in lengths]
+    made = [batch["input_ids"].shape for batch in ODBDataLoader(samples, token_budget=budget)]
+    assert max(width for _, width in made) == max(width for _, width in tried) == 170
+    assert max(rows for rows, _ in made) <= max(rows for rows, _ in tried)
+
+
+def test_a_meter_that_sees_nothing_of_the_steps_is_an_error():
+    training = make_training()
+
+    class ElsewhereMeter(SavedTensorMeter):
+        def peak_bytes(self):
+            return 5
+
+    with pytest.raises(ValueError, match="`meter` sees nothing of `train_step`: 2 steps"):
+        preflight(
+            training.train_step,
+            make_batch,
+            TokenBudget(100),
+            meter=ElsewhereMeter(MIB),
+            widths=[100],
+        )
 
 
 def test_every_peak_is_that_of_a_step_in_the_middle_of_a_run():

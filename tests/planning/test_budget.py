@@ -180,3 +180,10 @@ def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
         shape = budget.shape([length])
         assert shape in ladder and shape[1] == budget.width(length) >= length
         assert budget.shape([length] * shape[0]) == shape
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("method", ["cost", "shape", "padded_tokens"])
+def test_a_group_of_no_samples_is_an_error(layout, method):
+    with pytest.raises(ValueError, match="`tokens` must have the length of one sample or more"):
+        getattr(TokenBudget(10, layout=layout), method)([])

@@ -20,6 +20,7 @@ CHANGED = changed_arguments_remedy(
     "the others are those of the `ODBConfig`",
     load="from_pretrained",
     leave_out="resume_from_checkpoint",
+    smaller="`change_budget` is a field of the `ODBConfig`",
 )
 
 
@@ -100,18 +101,21 @@ class TrainBatches:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self.samples, self.steps, self._it = epoch, 0, 0, None
 
-    def go_to(self, epoch: int, samples: int, loader: dict[str, Any]) -> None:
+    def go_to(
+        self, epoch: int, samples: int, loader: dict[str, Any], *, change_budget: bool
+    ) -> None:
         """Make the next `iter()` continue from a position.
 
         Args:
             epoch: number of epochs that have ended.
             samples: samples of all ranks that are done in the present epoch.
             loader: state of the loader.
+            change_budget: whether the budget may be smaller than in the state.
 
         Raises:
             StateError: see `ODBDataLoader.load_state_dict`.
         """
-        self.loader.load_state_dict(loader)
+        self.loader.load_state_dict(loader, change_budget=change_budget)
         self._begin_epoch(epoch)
         self.samples = samples
 

@@ -62,6 +62,8 @@ class ODBConfig(BatchOptions):
             the step to be computed so that `on_oom` can take it back.
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from then on. `None`: the budget stays. For `on_oom` alone.
+        change_budget: whether a run may resume with a smaller `token_budget` than its checkpoint
+            was saved with; see `Loader.load_state_dict`.
         memory_share: share of the memory that this process could have of its GPU, above 0 and at
             most 1, that steps may take: the limit that `"auto"` goes by, and that peaks are
             compared with. See `odb_nodes.memory.CudaMeter`.
@@ -87,6 +89,7 @@ class ODBConfig(BatchOptions):
     on_oom: Literal["split", "skip"] | None = None
     guard_above: float = GUARD_ABOVE
     shrink: float | None = None
+    change_budget: bool = False
     memory_share: float = 0.9
     memory_meter: MemoryMeter | None = None
     empty_cache: Literal["epoch", "evaluate"] | None = None
@@ -118,6 +121,7 @@ class ODBConfig(BatchOptions):
             check_shrink(self.shrink)
             if self.on_oom is None:
                 raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
+        check_bool("change_budget", self.change_budget)
         check_share("memory_share", self.memory_share)
         if self.memory_meter is not None:
             check_meter(self.memory_meter, "memory_meter")
@@ -125,10 +129,13 @@ class ODBConfig(BatchOptions):
             check_choice("empty_cache", self.empty_cache, ("epoch", "evaluate"))
 
     def _check_budget(self) -> None:
-        if not self.finds_budget:
+        if isinstance(self.token_budget, str):
+            remedy = "Or give a number of tokens, or a `TokenBudget`."
+            check_choice("token_budget", self.token_budget, (AUTO,), remedy)
+        else:
             super()._check_budget()
 
     @property
     def finds_budget(self) -> bool:
         """Whether the budget is found by trying."""
-        return isinstance(self.token_budget, str) and self.token_budget == AUTO
+        return self.token_budget == AUTO

@@ -50,7 +50,8 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
     elif steps_per_epoch is None:
         steps_per_epoch = _steps_per_epoch(trainer)
     if state is not None:
-        batches.go_to(state.epoch, state.samples, state.loader)
+        change = trainer.odb.change_budget
+        batches.go_to(state.epoch, state.samples, state.loader, change_budget=change)
     if trainer.odb.schedule == "samples" and batches.samples_per_epoch is None:
         raise ValueError(
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '

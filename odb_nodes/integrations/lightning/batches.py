@@ -16,6 +16,7 @@ CHANGED = changed_arguments_remedy(
     "or of your `ODBDataLoader`",
     load="load_from_checkpoint",
     leave_out="ckpt_path",
+    smaller="no `change_budget`",
 )
 
 

@@ -300,11 +300,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self.uneven == "join" and at.last:
             self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
-        agreed, at.splits = at.next_limits, plan.splits[self.peers.rank]
-        if not at.drained:  # Else `source` stands in the last round that had groups.
-            at.limits = agreed
-        at.next_limits = self.round_budget.wished(reports, agreed)
-        at.peers_go_on = not plan.last
+        self.round_budget.settle(at, reports)
+        at.peers_go_on, at.splits = not plan.last, plan.splits[self.peers.rank]
         at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
         if self.uneven == "stop" and plan.last:

@@ -42,15 +42,22 @@ class RoundBudget:
             for node in walk(self._source):
                 call_member(node, "tighten", Limits(*limits))
 
-    def wished(
-        self, reports: Sequence[CostReport], before: LimitsState | None
-    ) -> LimitsState | None:
-        """Return the limits of the next round: those of before, or those that ranks ask for.
+    def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
+        """Note the limits of a round that begins, and agree on those of the next one.
 
         Args:
-            reports: those of all ranks.
-            before: what had been agreed on.
+            at: where this rank stands.
+            reports: those of all ranks for the round.
         """
+        agreed = at.next_limits
+        if not at.drained:  # Else `source` stands in the last round that had groups.
+            at.limits = agreed
+        at.next_limits = self._wished(reports, agreed)
+
+    def _wished(
+        self, reports: Sequence[CostReport], before: LimitsState | None
+    ) -> LimitsState | None:
+        """Return what had been agreed on before, or what ranks ask for."""
         wishes = [report.wish for report in reports if report.wish]
         if not wishes or (found := self._limits()) is None:
             return before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +57,27 @@ def read_table(options: DataOptions) -> LengthTable:
         ImportError: they need a package that is not installed.
     """
     if (options.data is None) == (options.lengths is None):
-        raise ValueError("pass the data (a file, a folder or module:function), or --lengths FILE.")
+        both = " They were both given." if options.data is not None else ""
+        raise ValueError(
+            f"pass either the data (a file, a folder or module:function), or --lengths FILE.{both}"
+        )
     if options.lengths is not None:
+        without = DataOptions(data=None, lengths=options.lengths, seed=options.seed)
+        if options != without:
+            raise ValueError(
+                "--lengths has the lengths already: leave out --tokenizer, --field, --samples, "
+                "--workers and --save-lengths."
+            )
         return LengthTable.load(_existing(options.lengths))
     assert options.data is not None
     dataset = _dataset_of(options.data)
     workers = WorkerOptions(num_workers=options.workers)
     if isinstance(dataset, ODBDataLoader):
+        print(
+            "the data of the loader is taken, but none of its options: pass --budget, --window, "
+            "--weight and others as it has them.",
+            file=sys.stderr,
+        )
         table = table_of_loader(dataset, options.samples, workers)
     else:
         tokenize = None if options.tokenizer is None else _tokenize_by(options.tokenizer)
@@ -113,6 +128,10 @@ def _tokenize_by(name: str) -> Any:
     if Path(name).is_file():
         tokenizer = import_extra("tokenizers", "hf").Tokenizer.from_file(name)
         return lambda text: tokenizer.encode(text).ids
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        raise FileNotFoundError(
+            f"there is no tokenizer `{name}`: pass a file or folder that exists."
+        )
     transformers = import_extra("transformers", "hf")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(name)

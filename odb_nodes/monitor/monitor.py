@@ -82,6 +82,8 @@ class Monitor:
         check_type("folder", folder, str | os.PathLike)
         check_seconds("timeout_s", timeout_s)
         self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
         self._every = check_count("every", every)
         self._has_bar = check_bool("progress", progress)
         self._process_group = process_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from statistics import median
@@ -14,6 +15,7 @@ from odb_nodes.monitor.window import Share, Totals
 
 _WAIT_SHARE = 0.25  # of the time; above, the device starves
 _MORE_WAIT = 0.2  # of the time, than the other ranks
+_LEAST_S = 5.0  # of waiting for data, before it is worth a word
 _LATE_SHARE = 0.1  # of the time, by which a rank is late
 _RECORDS = 2  # in a row, before it is no accident
 _END_OF_EPOCH = 0.95  # share of the samples; afterwards all sources run dry
@@ -25,6 +27,7 @@ class Notices:
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
         self._said: set[str] = set()
+        self._waited_s = 0.0  # for data, in all records
 
     def look(self, shares: Sequence[Share], totals: Totals, watched: Watched | None) -> None:
         """Warn of what holds the run up.
@@ -34,6 +37,14 @@ class Notices:
             totals: the same together.
             watched: the loader of this rank, if it is known.
         """
+        self._waited_s += totals.sums["data_wait_s"]
+        loss = totals.totals.get("loss", 0.0)
+        self._note(
+            "loss",
+            not math.isfinite(loss),
+            f"the loss is {loss} in a record: it is not finite in one of its steps or more.",
+            records=1,
+        )
         self._look_at_waits(shares, totals)
         self._look_at_lateness(shares)
         if watched is not None:
@@ -45,7 +56,7 @@ class Notices:
         rank, others = _highest(parts)
         self._note(
             f"rank {rank} waits for data",
-            parts[rank] > others + _MORE_WAIT,
+            parts[rank] > others + _MORE_WAIT and self._waited_s > _LEAST_S,
             f"rank {rank} waits for batches {parts[rank]:.0%} of its time, the other ranks "
             f"{others:.0%}, and all wait for it in each step. Look at what its host reads from, "
             "and at what else runs there.",
@@ -53,7 +64,7 @@ class Notices:
         waited = totals.sums["data_wait_s"] / max(totals.sums["rank_seconds"], 1e-6)
         self._note(
             "data",
-            waited > _WAIT_SHARE,
+            waited > _WAIT_SHARE and self._waited_s > _LEAST_S,
             f"{waited:.0%} of the time goes into waiting for batches: samples are processed more "
             "slowly than they are trained on. Give the loader more workers (`num_workers`, "
             "`WorkerOptions`), or do less per sample in `process_fn`.",
@@ -81,10 +92,10 @@ class Notices:
                 '`Mixing(weights="proportional")`, or `stop="cycle"`, which begins it again.',
             )
 
-    def _note(self, kind: str, is_seen: bool, message: str) -> None:
+    def _note(self, kind: str, is_seen: bool, message: str, *, records: int = _RECORDS) -> None:
         """Warn once of what was seen in so many records in a row."""
         self._seen[kind] = self._seen.get(kind, 0) + 1 if is_seen else 0
-        if self._seen[kind] >= _RECORDS and kind not in self._said:
+        if self._seen[kind] >= records and kind not in self._said:
             self._said.add(kind)
             warnings.warn(message, stacklevel=6)
 

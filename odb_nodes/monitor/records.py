@@ -125,12 +125,19 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
         raise FileNotFoundError(f"`{folder}` has no `{FILE}`: no `Monitor` has written into it.")
     attempts: list[Record] = []
     found: dict[str, list[Record]] = {STEPS: [], EPOCH: []}
+    damaged, is_cut = 0, False  # a kill cuts the last line of an attempt
     for line in (folder / FILE).read_bytes().splitlines():
+        if not line:
+            continue
         try:
             record = json.loads(line)
             kind = record["kind"]
+            if kind in found and not {*GROUPS, "step"} <= record.keys():
+                raise KeyError(kind)
         except (ValueError, TypeError, KeyError):
+            damaged, is_cut = damaged + is_cut, True
             continue
+        damaged, is_cut = damaged + (is_cut and kind != ATTEMPT), False
         if kind == ATTEMPT:
             if record["version"] > VERSION:
                 raise ValueError(
@@ -142,4 +149,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
                 found[name] = [one for one in records if one["step"] <= record["step"]]
         elif kind in found:
             found[kind].append(record)
+    if damaged:
+        warnings.warn(
+            f"{damaged} lines of `{folder / FILE}` are damaged, and left out.", stacklevel=2
+        )
     return RunRecords(folder=folder, attempts=attempts, steps=found[STEPS], epochs=found[EPOCH])

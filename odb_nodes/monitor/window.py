@@ -103,7 +103,11 @@ class Window:
     def add_value(self, name: str, value: Number, weight: float = 1.0) -> None:
         """Add a value to a mean; one without weight, which may be NaN, is left out."""
         if weight:
-            value = value.detach() if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    shape = tuple(value.shape)
+                    raise ValueError(f"`{name}` must be one number, but has the shape {shape}.")
+                value = value.detach()
             self._values.append((name, value, weight))
 
     def add_rows(self, losses: RowLosses, info: StepInfo) -> None:

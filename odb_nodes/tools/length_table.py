@@ -193,8 +193,10 @@ class LengthTable:
             table = cls(**columns, **about)
             table.check()
         except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            # numpy's advice to allow pickles is none for a file that is no table.
+            reason = "" if "pickle" in str(error) else f" ({error})"
             raise StateError(
-                f"`{path}` is no table of lengths of version {VERSION} ({error}). Make it by "
+                f"`{path}` is no table of lengths of version {VERSION}{reason}. Make it by "
                 "`observe_lengths(...).save(path)`, or `odb-nodes profile --save-lengths`."
             ) from error
         return table

@@ -85,6 +85,8 @@ def lognormal_lengths(
         longest_tokens: upper bound, to which longer lengths are clipped.
         seed: seed of numpy's generator.
     """
+    if not 0 <= cv < math.inf:
+        raise ValueError(f"`cv` must be a number of at least 0, but is {cv!r}.")
     sigma = math.sqrt(math.log(1 + cv**2))
     mu = math.log(mean_tokens) - sigma**2 / 2
     tokens = np.random.default_rng(seed).lognormal(mu, sigma, samples)

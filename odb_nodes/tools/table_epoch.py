@@ -56,6 +56,11 @@ class TableEpoch:
         The table is this one, or one that is drawn from it.
         """
         table, samples = self.table, len(self.table)
+        if job.world_size > table.num_samples:
+            raise ValueError(
+                f"`world_size` must be at most the {table.num_samples} samples of the data, but is "
+                f"{job.world_size}."
+            )
         if not table.is_whole:
             least = self.least_windows * job.window * job.world_size
             samples = min(table.num_samples, max(self.most_drawn, least))
@@ -75,7 +80,7 @@ class TableEpoch:
         """Return the report of the steps, with the counts of the whole dataset.
 
         Raises:
-            ValueError: there is no step.
+            ValueError: there is no step, or there are more ranks than samples.
         """
         report = SimulationReport.of(self.steps(job), TokenBudget.of(job.budget))
         factor = self.table.num_samples / len(self.order(job)[0])
@@ -126,7 +131,7 @@ def _shards(
 
 
 class _InOrder:
-    """An iterable that is no sequence.
+    """An iterable that knows its length, but is no sequence.
 
     Args:
         rows: what it yields.
@@ -137,6 +142,9 @@ class _InOrder:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def _rows_read(node: Any, rows: dict[str, list[int]]) -> IntArray:

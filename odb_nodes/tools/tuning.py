@@ -111,7 +111,8 @@ class Simulator:
         times = self.step_time.seconds(padded, squares)
         dearest_s = times.max(axis=1).sum()
         factor = self.epoch.table.num_samples / len(self.epoch.order(job)[0])
-        replayed = choice.window + _most_of_a_round(samples, job)
+        of_rank = -(-self.epoch.table.num_samples // job.world_size)
+        replayed = min(choice.window + _most_of_a_round(samples, job), of_rank)
         batch = LoaderOptions.prefetch * samples.max(axis=0).mean()
         return Outcome(
             choice=choice,
@@ -119,7 +120,7 @@ class Simulator:
             steps=round(len(steps) * factor),
             padding_share=float(1 - real.sum() / padded.sum()),
             balance=float(times.mean(axis=1).sum() / dearest_s),
-            held_samples=replayed + choice.window + round(float(batch)),
+            held_samples=min(replayed + choice.window + round(float(batch)), of_rank),
             replayed_samples=replayed,
             samples_per_step=float(samples.sum() / -(-len(steps) // choice.accumulate)),
         )

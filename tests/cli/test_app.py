@@ -45,7 +45,10 @@ def files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["simulate"], "pass the data"),
+        (["simulate"], "pass either the data"),
+        (["simulate", "text.jsonl", "--lengths", "odd.npz"], "They were both given"),
+        (["simulate", "--lengths", "odd.npz", "--field", "x"], "leave out --tokenizer"),
+        (["simulate", "text.jsonl", "--tokenizer", "nope.json"], "there is no tokenizer"),
         (["simulate", "nowhere.jsonl"], "there is no `nowhere.jsonl`"),
         (["simulate", "empty.jsonl"], "empty"),
         (["simulate", "text.jsonl"], "pass --tokenizer"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ from monitors import DATA, loader_of, loss_of, records_of, train
 
 from odb_nodes import ODBDataLoader, PeerError, StateError, pop_step_info
 from odb_nodes.alignment.exchange.in_process import InProcessHub
-from odb_nodes.monitor import Monitor, read_run
+from odb_nodes.monitor import Monitor, read_run, report
 from odb_nodes.monitor.notices import Notices
 from odb_nodes.monitor.window import Share, Totals
 
@@ -387,6 +388,37 @@ def test_a_loader_that_starves_the_device_is_warned_of_once(tmp_path):
     assert sum("goes into waiting for batches" in str(one.message) for one in caught) == 1
 
 
+def test_a_loss_that_is_not_finite_is_warned_of_once(tmp_path):
+    with pytest.warns(UserWarning) as caught, Monitor(tmp_path, every=1) as monitor:
+        for number, batch in enumerate(loader_of()):
+            loss = float("nan") if number in (2, 4) else 1.0
+            monitor.step(batch, pop_step_info(batch), loss=loss, wait_s=0.0)
+    assert sum("the loss is nan in a record" in str(one.message) for one in caught) == 1
+    assert re.search(r"loss that is not finite +2\n", str(report([str(tmp_path)])))
+
+
+def test_lines_that_are_damaged_are_left_out_and_told(tmp_path):
+    with Monitor(tmp_path, every=1) as monitor:
+        for batch in loader_of():
+            monitor.step(batch, pop_step_info(batch), wait_s=0.0)
+    lines = (tmp_path / "monitor.jsonl").read_text().splitlines()
+    whole = len(read_run(tmp_path).steps)
+    lines[2], lines[3] = "garbage{", '{"kind": "steps"}'
+    (tmp_path / "monitor.jsonl").write_text("\n".join([*lines, '{"kind": "st']))
+    with pytest.warns(UserWarning, match="2 lines of .* are damaged"):
+        assert len(read_run(tmp_path).steps) == whole - 2
+
+
+def test_a_loss_of_several_numbers_and_a_file_for_a_folder_are_refused(tmp_path):
+    batch = next(iter(loader_of()))
+    info = pop_step_info(batch)
+    with pytest.raises(ValueError, match=r"`loss` must be one number, but has the shape \(3,\)"):
+        Monitor(tmp_path).step(batch, info, loss=torch.zeros(3))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="must be a folder, but .* is a file"):
+        Monitor(tmp_path / "file")
+
+
 @pytest.mark.filterwarnings("error", "ignore:.*are padding")
 def test_what_is_as_it_should_be_is_not_warned_of(tmp_path):
     with Monitor(tmp_path, every=2) as monitor:
@@ -406,11 +438,11 @@ def test_a_source_that_runs_dry_is_warned_of_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("waits", "said"),
-    [((0.0, 0.6), "rank 1 waits for batches 60% of its time"), ((0.0, 0.0), None)],
+    [((0.0, 6.0), "rank 1 waits for batches 60% of its time"), ((0.0, 0.0), None)],
 )
 def test_a_rank_that_waits_more_than_the_others_is_named(waits, said):
     shares = [
-        Share(rows=[1, 8, 8, 0, int(wait_s * 1e6)], seconds=1.0, optimizer_steps=1)
+        Share(rows=[1, 8, 8, 0, int(wait_s * 1e6)], seconds=10.0, optimizer_steps=1)
         for wait_s in waits
     ]
     assert warnings_of(shares) == ([said] if said else [])

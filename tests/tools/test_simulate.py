@@ -271,3 +271,9 @@ def test_the_command_line_says_what_bounded_shapes_cost(capsys):
     )
     assert int(cells["shapes"]) <= 12
     assert 3 < float(cells["extra padding"].rstrip("%")) < 40
+
+
+@pytest.mark.parametrize("cv", [-1.0, float("nan"), float("inf")])
+def test_a_variation_is_a_number(cv):
+    with pytest.raises(ValueError, match="`cv` must be a number of at least 0"):
+        lognormal_lengths(10, cv=cv)

@@ -50,7 +50,8 @@ def test_the_records_of_a_monitor_are_a_log(tmp_path):
         sums = {"seconds": took + waited, "rank_seconds": 2 * (took + waited)}
         sums |= {"data_wait_s": 2 * waited}
         record = {"kind": "steps", "first_step": 2 * number + 1, "step": 2 * number + 2}
-        lines.append({**record, "sum": sums, "shapes": shapes})
+        groups = {"mean": {}, "sum": sums, "peak": {}, "last": {}}
+        lines.append({**record, **groups, "shapes": shapes})
     (tmp_path / "monitor.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     found = StepTime.fitted(tmp_path)
     assert terms(found) == pytest.approx(terms(TRUE), rel=1e-6)

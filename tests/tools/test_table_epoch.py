@@ -153,6 +153,23 @@ def test_streams_are_read_in_their_order(dataset, tmp_path):
     assert planned_steps(table, 2, 1500, window=40, seed=3) == expected
 
 
+def test_streams_that_know_their_length_are_mixed_by_it(tmp_path):
+    class Sized(Stream):
+        def __len__(self):
+            return len(self.items)
+
+    dataset = {"code": Sized(make_dataset(150)), "text": Sized(make_dataset(250, seed=1))}
+    options = {"window": 40, "weights": "proportional"}
+    expected = real_steps(dataset, 1, token_budget=1500, **options)
+    table = observe_lengths(dataset, process_fn=process, observe=observe)
+    assert planned_steps(table, 1, 1500, **options) == expected
+
+
+def test_there_are_not_more_ranks_than_samples():
+    with pytest.raises(ValueError, match="at most the 2 samples of the data, but is 3"):
+        TableEpoch(table=LengthTable.of([3, 4])).report(SimulationOptions(world_size=3, budget=9))
+
+
 def test_weights_need_sources():
     table = LengthTable.of([3, 4])
     for lengths in (table, [3, 4]):

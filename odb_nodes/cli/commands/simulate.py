@@ -31,7 +31,8 @@ def simulate(
     workers: cli.Workers = 0,
     save_lengths: cli.SaveLengths = None,
     cv: Annotated[
-        float | None, typer.Option(help="Lognormal lengths of this variation, in place of data.")
+        float | None,
+        typer.Option(min=0, help="Lognormal lengths of this variation, in place of data."),
     ] = None,
     ranks: cli.Ranks = [1],  # noqa: B006  typer reads it
     window: cli.Window = [SimulationOptions.window],  # noqa: B006

@@ -64,6 +64,9 @@ class RunSummary:
             "samples": sums["samples"],
             "tokens": sums["tokens"],
             "loss, last record": steps[-1]["mean"].get("loss"),
+            "records with a loss that is not finite": sum(
+                "loss" in one["mean"] and one["mean"]["loss"] is None for one in steps
+            ),
             "tokens / s": mean["real_tokens_per_s"],
             "padding share": mean["padding_share"],
             "rank balance": mean["rank_balance"],

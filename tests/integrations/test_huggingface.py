@@ -769,6 +769,7 @@ INVALID = [
     ("on_oom", "x", ValueError),
     ("guard_above", 2, ValueError),
     ("shrink", 2.0, ValueError),
+    ("change_budget", 1, TypeError),
     ("empty_cache", "x", ValueError),
     ("memory_share", 1.1, ValueError),
     ("memory_meter", 3, TypeError),

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as xml
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from monitors import loader_of, loss_of, train
 
@@ -184,6 +184,8 @@ def test_a_thinned_curve_keeps_its_extremes_and_its_order(values, bins):
 
 
 @given(st.lists(st.floats(-1e9, 1e9), max_size=5))
+@example([5e-324])
+@example([1e9, 1e9 + 2e-7])
 def test_an_axis_has_all_values_between_few_ticks(values):
     axis = Axis.linear(values)
     assert 2 <= len(axis.ticks) <= 9

@@ -38,6 +38,9 @@ def test_an_outcome_by_hand():
     assert outcome.epoch_s == pytest.approx(1 + 2 + 2 + 1 + 1.6 + 1.28)
     assert (outcome.steps, outcome.balance, outcome.samples_per_step) == (2, 1.0, 4.0)
     assert outcome.padding_share == pytest.approx(1 / 36)
+    assert (outcome.replayed_samples, outcome.held_samples) == (4, 4)  # all that there are
+    more = TableEpoch(table=LengthTable.of([10, 8, 9, 8] * 9), shuffle=False)
+    outcome = Simulator(epoch=more, job=job, step_time=time)(choice)
     assert outcome.replayed_samples == 4 + 4  # the pool, and a round of two steps
     assert outcome.held_samples == 8 + 4 + 4 * 2  # in flight; four batches ahead
 

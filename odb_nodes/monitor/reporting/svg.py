@@ -11,6 +11,9 @@ WIDTH, HEIGHT = 480, 260  # as wide as a column, so that text is not made small 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
 COLORS = 8  # colours that the page has; further curves are dashed
 
+_ALIKE = 1e-9  # relative: values that differ by less are drawn as one
+_NOTHING = 1e-100  # drawn as 0
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -42,8 +45,10 @@ class Axis:
         """Return an axis that has all values, with about so many ticks at round numbers."""
         known = [*values] or [0.0]
         low, high = min(known), max(known)
-        if low == high:
-            low, high = low - abs(low or 1) / 2, high + abs(high or 1) / 2
+        largest = max(abs(low), abs(high))
+        if high - low <= _ALIKE * largest or largest < _NOTHING:
+            half = largest / 2 if largest >= _NOTHING else 0.5
+            low, high = low - half, high + half
         rough = (high - low) / count
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.99)

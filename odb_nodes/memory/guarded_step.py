@@ -85,15 +85,15 @@ class GuardedStep:
                 "they agree on what is computed in parts. Use `ODBDataLoader`, or put one in."
             )
 
-        is_new = self._context.checked is not model
-        if is_new and kind == "local":
-            check_is_whole(model, among_ranks=self._context.channel is not None)
-        self._context.checked = model
+        context = self._context
+        if kind == "local" and context.checked is not model:
+            check_is_whole(model, among_ranks=context.channel is not None)
 
         def run(part: Part, batch: Any) -> torch.Tensor:
-            nonlocal is_new
-            checks, is_new = is_new and kind != "sharded", False
-            return self._add(part, batch, loss_fn, scaler, model if checks else None)
+            checks = kind != "sharded" and context.checked is not model
+            share = self._add(part, batch, loss_fn, scaler, model if checks else None)
+            context.checked = model  # Not before: memory may run out in the first part.
+            return share
 
         def run_alone(part: Part, batch: Any) -> torch.Tensor:
             if part.is_whole or part.info.loss_scale:

@@ -82,6 +82,7 @@ def main() -> None:
                 checkpoints.save(step)
             if step == options.steps:
                 break
+    del model  # before its group, whose threads it would wait for
     dist.destroy_process_group()
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import nn
 
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment import RankAligner
@@ -73,8 +76,10 @@ class GuardContext:
     def __post_init__(self) -> None:
         self.fits = self.limit
         """The cost that is known to fit on this rank."""
-        self.checked: Any = None
-        """The model that was found to be the whole of what is trained."""
+        self.checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The models that were found to be the whole of what is trained. They must not live on for
+        our sake: a DDP model that is freed after `destroy_process_group` may hang, as torch then
+        waits for the threads of its group with the GIL, which those want, too."""
         self._exchange: Exchange = LocalExchange()
         self._telling: threading.Thread | None = None  # that says why this rank fails
 

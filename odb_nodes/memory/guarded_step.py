@@ -86,13 +86,13 @@ class GuardedStep:
             )
 
         context = self._context
-        if kind == "local" and context.checked is not model:
+        if kind == "local" and model not in context.checked:
             check_is_whole(model, among_ranks=context.channel is not None)
 
         def run(part: Part, batch: Any) -> torch.Tensor:
-            checks = kind != "sharded" and context.checked is not model
+            checks = kind != "sharded" and model not in context.checked
             share = self._add(part, batch, loss_fn, scaler, model if checks else None)
-            context.checked = model  # Not before: memory may run out in the first part.
+            context.checked.add(model)  # Not before: memory may run out in the first part.
             return share
 
         def run_alone(part: Part, batch: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A guarded step has the gradients of the whole, whatever has run out of memory in it."""
 
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -359,6 +360,16 @@ def test_samples_are_kept_only_while_a_guard_asks_for_them():
     assert len(loader.root._kept) == 1  # of the batch that is out, and not one more
     steps.close()
     assert loader.root._kept is None
+
+
+def test_a_model_does_not_live_on_with_its_guard():
+    guard, model = OomGuard(loader_of()), FailingModel(never)
+    for step in guard:
+        step.backward(model, loss_of(model))
+        break
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

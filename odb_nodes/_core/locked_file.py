@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ class LockedFile:
         self.path = path
         self._advice = advice
         self._file: int | None = None
+        self._is_warned = False
         _all.add(self)
 
     @property
@@ -81,6 +83,15 @@ class LockedFile:
             OSError: it cannot.
         """
         os.fsync(self._handle)
+
+    def warn(self, error: OSError, lost: str) -> None:
+        """Warn, once, that the file cannot be written, and of what is lost by that."""
+        if not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.",
+                stacklevel=4,
+            )
 
     def close(self) -> None:
         """Let go of the file, and of its lock. Idempotent."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from odb_nodes._core.extras import import_extra
 from odb_nodes._core.named_function import is_function_name, load_function
+from odb_nodes.cli import options as cli
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sources import JsonlSource
@@ -17,7 +20,7 @@ from odb_nodes.tools.estimate import table_of_loader
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
 
-__all__ = ["DataOptions", "read_table"]
+__all__ = ["DataOptions", "read_table", "with_data"]
 
 _FIELDS = ("messages", "text")
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
@@ -35,18 +38,34 @@ class DataOptions:
         field: the field of an item that is tokenized; default: `messages` or `text`.
         samples: number of samples to draw; `None` for all.
         workers: number of worker processes.
-        seed: seed of what is drawn.
         save_lengths: the file that the table is written to; `None` for none.
+        seed: seed of the order, and of what is drawn.
     """
 
-    data: str | None
-    lengths: str | None = None
-    tokenizer: str | None = None
-    field: str | None = None
-    samples: int | None = None
-    workers: int = 0
-    seed: int = 0
-    save_lengths: str | None = None
+    data: cli.Data = None
+    lengths: cli.Lengths = None
+    tokenizer: cli.Tokenizer = None
+    field: cli.Field = None
+    samples: cli.Samples = None
+    workers: cli.Workers = 0
+    save_lengths: cli.SaveLengths = None
+    seed: cli.Seed = 0
+
+
+def with_data(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of the data, made into its first argument."""
+    given = inspect.signature(DataOptions, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        command(DataOptions(**{name: options.pop(name) for name in given}), **options)
+
+    all_options = [*given.values(), *(one.replace(kind=one.KEYWORD_ONLY) for one in own)]
+    run.__signature__ = inspect.Signature(all_options)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in all_options}
+    del run.__wrapped__
+    return run
 
 
 def read_table(options: DataOptions) -> LengthTable:
@@ -62,7 +81,7 @@ def read_table(options: DataOptions) -> LengthTable:
             f"pass either the data (a file, a folder or module:function), or --lengths FILE.{both}"
         )
     if options.lengths is not None:
-        without = DataOptions(data=None, lengths=options.lengths, seed=options.seed)
+        without = DataOptions(lengths=options.lengths, seed=options.seed)
         if options != without:
             raise ValueError(
                 "--lengths has the lengths already: leave out --tokenizer, --field, --samples, "

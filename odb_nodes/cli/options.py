@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,8 +29,29 @@ __all__ = [
     "Weight",
     "Window",
     "Workers",
+    "in_folder",
     "weights_of",
 ]
+
+
+def in_folder(
+    context: typer.Context, option: typer.CallbackParam, path: str | Path | None
+) -> str | Path | None:
+    """Return a path to write to, before any work is done for it.
+
+    Raises:
+        Exit: its folder does not exist.
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        folder = Path(path).parent
+        typer.echo(
+            f"{context.command_path}: {option.opts[0]} is in `{folder}`, which does not exist: "
+            "make that folder first.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    return path
+
 
 Data = Annotated[
     str | None,
@@ -46,7 +68,9 @@ Field = Annotated[str | None, typer.Option(help="Field to tokenize (messages or 
 Samples = Annotated[int | None, typer.Option(min=1, help="Samples to draw (all).")]
 Workers = Annotated[int, typer.Option(min=0, help="Worker processes.")]
 Seed = Annotated[int, typer.Option(help="Of the order, and of what is drawn.")]
-SaveLengths = Annotated[str | None, typer.Option(help="File to write the lengths to.")]
+SaveLengths = Annotated[
+    str | None, typer.Option(help="File to write the lengths to.", callback=in_folder)
+]
 Ranks = Annotated[list[int], typer.Option(min=1, help="Number of ranks; may be repeated.")]
 Window = Annotated[list[int], typer.Option(min=1, help="Samples that wait; may be repeated.")]
 RoundSize = Annotated[int, typer.Option(min=1, help="Steps between messages of ranks.")]

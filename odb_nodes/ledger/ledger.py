@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import warnings
 from pathlib import Path
 
 from odb_nodes._core.checks import check_type
@@ -16,6 +15,7 @@ from odb_nodes.ledger.records import VERSION, Encoder, Header, pack_header
 from odb_nodes.step_info import StepInfo
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_LOST = "steps that are not recorded are a gap that `audit` reports"
 
 
 class Ledger:
@@ -65,14 +65,14 @@ class Ledger:
         )
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
         self._lost = 0
-        self._is_closed = self._is_warned = False
+        self._is_closed = False
         self._owner = Owner()
         try:
             self._file.open()
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
-            self._warn(error)
+            self._file.warn(error, _LOST)
 
     def record(self, info: StepInfo) -> None:
         """Record a step that is done.
@@ -102,7 +102,7 @@ class Ledger:
             self._file.write(start + encoder.step(info))
         except OSError as error:
             self._lost += 1
-            self._warn(error)
+            self._file.warn(error, _LOST)
             return
         self._encoder, self._lost = encoder, 0
 
@@ -119,7 +119,7 @@ class Ledger:
             try:
                 self._file.sync()
             except OSError as error:
-                self._warn(error)
+                self._file.warn(error, _LOST)
 
     def close(self) -> None:
         """Record that the attempt ends here, and close the file. Idempotent.
@@ -131,7 +131,7 @@ class Ledger:
             try:
                 self._file.write(self._encoder.end())
             except OSError as error:
-                self._warn(error)
+                self._file.warn(error, _LOST)
         self._file.close()
         self._is_closed = True
 
@@ -163,12 +163,3 @@ class Ledger:
             step=info.step,
         )
         return pack_header(header)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            warnings.warn(
-                f"the ledger `{self.path}` cannot be written ({error}). Training goes on; steps "
-                "that are not recorded are a gap that `audit` reports.",
-                stacklevel=3,
-            )

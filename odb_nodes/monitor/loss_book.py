@@ -17,7 +17,6 @@ import json
 import math
 import os
 import struct
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +78,6 @@ class LossBook:
             folder / f"losses-{rank:05d}.bin", "Give each run a folder of its own."
         )
         self._file.open()
-        self._is_warned = False
 
     def write(self, samples: Sequence[SampleLoss], before: int, step: int) -> None:
         """Append the losses of some steps.
@@ -102,20 +100,11 @@ class LossBook:
         try:
             self._file.write(_MAGIC + crc.to_bytes(4, "little") + head[_CHECKED:] + body)
         except OSError as error:
-            self._warn(error)
+            self._file.warn(error, "the losses of these samples are missing")
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
-
-    def _warn(self, error: OSError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            warnings.warn(
-                f"`{self._file.path}` cannot be written ({error}). Training goes on; the losses of "
-                "these samples are missing.",
-                stacklevel=4,
-            )
 
 
 @dataclass(frozen=True)

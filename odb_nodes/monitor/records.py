@@ -41,7 +41,6 @@ class JsonlWriter:
         )
         self._file.open()
         self._is_torn = self._file.size() > 0 and not _ends_line(self._file.path)
-        self._is_warned = False
 
     def begin(self, attempt: Record) -> None:
         """Begin an attempt: records of later steps that are in the file do not count any more."""
@@ -63,20 +62,11 @@ class JsonlWriter:
             self._is_torn = False
         except OSError as error:
             self._is_torn = True
-            self._warn(error)
+            self._file.warn(error, "steps that are not recorded are a gap")
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
-
-    def _warn(self, error: OSError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            warnings.warn(
-                f"`{self._file.path}` cannot be written ({error}). Training goes on; steps that "
-                "are not recorded are a gap.",
-                stacklevel=5,
-            )
 
 
 def _ends_line(path: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from odb_nodes.cli import options as cli
-from odb_nodes.cli.data import DataOptions, read_table
+from odb_nodes.cli.data import DataOptions, read_table, with_data
 from odb_nodes.cli.tables import print_rows
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.budget import Layout
@@ -17,14 +17,9 @@ from odb_nodes.tools.profile import profile as make_profile
 __all__ = ["profile"]
 
 
+@with_data
 def profile(
-    data: cli.Data = None,
-    lengths: cli.Lengths = None,
-    tokenizer: cli.Tokenizer = None,
-    field: cli.Field = None,
-    samples: cli.Samples = None,
-    workers: cli.Workers = 0,
-    save_lengths: cli.SaveLengths = None,
+    what: DataOptions,
     ranks: cli.Ranks = [1],  # noqa: B006  typer reads it
     window: cli.Window = [SimulationOptions.window],  # noqa: B006
     budget: cli.Budget = 16_384,
@@ -37,9 +32,12 @@ def profile(
     max_patches: cli.MaxPatches = None,
     pad_to_multiple_of: cli.Multiple = 1,
     weight: cli.Weight = None,
-    seed: cli.Seed = 0,
-    json: Annotated[Path | None, typer.Option(help="File for the profile as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="File for the profile as a page.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="File for the profile as JSON.", callback=cli.in_folder)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="File for the profile as a page.", callback=cli.in_folder)
+    ] = None,
 ) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     tokens = TokenBudget(
@@ -50,16 +48,6 @@ def profile(
         layout=cast(Layout, layout),
     )
     weights = cli.weights_of(weight)
-    what = DataOptions(
-        data=data,
-        lengths=lengths,
-        tokenizer=tokenizer,
-        field=field,
-        samples=samples,
-        workers=workers,
-        seed=seed,
-        save_lengths=save_lengths,
-    )
     made = make_profile(
         read_table(what),
         budget=tokens,
@@ -68,7 +56,7 @@ def profile(
         accumulate=accumulate,
         batch_size=batch_size,
         weights=weights,
-        seed=seed,
+        seed=what.seed,
     )
     print(made.about)
     print_rows([one.as_row() for one in made.lengths])

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from odb_nodes.cli import options as cli
-from odb_nodes.cli.data import DataOptions, read_table
+from odb_nodes.cli.data import DataOptions, read_table, with_data
 from odb_nodes.cli.tables import print_rows
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven
 from odb_nodes.planning.budget import Layout
@@ -22,14 +22,9 @@ from odb_nodes.tools.timeline import Timeline
 __all__ = ["simulate"]
 
 
+@with_data
 def simulate(
-    data: cli.Data = None,
-    lengths: cli.Lengths = None,
-    tokenizer: cli.Tokenizer = None,
-    field: cli.Field = None,
-    samples: cli.Samples = None,
-    workers: cli.Workers = 0,
-    save_lengths: cli.SaveLengths = None,
+    what: DataOptions,
     cv: Annotated[
         float | None,
         typer.Option(min=0, help="Lognormal lengths of this variation, in place of data."),
@@ -49,10 +44,12 @@ def simulate(
     row_sizes: cli.RowSizes = "any",
     weight: cli.Weight = None,
     shuffle: Annotated[bool, typer.Option(help="Whether the data is shuffled.")] = True,
-    seed: cli.Seed = 0,
     timeline: Annotated[
         str | None,
-        typer.Option(help="Draw each rank's cost, step by step: a file for SVG, - for text."),
+        typer.Option(
+            help="Draw each rank's cost, step by step: a file for SVG, - for text.",
+            callback=cli.in_folder,
+        ),
     ] = None,
 ) -> None:
     """Plan the first epoch on any number of ranks, without a model or a GPU."""
@@ -67,17 +64,7 @@ def simulate(
         row_sizes=cast(RowSizes, row_sizes),
     )
     weights = cli.weights_of(weight)
-    what = DataOptions(
-        data=data,
-        lengths=lengths,
-        tokenizer=tokenizer,
-        field=field,
-        samples=samples,
-        workers=workers,
-        seed=seed,
-        save_lengths=save_lengths,
-    )
-    table = _lognormal(cv, samples, seed) if cv is not None else read_table(what)
+    table = _lognormal(cv, what.samples, what.seed) if cv is not None else read_table(what)
     print(table)
     epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
     rows: list[dict[str, Any]] = []
@@ -89,7 +76,7 @@ def simulate(
             round_size=round_size,
             accumulate=accumulate,
             uneven=cast(Uneven, uneven),
-            seed=seed,
+            seed=what.seed,
         )
         run = {"ranks": str(world_size), "window": str(one_window)}
         rows.append(run | epoch.report(job).as_row())

@@ -8,6 +8,7 @@ import torch
 import typer
 
 from odb_nodes._core.named_function import load_function
+from odb_nodes.cli import options as cli
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 
 __all__ = ["step"]
@@ -30,7 +31,10 @@ def step(
     step: Annotated[int | None, typer.Option(min=0, help="Number of the step in it.")] = None,
     further: Annotated[int, typer.Option(min=0, help="Steps after that of a checkpoint.")] = 0,
     out: Annotated[
-        str | None, typer.Option(help="File for the steps of all ranks, by `torch.save`.")
+        str | None,
+        typer.Option(
+            help="File for the steps of all ranks, by `torch.save`.", callback=cli.in_folder
+        ),
     ] = None,
 ) -> None:
     """Make a step of a run again, of all its ranks: its samples, and its batches."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from odb_nodes.cli import options as cli
-from odb_nodes.cli.data import DataOptions, read_table
+from odb_nodes.cli.data import DataOptions, read_table, with_data
 from odb_nodes.cli.tables import print_rows
 from odb_nodes.memory import MemoryModel
 from odb_nodes.tools.tune import tune as choose
@@ -18,14 +18,9 @@ __all__ = ["tune"]
 _GIB = 2**30
 
 
+@with_data
 def tune(
-    data: cli.Data = None,
-    lengths: cli.Lengths = None,
-    tokenizer: cli.Tokenizer = None,
-    field: cli.Field = None,
-    samples: cli.Samples = None,
-    workers: cli.Workers = 0,
-    save_lengths: cli.SaveLengths = None,
+    what: DataOptions,
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
     tokens_per_step: Annotated[
         int | None, typer.Option(min=1, help="Padded tokens of an optimizer step of all ranks.")
@@ -43,7 +38,6 @@ def tune(
         Path | None, typer.Option(help="Folder of a monitor, whose times are fitted to.")
     ] = None,
     weight: cli.Weight = None,
-    seed: cli.Seed = 0,
 ) -> None:
     """Propose budget, window, accumulation and rounds for a dataset, with code to paste."""
     weights = cli.weights_of(weight)
@@ -52,16 +46,6 @@ def tune(
         raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
     if memory_model is not None and memory_gib is not None:
         bound = MemoryModel.from_json(memory_model.read_text()), int(memory_gib * _GIB)
-    what = DataOptions(
-        data=data,
-        lengths=lengths,
-        tokenizer=tokenizer,
-        field=field,
-        samples=samples,
-        workers=workers,
-        seed=seed,
-        save_lengths=save_lengths,
-    )
     tuned = choose(
         read_table(what),
         world_size=ranks,
@@ -69,7 +53,7 @@ def tune(
         limit=bound,
         log=log,
         weights=weights,
-        seed=seed,
+        seed=what.seed,
     )
     print(tuned.about)
     print_rows(tuned.rows())

@@ -3,10 +3,21 @@
 import json
 
 import torch
+from aligned_ranks import on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from odb_nodes import Observation, ODBDataLoader, pop_step_info
+from odb_nodes import (
+    GroupCollator,
+    IterableSource,
+    LengthObserver,
+    Loader,
+    Observation,
+    ODBDataLoader,
+    RankAligner,
+    WindowBucketer,
+    pop_step_info,
+)
 from odb_nodes.tasks import GradNorm, TaskWeights
 
 TASKS = ("a", "b", "c")
@@ -80,6 +91,22 @@ def loader_of(data, **options):
         collate_fn=collate,
         **options,
     )
+
+
+def joint_batches(data, ranks, accumulate=1):
+    """The batches of all ranks and micro-steps of each optimizer step, put together."""
+
+    def run(exchange):
+        source = LengthObserver(IterableSource(data[exchange.rank :: ranks]), observe_row)
+        bucketer = WindowBucketer(source, 40, 32)
+        aligner = RankAligner(bucketer, exchange, tasks=NEAR_FAR, accumulate=accumulate)
+        return list(Loader(GroupCollator(aligner, collate, rank=exchange.rank)))
+
+    of_ranks = on_ranks(ranks, run)
+    for start in range(0, len(of_ranks[0]), accumulate):
+        batches = [one for of_rank in of_ranks for one in of_rank[start : start + accumulate]]
+        whole = [one for one in batches if not pop_step_info(one).is_filler]
+        yield {key: torch.cat([one[key] for one in whole]) for key in ("x", "y", "task")}
 
 
 def train(loader, steps, *, learning_rate=0.0, states=None, state=None, **options):

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from odb_nodes._compat.torch import is_dtensor
 from odb_nodes._core.checks import check_choice, check_count, check_type
 from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tasks.task_gradients import TaskGradients
 from odb_nodes.tasks.weights import TaskWeights
 
 __all__ = ["GradNorm"]
@@ -75,14 +75,7 @@ class GradNorm:
     ) -> None:
         check_type("weights", weights, TaskWeights)
         check_choice("rule", rule, get_args(Rule))
-        self._shared = [one for one in shared if one.requires_grad]
-        if not self._shared:
-            raise ValueError("`shared` must hold a parameter that is trained, but holds none.")
-        if any(is_dtensor(one) for one in self._shared):
-            raise ValueError(
-                "`shared` must be whole on each rank, but is sharded. Choose parameters that FSDP "
-                "leaves alone."
-            )
+        self._gradients = TaskGradients(weights, shared, "shared", process_group)
         self._every = check_count("every", every)
         most_alpha = 2.0 if rule == "ratio" else float("inf")
         _check_within("alpha", alpha, 0.0, most_alpha)
@@ -90,12 +83,9 @@ class GradNorm:
         if not 0 < least < 1:
             raise ValueError(f"`least` must be above 0 and below 1, but is {least!r} instead.")
         self._alpha, self._rate, self._rule, self._least = alpha, rate, rule, least
-        self._process_group = process_group
         self._weights = weights
         self._steps = 0
         self._first: dict[str, float] = {}
-        self._gradients: torch.Tensor | None = None  # of each task's sum of losses, and that sum
-        self._targets: Mapping[str, int] = {}
         self.norms: dict[str, float] = {}
         """Norm of each task's gradient, times its weight, at the last change; to be logged."""
         weights.set(self._bounded(dict(weights), len(weights)))
@@ -117,37 +107,17 @@ class GradNorm:
         Raises:
             ValueError: see `TaskWeights.loss`.
         """
-        if (self._steps + 1) % self._every:
-            return
-        if self._gradients is None:
-            size = sum(one.numel() for one in self._shared) + 1
-            self._gradients = self._shared[0].new_zeros((len(self._weights), size))
-        self._weights.scale(info)  # checks that the targets of all tasks are counted
-        self._targets = info.task_targets
-        found = self._weights.by_task(losses, info, position_ids=position_ids)
-        for row, task in enumerate(self._weights):
-            if task in found and (total := found[task][0]).requires_grad:
-                grads = torch.autograd.grad(
-                    total, self._shared, retain_graph=True, allow_unused=True
-                )
-                flat = [
-                    torch.zeros_like(one).flatten() if grad is None else grad.detach().flatten()
-                    for one, grad in zip(self._shared, grads, strict=True)
-                ]
-                self._gradients[row] += torch.cat([*flat, total.detach()[None]])
+        if (self._steps + 1) % self._every == 0:
+            self._gradients.add(losses, info, position_ids)
 
     def step(self) -> None:
         """End an optimizer step: change the weights, if a change is due. All ranks call it."""
         self._steps += 1
-        gradients, self._gradients = self._gradients, None
-        if gradients is None:
+        gradients, targets_of = self._gradients.take(), self._gradients.targets
+        rows = {task: row for row, task in enumerate(self._weights) if targets_of.get(task)}
+        if gradients is None or not rows:
             return
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(gradients, group=self._process_group)
-        rows = {task: row for row, task in enumerate(self._weights) if self._targets.get(task)}
-        if not rows:
-            return
-        targets = gradients.new_tensor([self._targets[task] for task in rows])
+        targets = gradients.new_tensor([targets_of[task] for task in rows])
         means = gradients[[*rows.values()]] / targets[:, None]
         norms = dict(zip(rows, means[:, :-1].norm(dim=1).tolist(), strict=True))
         losses = dict(zip(rows, means[:, -1].tolist(), strict=True))
@@ -165,7 +135,7 @@ class GradNorm:
         Raises:
             StateError: it is called within an optimizer step, of which gradients are kept.
         """
-        if self._gradients is not None:
+        if not self._gradients.is_empty:
             raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
         return {"steps": self._steps, "first": dict(self._first), **self._weights.state_dict()}
 
@@ -173,11 +143,18 @@ class GradNorm:
         """Go on from a state.
 
         Raises:
+            StateError: it is no state of `GradNorm`.
             ValueError: it is of other tasks.
         """
+        try:
+            steps, first = int(state_dict["steps"]), dict(state_dict["first"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                f"the state has no valid {error}: load what `GradNorm.state_dict` returned."
+            ) from error
         self._weights.load_state_dict(state_dict)
-        self._steps, self._first = int(state_dict["steps"]), dict(state_dict["first"])
-        self._gradients = None
+        self._steps, self._first = steps, first
+        self._gradients.clear()
 
     def _ratio(self) -> dict[str, float]:
         mean = sum(self.norms.values()) / len(self.norms)

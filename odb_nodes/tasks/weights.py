@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from odb_nodes._core.checks import check_type, describe
+from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["TaskWeights"]
@@ -146,9 +147,14 @@ class TaskWeights(Mapping[str, float]):
         """Set the weights to those of a state.
 
         Raises:
+            StateError: it is no state of these.
             ValueError: they are of other tasks.
         """
-        weights = state_dict["weights"]
+        weights = state_dict.get("weights")
+        if not isinstance(weights, Mapping):
+            raise StateError(
+                "the state has no `weights`: load what `state_dict` of the same class returned."
+            )
         if {*weights} != {*self}:
             raise ValueError(
                 f"the state has weights of the tasks {[*weights]}, but these are of {[*self]}."

@@ -1,22 +1,14 @@
 """Weights that follow the gradients of their tasks, alike on any number of ranks, and resume."""
 
+from itertools import islice
+
 import pytest
 import torch
-from aligned_ranks import on_ranks
 from gradients import relative_error
 from rank_jobs import run_ranks
-from task_models import NEAR_FAR, Model, collate, loader_of, observe_row, regression, train
+from task_models import NEAR_FAR, Model, joint_batches, loader_of, regression, train
 
-from odb_nodes import (
-    GroupCollator,
-    IterableSource,
-    LengthObserver,
-    Loader,
-    RankAligner,
-    StateError,
-    WindowBucketer,
-    pop_step_info,
-)
+from odb_nodes import StateError, pop_step_info
 from odb_nodes.tasks import GradNorm, TaskWeights
 
 
@@ -107,19 +99,9 @@ def test_two_ranks_have_the_weights_of_one_with_the_joint_batch(tmp_path):
 
 def by_hand(ranks, steps):
     """The weights and pulls of GradNorm, from the batches of both ranks put together."""
-
-    def run(exchange):
-        rows = regression(240)[exchange.rank :: ranks]
-        source = LengthObserver(IterableSource(rows), observe_row)
-        aligner = RankAligner(WindowBucketer(source, 40, 32), exchange, tasks=NEAR_FAR)
-        return list(Loader(GroupCollator(aligner, collate, rank=exchange.rank)))
-
     model, first, found = Model(), {}, []
     weights = dict.fromkeys(NEAR_FAR, 1.0)
-    for of_ranks in list(zip(*on_ranks(ranks, run), strict=True))[:steps]:
-        infos = [pop_step_info(batch) for batch in of_ranks]
-        whole = [one for one, info in zip(of_ranks, infos, strict=True) if not info.is_filler]
-        batch = {key: torch.cat([one[key] for one in whole]) for key in ("x", "y", "task")}
+    for batch in islice(joint_batches(regression(240), ranks), steps):
         losses, norms, pulls = model.losses(batch), {}, {}
         means = {}
         for number, task in enumerate(NEAR_FAR):

@@ -18,7 +18,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.tasks import GradNorm, TaskWeights
+from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
 
 TASKS = ("a", "b", "c")
 WEIGHTS = {"a": 3.0, "b": 1.0, "c": 0.25}
@@ -41,6 +41,7 @@ def token_losses(model, batch):
 # --- two tasks of unlike size -------------------------------------------------------------------
 
 NEAR_FAR = ("near", "far")
+NEAR_FAR_WEIGHTS = {"near": 1.5, "far": 0.5}
 
 
 def regression(count=400, seed=0):
@@ -136,4 +137,25 @@ def train(loader, steps, *, learning_rate=0.0, states=None, state=None, **option
                     states.append({**parts, "model": kept})
                 if len(found) == steps:
                     break
+    return found
+
+
+def flat(gradients):
+    return torch.cat([one.flatten() for one in gradients])
+
+
+def projected_gradients(loader):
+    """The gradient of each optimizer step of an epoch, with projection and without."""
+    model, weights, found = Model(), TaskWeights(NEAR_FAR_WEIGHTS), []
+    conflicts = PCGrad(weights, model.parameters())
+    for batch in loader:
+        info = pop_step_info(batch)
+        losses = model.losses(batch)
+        conflicts.backward(losses, info)
+        weights.loss(losses, info).backward()
+        if info.ends_optimizer_step:
+            plain = flat(one.grad for one in model.parameters())
+            conflicts.step()
+            found.append((flat(one.grad for one in model.parameters()), plain))
+            model.zero_grad()
     return found

@@ -6,40 +6,27 @@ import pytest
 import torch
 from gradients import relative_error, samples_of
 from rank_jobs import run_ranks
-from task_models import TASKS, Model, joint_batches, loader_of, observe, regression
+from task_models import (
+    NEAR_FAR_WEIGHTS,
+    TASKS,
+    Model,
+    flat,
+    joint_batches,
+    loader_of,
+    observe,
+    projected_gradients,
+    regression,
+)
 
 from odb_nodes import ODBDataLoader, pop_step_info
 from odb_nodes.tasks import PCGrad, TaskWeights
-
-WEIGHTS = {"near": 1.5, "far": 0.5}
-
-
-def flat(gradients):
-    return torch.cat([one.flatten() for one in gradients])
-
-
-def of_steps(loader):
-    """The gradient of each optimizer step of an epoch, with projection and without."""
-    model, weights, found = Model(), TaskWeights(WEIGHTS), []
-    conflicts = PCGrad(weights, model.parameters())
-    for batch in loader:
-        info = pop_step_info(batch)
-        losses = model.losses(batch)
-        conflicts.backward(losses, info)
-        weights.loss(losses, info).backward()
-        if info.ends_optimizer_step:
-            plain = flat(one.grad for one in model.parameters())
-            conflicts.step()
-            found.append((flat(one.grad for one in model.parameters()), plain))
-            model.zero_grad()
-    return found
 
 
 def by_hand(data, ranks, accumulate):
     """The same, and how many steps had a conflict; Algorithm 1 of the paper for two tasks."""
     model, found, conflicts = Model(), [], 0
     for batch in joint_batches(data, ranks, accumulate):
-        factors = torch.tensor([*WEIGHTS.values()], dtype=torch.float64)[batch["task"]]
+        factors = torch.tensor([*NEAR_FAR_WEIGHTS.values()], dtype=torch.float64)[batch["task"]]
         weighed = factors * model.losses(batch) / factors.sum()
         first, second = (
             flat(
@@ -67,7 +54,7 @@ def by_hand(data, ranks, accumulate):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_conflicts_are_projected_away(accumulate):
     data = regression(240)
-    found = of_steps(loader_of(data, shuffle=False, accumulate=accumulate))
+    found = projected_gradients(loader_of(data, shuffle=False, accumulate=accumulate))
     expected, conflicts = by_hand(data, 1, accumulate)
     for (own, _), other in zip(found, expected, strict=True):
         assert relative_error(own, other) < 1e-12
@@ -76,7 +63,7 @@ def test_conflicts_are_projected_away(accumulate):
 
 def test_without_a_conflict_the_gradient_is_that_of_the_weighted_mean():
     data = [row for row in regression(240) if row["task"] == 0]
-    for own, plain in of_steps(loader_of(data)):
+    for own, plain in projected_gradients(loader_of(data)):
         assert relative_error(own, plain) < 1e-12
 
 
@@ -100,12 +87,11 @@ def test_the_order_of_the_others_depends_on_seed_and_step_alone():
 
 
 RANKS = """
-from task_models import loader_of, regression
-from test_pcgrad import of_steps
+from task_models import loader_of, projected_gradients, regression
 
 data = regression(240)[rank::world_size]
 loader = loader_of(data, sharded=True, shuffle=False, timeout_s=20)
-print(json.dumps([own.tolist() for own, _ in of_steps(loader)]))
+print(json.dumps([own.tolist() for own, _ in projected_gradients(loader)]))
 """
 
 
@@ -120,4 +106,4 @@ def test_two_ranks_have_the_gradient_of_the_joint_batch(tmp_path):
 
 def test_what_is_not_trained_is_refused():
     with pytest.raises(ValueError, match="`parameters` must hold a parameter"):
-        PCGrad(TaskWeights(WEIGHTS), [])
+        PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [])

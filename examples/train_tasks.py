@@ -141,7 +141,7 @@ def fit_budget(model: Model, optimizer: torch.optim.Optimizer) -> TokenBudget:
         optimizer.zero_grad()
 
     def make_batch(rows: int, width: int, _patches: int) -> Batch:
-        images = np.zeros((MOST_IMAGES, 1, *IMAGE_SIZE), np.float32)
+        images = np.zeros((1, 1, *IMAGE_SIZE), np.float32)  # most rows for its patches
         sample = {"input_ids": [1] * width, "pixel_values": images, "answer": 0}
         return {**collate([sample] * rows), "task_ids": torch.zeros(rows, dtype=torch.int64)}
 
@@ -150,7 +150,7 @@ def fit_budget(model: Model, optimizer: torch.optim.Optimizer) -> TokenBudget:
         make_batch,
         meter=SavedTensorMeter(LIMIT_BYTES),
         widths=[6, 32, 62],  # tokens of the shortest and the longest question, and between
-        patches_per_row=MOST_IMAGES * IMAGE_PATCHES,
+        patches_per_row=IMAGE_PATCHES,
     ).budget
 
 

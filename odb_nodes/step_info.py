@@ -21,7 +21,7 @@ STEP_INFO_KEY = "odb_step_info"
 
 
 class SourceCount(NamedTuple):
-    """Samples and unpadded tokens of one source, in a step or a run."""
+    """Samples and unpadded tokens of one source or task, in a step or a run."""
 
     samples: int
     tokens: int
@@ -31,10 +31,7 @@ def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; an empty dict if no sample has a source."""
     if not any(sample.source for sample in samples):
         return {}
-    tokens: dict[str, list[int]] = {}
-    for sample in samples:
-        tokens.setdefault(sample.source, []).append(sample.tokens)
-    return {source: SourceCount(len(of_one), sum(of_one)) for source, of_one in tokens.items()}
+    return add_counts((sample.source, SourceCount(1, sample.tokens)) for sample in samples)
 
 
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
@@ -53,6 +50,11 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "row_sources": tuple(sample.source for sample in samples),
         "row_tasks": tuple(sample.task_name for sample in samples),
         "local_task_targets": count_tasks(samples),
+        "local_tasks": add_counts(
+            (sample.task, SourceCount(1, sample.tokens))
+            for sample in samples
+            if sample.task not in ("", sample.source)
+        ),
         "row_repeats": tuple(sample.repeat for sample in samples),
         "own_sources": frozenset(
             sample.source for sample in samples if sample.item and sample.item.world_size == 1
@@ -61,7 +63,7 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCount]:
-    """Return the sums by source."""
+    """Return the sums by name."""
     sums: dict[str, SourceCount] = {}
     for source, (samples, tokens) in counts:
         before = sums.get(source, SourceCount(0, 0))
@@ -114,6 +116,8 @@ class StepInfo:
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
             `RankAligner`.
         local_task_targets: supervised tokens of this rank, by name of the task.
+        local_tasks: samples and unpadded tokens of this rank by name of the task, where `observe`
+            has told one that is not the name of the source. Empty in a filler step.
         task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
@@ -147,6 +151,7 @@ class StepInfo:
     epoch: int = 0
     ends_epoch: bool = False
     local_task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
+    local_tasks: Mapping[str, SourceCount] = field(default_factory=dict, hash=False)
     task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
     world_size: int = 1
 

@@ -153,6 +153,7 @@ class Monitor:
         row_losses: RowLosses | None = None,
         grad_norm: Number | None = None,
         lr: float | None = None,
+        values: Mapping[str, float] | None = None,
         ooms: int = 0,
         wait_s: float | None = None,
     ) -> None:
@@ -165,11 +166,12 @@ class Monitor:
             info: its `StepInfo`.
             loss: mean over the supervised tokens of the batch, before `StepInfo.loss_scale`.
             loss_weight: what `loss` is a mean over. Default: `StepInfo.local_targets`.
-            loss_by_source: name of the source -> sum of the losses, and number of its supervised
-                tokens in the batch.
+            loss_by_source: name of the source or task -> sum of the losses, and number of its
+                supervised tokens in the batch.
             row_losses: the loss of each sample, in place of `loss` and `loss_by_source`.
             grad_norm: norm of the gradient of the optimizer step.
             lr: learning rate of the optimizer step.
+            values: further numbers of the optimizer step by name, such as weights of tasks.
             ooms: how often memory ran out on this rank.
             wait_s: seconds of waiting for the batch, for batches that do not come from `watch`.
 
@@ -194,14 +196,11 @@ class Monitor:
             loss = row_losses.sums.detach().sum() / max(weight, 1) if loss is None else loss
         if loss is not None:
             window.add_value("loss", loss, weight)
-        for source, (total, targets) in (loss_by_source or {}).items():
-            if targets:
-                window.add_value(f"loss/{source}", total / targets, targets)
-                window.count(f"targets/{source}", targets)
+        window.add_losses(loss_by_source or {})
         if grad_norm is not None:
             window.add_value("grad_norm", grad_norm)
-        if lr is not None:
-            window.set_last("lr", lr)
+        for name, value in {**({} if lr is None else {"lr": lr}), **(values or {})}.items():
+            window.set_last(name, value)
         if ooms:
             window.count("ooms", ooms)
         at.step += info.ends_optimizer_step

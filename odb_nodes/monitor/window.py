@@ -92,9 +92,9 @@ class Window:
         self.count("targets", 0 if info.is_filler else info.local_targets)
         if info.left_out:
             self.count("left_out", len(info.left_out))
-        for source, (samples, tokens) in info.local_sources.items():
-            self.count(f"samples/{source}", samples)
-            self.count(f"tokens/{source}", tokens)
+        for name, (samples, tokens) in [*info.local_sources.items(), *info.local_tasks.items()]:
+            self.count(f"samples/{name}", samples)
+            self.count(f"tokens/{name}", tokens)
 
     def count(self, name: str, number: float) -> None:
         """Add to a sum."""
@@ -110,8 +110,15 @@ class Window:
                 value = value.detach()
             self._values.append((name, value, weight))
 
+    def add_losses(self, losses: Mapping[str, tuple[Number, float]]) -> None:
+        """Add sums of losses and their targets, by source or task."""
+        for name, (total, targets) in losses.items():
+            if targets:
+                self.add_value(f"loss/{name}", total / targets, targets)
+                self.count(f"targets/{name}", targets)
+
     def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
-        """Add the losses of the samples of a batch, also by their sources."""
+        """Add the losses of the samples of a batch, also by their sources and tasks."""
         if count := len(info.keys):
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
             self._rows.append((RowLosses(sums, targets), info))
@@ -125,13 +132,14 @@ class Window:
         ]
         rows = zip(*columns, strict=True)
         for _, info in self._rows:
-            for key, source, repeat in zip(
-                info.keys, info.row_sources, info.row_repeats, strict=True
+            for key, source, task, repeat in zip(
+                info.keys, info.row_sources, info.row_tasks, info.row_repeats, strict=True
             ):
                 total, targets = next(rows)
-                if source and targets:
-                    self.count(f"targets/{source}", targets)
-                    self._add_to_mean(f"loss/{source}", total, targets)
+                for name in dict.fromkeys((source, task)):
+                    if name and targets:
+                        self.count(f"targets/{name}", targets)
+                        self._add_to_mean(f"loss/{name}", total, targets)
                 if self.samples is not None and key is not None and targets:
                     loss = total / targets
                     self.samples.append(SampleLoss(source, key, repeat, info.epoch, targets, loss))

@@ -66,7 +66,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
             Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
             below. If it has a method `collate_step(samples, info)`, that is called instead, with
-            the `StepInfo`.
+            the `StepInfo`, whose `row_tasks` are those of the samples in a filler step, too.
         seed: seed of the random numbers of `collate_fn`.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
 
@@ -240,8 +240,11 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         return self._seeded.call_ahead(run, key)
 
     def _collate_group(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:
+        seen = info
+        if not info.row_tasks:  # rows that fill a step count for no task, but go to its head
+            seen = replace(info, row_tasks=tuple(sample.task_name for sample in group))
         try:
-            batch = collate_group(self._collate, [_owned(sample.data) for sample in group], info)
+            batch = collate_group(self._collate, [_owned(sample.data) for sample in group], seen)
         except SampleError as error:
             if not (where := _name_of(group, error.index)):
                 raise

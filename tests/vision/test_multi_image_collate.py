@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from aligned_ranks import TIMEOUT_S, on_ranks
 from pictures import step
 from torchdata.nodes import IterableWrapper
 
@@ -10,10 +11,15 @@ from odb_nodes import (
     GroupCollator,
     LengthObserver,
     Loader,
+    Observation,
+    ODBDataLoader,
+    RankAligner,
     SampleError,
     TokenBudget,
     WindowBucketer,
+    pop_step_info,
 )
+from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate
 
 
@@ -23,6 +29,13 @@ def sample(number, *shapes, **more):
     ]
     given = {"pixel_values": images} if shapes else {}
     return {"id": f"s{number}", "task": f"task {number % 2}", "input_ids": [1] * 5, **given, **more}
+
+
+def test_a_sample_that_does_not_fit_is_named_by_its_source():
+    data = [sample(0, (4, 4)), sample(1, (4, 4, 2))]
+    node = WindowBucketer(LengthObserver(IterableWrapper(data)), 100, 2)
+    with pytest.raises(SampleError, match="`id` 's1'.*must not be in one group"):
+        list(GroupCollator(node, MultiImageCollate()))
 
 
 def test_images_are_padded_in_number_and_size():
@@ -91,11 +104,20 @@ def test_images_that_the_step_does_not_know_of_are_an_error():
 
 def test_images_that_do_not_fit_together_are_an_error():
     grey = sample(1, pixel_values=[np.zeros((1, 4, 4), np.uint8)])
-    with pytest.raises(SampleError, match="must have the same channels and dtype, but have"):
+    known = "sample 1 of the group: .* same channels and dtype, but have 3 of uint8 and 1 of uint8"
+    with pytest.raises(SampleError, match=known):
         MultiImageCollate()([sample(0, (4, 4)), grey])
-    named = "sample 1 of the group: .* must be .C, H, W., but has shape .4, 4. instead"
-    with pytest.raises(SampleError, match=named):
-        MultiImageCollate()([sample(0), sample(1, pixel_values=[np.zeros((4, 4))])])
+    named = "sample 1 of the group: .* must be .C, H, W. or .C, H, W, D., with pixels, but has"
+    for shape in ((4, 4), (3, 0, 4), (1, 1, 2, 2, 2)):
+        with pytest.raises(SampleError, match=named):
+            MultiImageCollate()([sample(0), sample(1, pixel_values=[np.zeros(shape)])])
+    mixed = r"sample 2 of the group: .* must not be in one group, but this is \(3, 2, 2, 2\)"
+    with pytest.raises(SampleError, match=mixed):
+        MultiImageCollate()([sample(0, (4, 4)), sample(1), sample(2, (2, 2, 2))])
+    with pytest.raises(SampleError, match=r"must be \(C, H, W, D\), with pixels, but has"):
+        MultiImageCollate(dummy_shape=(3, 2, 2, 2))([sample(0, (4, 4))])
+    with pytest.raises(SampleError, match=r"must be \(C, H, W\), with pixels, but has"):
+        MultiImageCollate(resize=(2, 2))([sample(0, (4, 4, 4))])
     with pytest.raises(TypeError, match="`MultiImageCollate` takes mappings with `input_ids`"):
         MultiImageCollate().collate_step(["text"], step("image", is_filler=True))
 
@@ -107,3 +129,191 @@ def test_the_number_of_images_counts_as_patches():
     batches = list(Loader(GroupCollator(node, MultiImageCollate())))
     assert sorted(one for batch in batches for one in batch["id"]) == sorted(s["id"] for s in data)
     assert max(int(batch["image_mask"].sum()) for batch in batches) == 6
+
+
+# --- volumes ------------------------------------------------------------------------------------
+
+
+def volumes(number):
+    """Samples of 0 to 2 volumes of odd shapes."""
+    return [
+        sample(
+            index,
+            *[
+                (1 + index % 4, 3 + index % 3, 2 + (index + place) % 5)
+                for place in range(index % 3)
+            ],
+        )
+        for index in range(number)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int16, np.uint16, np.float16, np.float64])
+def test_volumes_are_padded_in_number_and_size(dtype):
+    rng = np.random.default_rng(0)
+    scans = [(rng.random(shape) * 200).astype(dtype) for shape in ((2, 3, 4, 5), (2, 5, 1, 2))]
+    batch = MultiImageCollate()(
+        [sample(0, pixel_values=[]), sample(1, pixel_values=scans), sample(2, pixel_values=None)]
+    )
+    assert batch["pixel_values"].shape == (3, 2, 2, 5, 4, 5)
+    assert batch["pixel_values"].numpy().dtype == dtype
+    assert batch["image_mask"].tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    assert batch["image_sizes"][1].tolist() == [[3, 4, 5], [5, 1, 2]]
+    assert batch["image_sizes"].dtype == torch.int64
+    pixels = batch["pixel_values"].numpy()
+    assert np.array_equal(pixels[1, 0, :, :3, :4, :5], scans[0])
+    assert np.array_equal(pixels[1, 1, :, :5, :1, :2], scans[1])
+    assert np.count_nonzero(pixels) == sum(map(np.count_nonzero, scans))
+
+
+def test_an_array_of_volumes_is_taken_as_they_are():
+    scans = np.random.default_rng(0).random((2, 1, 3, 4, 5), np.float32)
+    found = MultiImageCollate()([sample(0, pixel_values=torch.from_numpy(scans))])
+    assert np.array_equal(found["pixel_values"][0], scans)
+
+
+def test_a_batch_without_volumes_has_sizes_of_as_many_dimensions():
+    assert MultiImageCollate()([sample(0)])["image_sizes"].shape == (1, 0, 2)
+    for options in ({"resize": (4, 4, 4)}, {"dummy_shape": (1, 4, 4, 4)}):
+        assert MultiImageCollate(**options)([sample(0)])["image_sizes"].shape == (1, 0, 3)
+
+
+def test_ranks_without_volumes_get_one_of_zeros():
+    collate = MultiImageCollate(dummy_shape=(3, 4, 4, 2), shapes=((4, 16),))
+    batch = collate.collate_step([sample(0), sample(1)], step("image"))
+    assert batch["pixel_values"].shape == (4, 1, 3, 4, 4, 2) and not batch["pixel_values"].any()
+    assert not batch["image_mask"].any() and batch["image_sizes"].shape == (4, 1, 3)
+    filler = collate.collate_step([sample(0, (2, 2, 2))], step(is_filler=True))
+    assert "pixel_values" not in filler and filler["image_mask"].shape == (4, 0)
+    kept = collate.collate_step([sample(0, (2, 2, 2))], step("image", is_filler=True))
+    assert kept["pixel_values"].shape == (4, 1, 3, 2, 2, 2)
+
+
+def test_ranks_agree_on_the_steps_that_have_volumes():
+    def observe(one):
+        return Observation(len(one["input_ids"]), task="scans" if "pixel_values" in one else "text")
+
+    def batches(exchange):
+        data = volumes(4) if exchange.rank else [sample(index) for index in range(40)]
+        node = WindowBucketer(LengthObserver(IterableWrapper(data), observe), 20, 8)
+        aligned = RankAligner(node, exchange, timeout_s=TIMEOUT_S)
+        collate = MultiImageCollate(dummy_shape=(3, 2, 2, 2), task_names=("scans", "text"))
+        return list(Loader(GroupCollator(aligned, collate)))
+
+    text, scans = on_ranks(2, batches)
+    fillers = 0
+    for one, other in zip(text, scans, strict=True):
+        assert not one["image_mask"].any()
+        assert ("pixel_values" in one) == ("pixel_values" in other)
+        assert len(other["task_ids"]) == len(other["task_names"]) == len(other["input_ids"])
+        fillers += pop_step_info(other).is_filler
+    assert fillers and any("pixel_values" in one for one in text)
+
+
+@pytest.mark.parametrize("options", [{}, {"resize": (3, 4, 2)}])
+def test_an_epoch_of_volumes_resumes_exactly(options):
+    def make():
+        return ODBDataLoader(
+            volumes(24),
+            token_budget=TokenBudget(60, max_patches=5),
+            window=8,
+            seed=3,
+            collate_fn=MultiImageCollate(**options),
+        )
+
+    assert assert_resumes_exactly(make, epochs=2).resumes > 8
+
+
+def test_a_packed_budget_is_an_error():
+    budget = TokenBudget(60, layout="packed")
+    with pytest.raises(ValueError, match='`MultiImageCollate` instead. Take `layout="padded"`'):
+        ODBDataLoader(volumes(3), token_budget=budget, collate_fn=MultiImageCollate())
+
+
+# --- resizing -----------------------------------------------------------------------------------
+
+
+def test_images_are_resized_to_one_size():
+    group = [sample(0, (4, 6)), sample(1), sample(2, (5, 2), (1, 1), (8, 8))]
+    batch = MultiImageCollate(resize=(8, 8))(group)
+    assert batch["pixel_values"].shape == (3, 3, 3, 8, 8)
+    padded = MultiImageCollate()(group)
+    for key in ("image_mask", "image_sizes"):
+        assert torch.equal(batch[key], padded[key])
+    for row, one in enumerate(group):
+        for place, image in enumerate(one.get("pixel_values", [])):
+            assert (batch["pixel_values"][row, place] == int(image.flat[0])).all()
+    assert not batch["pixel_values"][~batch["image_mask"]].any()
+
+
+def test_a_size_that_fits_changes_nothing():
+    group = [sample(0, (4, 6)), sample(1, (4, 6), (4, 6))]
+    padded, resized = MultiImageCollate()(group), MultiImageCollate(resize=(4, 6))(group)
+    assert all(torch.equal(padded[key], resized[key]) for key in ("pixel_values", "image_sizes"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resize": (4,)}, "`resize` must be .H, W. or .H, W, D., but is .4,. instead"),
+        ({"resize": [4, 4]}, "`resize` must be .H, W. or .H, W, D."),
+        ({"resize": (4, 0)}, "`W of `resize`` must be in 1"),
+        ({"dummy_shape": (4, 4)}, "`dummy_shape.1:.` must be .H, W. or .H, W, D."),
+        ({"dummy_shape": (0, 4, 4)}, "`C of `dummy_shape`` must be in 1"),
+        ({"resize": (4, 4), "dummy_shape": (3, 4, 5)}, "`dummy_shape` must be .C, .resize."),
+        ({"task_names": ("a", "a")}, "`task_names` must be names that differ"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        MultiImageCollate(**options)
+
+
+# --- patches and tasks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collate", [MultiImageCollate(), MultiImageCollate(resize=(5, 3, 4))])
+def test_patches_are_those_of_the_images_in_a_batch(collate):
+    data, side = volumes(30), 2
+
+    def observe(one):
+        return Observation(len(one["input_ids"]), patches=collate.count_patches(one, side))
+
+    budget = TokenBudget(1000, max_patches=60)
+    node = WindowBucketer(LengthObserver(IterableWrapper(data), observe), budget, 12)
+    counts = []
+    for batch in GroupCollator(node, collate):
+        sizes = batch["image_sizes"][batch["image_mask"]]
+        if collate.resize is not None:
+            sizes = torch.tensor(
+                [batch["pixel_values"][batch["image_mask"]].shape[2:]] * len(sizes)
+            )
+        counts.append(int((-(-sizes // side)).prod(1).sum()))
+    assert sum(counts) == sum(observe(one).patches for one in data)
+    assert 45 < max(counts) <= 60
+
+
+def test_a_patch_may_have_a_side_for_each_dimension():
+    collate = MultiImageCollate()
+    assert collate.count_patches(sample(0), 2) == 0
+    assert collate.count_patches(sample(0, (5, 4), (1, 1)), (2, 4)) == 3 + 1
+    with pytest.raises(ValueError, match="or have 3 sides for images of .5, 4, 2., but is .2, 4."):
+        collate.count_patches(sample(0, (5, 4, 2)), (2, 4))
+
+
+def test_the_tasks_of_the_rows_are_numbered():
+    data = {"b": volumes(6), "a": volumes(5)}
+    budget = TokenBudget(20, shapes=1)
+    collate = MultiImageCollate.of(budget, task_names=("a", "b"))
+    loader = ODBDataLoader(data, token_budget=budget, collate_fn=collate)
+    found = []
+    for batch in loader:
+        info = pop_step_info(batch)
+        names, ids = batch["task_names"], batch["task_ids"]
+        assert names == [*info.row_tasks] and ids.dtype == torch.int64
+        assert ids.tolist() == ["ab".index(name) for name in names] + [-1] * (len(ids) - len(names))
+        found += names
+    assert sorted(found) == ["a"] * 5 + ["b"] * 6
+    unknown = ODBDataLoader(data, token_budget=64, collate_fn=MultiImageCollate(task_names=("a",)))
+    with pytest.raises(SampleError, match="task must be among `task_names`, .'a'., but is 'b'"):
+        list(unknown)

@@ -56,6 +56,7 @@ def repeated(info: StepInfo) -> StepInfo:
         local_samples=0,
         local_targets=0,
         local_sources={},
+        local_tasks={},
         left_out=(),
         micro_step=info.micro_step + 1,
         ends_epoch=False,

@@ -16,7 +16,7 @@ from odb_nodes._core.atomic_file import replacing
 from odb_nodes._core.checks import check_type
 from odb_nodes.monitor.loss_book import SampleLoss
 from odb_nodes.monitor.records import read_run
-from odb_nodes.monitor.reporting.page import facts_table, make_page
+from odb_nodes.monitor.reporting.page import Table, facts_table, make_page, source_table
 from odb_nodes.monitor.reporting.summary import RunSummary
 
 __all__ = ["Report", "RunSummary", "report"]
@@ -35,18 +35,10 @@ class Report:
     runs: tuple[RunSummary, ...]
 
     def __str__(self) -> str:
-        table = facts_table(self.runs)
-        rows = [[str(cell) for cell in row] for row in (table.head, *table.rows)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if not index else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        tables = [source_table(run) for run in self.runs if run.sources()]
         audits = [str(run.audit) for run in self.runs if run.audit is not None]
-        return "\n".join([*map(str.rstrip, lines), *(f"\n{text}" for text in audits)])
+        parts = [_as_text(table) for table in (facts_table(self.runs), *tables)]
+        return "\n\n".join([*parts, *audits])
 
 
 def report(
@@ -97,6 +89,16 @@ def _names_of(folders: Sequence[AnyPath]) -> list[str]:
         if len({*names}) == len(names):
             return names
     return [f"{Path(folder).name} ({number})" for number, folder in enumerate(folders)]
+
+
+def _as_text(table: Table) -> str:
+    rows = [[str(cell) for cell in row] for row in (table.head, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [table.caption] if table.caption else []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
 
 
 def _as_csv(runs: Sequence[RunSummary]) -> str:

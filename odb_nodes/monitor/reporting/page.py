@@ -68,8 +68,13 @@ def make_page(runs: Sequence[RunSummary]) -> str:
             title=f"Training of {names[0]}" if len(names) == 1 else f"{len(names)} training runs",
             runs=names,
             facts=facts_table(runs),
-            charts=[*_curve_charts(runs), *_source_charts(runs), *_shape_charts(runs)],
-            sources=[_source_table(run) for run in runs if run.sources()],
+            charts=[
+                *_curve_charts(runs),
+                *_source_charts(runs),
+                *_value_charts(runs),
+                *_shape_charts(runs),
+            ],
+            sources=[source_table(run) for run in runs if run.sources()],
             samples=[_worst_table(run) for run in runs if run.worst],
             audits=[(run.name, str(run.audit)) for run in runs if run.audit is not None],
         )
@@ -102,11 +107,22 @@ def _curve_charts(runs: Sequence[RunSummary]) -> list[Chart]:
 
 
 def _source_charts(runs: Sequence[RunSummary]) -> list[Chart]:
-    """Return a picture of the loss for each source."""
+    """Return a picture of the loss for each source and task."""
     charts = []
     for index, name in enumerate(sorted({name for run in runs for name in run.sources()})):
         curves = [run.curve("mean", f"loss/{name}") for run in runs]
-        charts += _chart(f"source-{index}", f"Loss of source {name}", runs, curves)
+        charts += _chart(f"source-{index}", f"Loss of {name}", runs, curves)
+    return charts
+
+
+def _value_charts(runs: Sequence[RunSummary]) -> list[Chart]:
+    """Return a picture for each of the further numbers that the monitor was told."""
+    known = {name for *_, name, _ in _CURVES}
+    told = {name for run in runs for name in run.whole["last"]} - known
+    charts = []
+    for index, name in enumerate(sorted(told)):
+        curves = [run.curve("last", name) for run in runs]
+        charts += _chart(f"value-{index}", f"{name}, of the last step of a record", runs, curves)
     return charts
 
 
@@ -177,7 +193,8 @@ def _shape_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     return [Chart(title, svg, text, table)]
 
 
-def _source_table(run: RunSummary) -> Table:
+def source_table(run: RunSummary) -> Table:
+    """Return the figures of the sources and tasks of a run that has some, a row for each."""
     sources = run.sources()
     head = [
         name
@@ -188,7 +205,7 @@ def _source_table(run: RunSummary) -> Table:
         (source, *("" if one[name] is None else number(one[name] or 0) for name in head))
         for source, one in sources.items()
     ]
-    return Table(("source", *head), rows, run.name)
+    return Table(("source or task", *head), rows, run.name)
 
 
 def _worst_table(run: RunSummary) -> Table:

@@ -79,7 +79,7 @@ class RunSummary:
         }
 
     def sources(self) -> dict[str, dict[str, float | None]]:
-        """Return samples, tokens, their share, and the mean loss of each source of the run."""
+        """Return samples, tokens, their share, and the mean loss of each source and task."""
         sums, mean = self.whole["sum"], self.whole["mean"]
         names = [name.partition("/")[2] for name in sums if name.startswith("tokens/")]
         total = sums["tokens"] or 1

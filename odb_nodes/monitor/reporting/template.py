@@ -65,7 +65,7 @@ is said. Of long runs, the lowest and the highest record of each part are drawn.
 <figcaption>{{ chart.text }}</figcaption>
 <details><summary>Numbers</summary>{{ rows(chart.table) }}</details></figure>
 {% endfor %}</div>
-{% if sources %}<h2>Sources</h2>
+{% if sources %}<h2>Sources and tasks</h2>
 {% for table in sources %}{{ rows(table) }}{% endfor %}{% endif %}
 {% if samples %}<h2>Samples with the highest loss</h2>
 {% for table in samples %}{{ rows(table) }}{% endfor %}{% endif %}

@@ -1,0 +1,107 @@
+"""Tasks are shown as sources are: their samples, tokens, losses and weights, in every form."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from monitors import DATA
+
+from odb_nodes import Observation, ODBDataLoader, pop_step_info
+from odb_nodes.monitor import Monitor, RowLosses, read_run, report
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
+
+LOSSES = {"long": 3.0, "short": 1.0, "web": 2.0}
+
+
+def task_of(sample):
+    length = len(sample["input_ids"])
+    return "long" if length > 20 else "short" if length > 10 else "web"
+
+
+def observe(sample):
+    """Short samples of code have the task "web", which is a source as well."""
+    return Observation(len(sample["input_ids"]), task=task_of(sample))
+
+
+def losses_of(info, batch):
+    targets = batch["attention_mask"].sum(1) - 1
+    return RowLosses(targets * torch.tensor([LOSSES[task] for task in info.row_tasks]), targets)
+
+
+def by_task(info, losses):
+    found = {}
+    for task, total, targets in zip(info.row_tasks, *losses, strict=True):
+        before = found.get(task, (0.0, 0))
+        found[task] = before[0] + total, before[1] + int(targets)
+    return found
+
+
+@pytest.fixture(scope="module", params=["by task", "by row"])
+def run(request, tmp_path_factory):
+    """A run of two steps a record, and how its losses were told."""
+    folder = tmp_path_factory.mktemp("run")
+    writers = ("jsonl", "tensorboard")
+    loader = ODBDataLoader(DATA, token_budget=96, window=12, observe=observe)
+    with Monitor(folder, every=2, writers=writers) as monitor:
+        for number, batch in enumerate(monitor.watch(loader)):
+            info = pop_step_info(batch)
+            losses = losses_of(info, batch)
+            how = {"loss_by_source": by_task(info, losses)}
+            if request.param == "by row":
+                how = {"row_losses": losses}
+            monitor.step(batch, info, lr=0.5, values={"weight/long": float(number)}, **how)
+    return folder, request.param
+
+
+def test_a_task_has_its_samples_tokens_and_loss(run):
+    folder, how = run
+    samples, tokens = Counter(), Counter()
+    for source, rows in DATA.items():
+        for row in rows:
+            for name in {source, task_of(row)}:
+                samples[name] += 1
+                tokens[name] += len(row["input_ids"])
+    (epoch,) = read_run(folder).epochs
+    for counts, kind in ((samples, "samples"), (tokens, "tokens")):
+        told = {name: one for name, one in epoch["sum"].items() if name.startswith(f"{kind}/")}
+        assert told == {f"{kind}/{name}": one for name, one in counts.items()}
+    assert epoch["mean"]["loss/long"] == pytest.approx(3.0)
+    assert epoch["mean"]["loss/short"] == pytest.approx(1.0)
+    assert epoch["sum"]["targets/long"] == tokens["long"] - samples["long"]
+    assert ("loss/code" in epoch["mean"]) == (how == "by row")
+
+
+def test_further_values_are_those_of_the_last_step(run):
+    steps = read_run(run[0]).steps
+    assert len(steps) > 3
+    for record in steps:
+        assert record["last"]["weight/long"] == record["step"] - 1
+        assert record["last"]["lr"] == 0.5
+
+
+def test_a_report_shows_the_tasks(tmp_path, run):
+    found = report(run[0], html=tmp_path / "r.html")
+    sources = found.runs[0].sources()
+    assert {*sources} == {"code", "long", "short", "web"}
+    assert sources["long"]["loss"] == pytest.approx(3.0)
+    (line,) = [line for line in str(found).splitlines() if line.startswith("long ")]
+    assert line.split()[1] == str(sources["long"]["samples"])
+    page = (tmp_path / "r.html").read_text()
+    for text in ("Loss of long", "weight/long, of the last step", '<th scope="row">short</th>'):
+        assert text in page
+
+
+def test_tensorboard_has_the_tasks(run):
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(run[0] / "tensorboard"), {"scalars": 0})
+    events.Reload()
+    for group, name in (("mean", "loss/long"), ("sum", "tokens/short"), ("last", "weight/long")):
+        told = {one.step: one.value for one in events.Scalars(f"{group}/{name}")}
+        expected = {
+            one["step"]: float(np.float32(one[group][name]))
+            for one in read_run(run[0]).steps
+            if name in one[group]
+        }
+        assert told == expected and expected

@@ -8,6 +8,7 @@ import numpy as np
 
 from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
 MAX_EXCHANGED = 3
@@ -55,7 +56,9 @@ class Packing:
             _NO_LIMIT if budget.max_patches is None else budget.max_patches,
         )
 
-    def choose(self, table: IntArray, _youngest_anchor: int) -> IntArray:
+    def choose(
+        self, table: IntArray, _youngest_anchor: int, _caps: IntArray = NO_CAPS
+    ) -> IntArray:
         """Return the columns of the next group. It holds the oldest sample, whatever the anchor."""
         table = self._in_costs(table)
         # Each round keeps the `count` oldest samples, one fewer than the round before, and fills
@@ -77,6 +80,10 @@ class Packing:
             if best_cost >= self._room.cost:
                 break
         return np.concatenate((oldest[:kept], np.array(best.columns, dtype=np.int64)))
+
+    def offer(self, _table: IntArray, _count: int) -> IntArray:
+        """Return no costs, (0,): all groups cost about the budget."""
+        return NO_CAPS
 
     def dearest(self, table: IntArray) -> IntArray:
         """Return the columns of the longest sample, and of the longest others that fit, in turn."""

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.caps import NO_CAPS, without_cap_of
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
@@ -50,6 +51,8 @@ class RollingPool(Generic[T]):
         self.pulled = 0
         """Samples of the stream so far, dropped ones included, and so the ordinal of the next one.
         The caller counts them."""
+        self.caps = NO_CAPS
+        """What further groups may cost, ascending, one cap for each; see `caps`."""
         self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
         self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
 
@@ -67,6 +70,13 @@ class RollingPool(Generic[T]):
         packed = budget.layout == "packed"
         self._grouping = Packing(budget) if packed else LengthRuns(budget, self._diversity)
         self._tail = None
+
+    def offer(self, count: int) -> IntArray:
+        """Return `count` costs that groups of the pool would have, from the highest down, or none.
+
+        See `odb_nodes.planning.caps`.
+        """
+        return self._grouping.offer(self._table, count)
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""
@@ -144,7 +154,11 @@ class RollingPool(Generic[T]):
             return self._grouping.dearest(self._table)
         anchors = 1 if is_forced else min(ANCHORS, len(self._items))
         youngest_anchor = next(islice(self._items, anchors - 1, None))
-        return self._grouping.choose(self._table, youngest_anchor)
+        columns = self._grouping.choose(self._table, youngest_anchor, self.caps)
+        if len(self.caps):
+            cost = self._budget.cost(self._table[TOKENS, columns].tolist())
+            self.caps = without_cap_of(self.caps, cost)
+        return columns
 
     def _next_of_tail(self, dearest: bool) -> IntArray:
         """Return the group of the oldest, or of the longest, sample in the partition of the tail.

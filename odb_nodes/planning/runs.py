@@ -7,12 +7,16 @@ from numpy.typing import NDArray
 
 from odb_nodes.planning.attention import with_attention
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.caps import NO_CAPS, offered_costs
 from odb_nodes.planning.diversity import diversities
 from odb_nodes.planning.row_sizes import allowed_rows
 from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1
 """Fixed cost of a step, as a share of the budget. It makes a fuller group worth some padding."""
+
+CAP_SHARE = 0.75
+"""What a step with a capped run costs: so much of the cap, and the rest of its own cost."""
 
 
 class LengthRuns:
@@ -37,22 +41,39 @@ class LengthRuns:
         ladder = np.array(budget.shape_ladder(), dtype=np.int64).reshape(-1, 2)
         self._ladder_rows, self._ladder_widths = ladder.T
 
-    def choose(self, table: IntArray, youngest_anchor: int) -> slice:
-        """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`."""
-        tokens, ordinals = table[TOKENS], table[ORDINALS]
-        first, costs = self._runs(table)
-        work = with_attention(tokens, self._budget.attention_tokens)
-        total = np.concatenate(([0], np.cumsum(work)))
-        score = (total[1:] - total[first]) / (costs + STEP_COST_SHARE * self._budget.tokens)
+    def choose(self, table: IntArray, youngest_anchor: int, caps: IntArray = NO_CAPS) -> slice:
+        """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`.
 
-        anchors = np.concatenate(([0], np.cumsum(ordinals <= youngest_anchor)))
+        Args:
+            table: the pooled samples, at least one.
+            youngest_anchor: ordinal of the youngest anchor.
+            caps: what groups may cost, ascending; the run is made to fit one of them.
+        """
+        first, stop, costs = self._capped(table, caps) if len(caps) else self._full(table)
+        total = np.concatenate(([0], np.cumsum(self._work(table))))
+        score = (total[stop] - total[first]) / (costs + STEP_COST_SHARE * self._budget.tokens)
+
+        anchors = np.concatenate(([0], np.cumsum(table[ORDINALS] <= youngest_anchor)))
         # A run without an anchor counts none more at its end than before its first sample. The run
         # that ends with an anchor holds it, so one run at least keeps its score.
-        score[anchors[1:] == anchors[first]] = -1.0
+        score[anchors[stop] == anchors[first]] = -1.0
         best = int(score.argmax())
         if self._diversity:
-            best = self._best_mixed(table[TASKS], first, score)
-        return slice(int(first[best]), best + 1)
+            best = self._best_mixed(table[TASKS], first, stop, score)
+        return slice(int(first[best]), int(stop[best]))
+
+    def offer(self, table: IntArray, count: int) -> IntArray:
+        """Return the costs that groups of a pool would have, as `offered_costs` does."""
+        if self._budget.shapes is not None or not table.shape[1]:
+            return NO_CAPS  # Groups of one shape cost the same.
+        first, costs = self._runs(table)
+        found, stop = [], len(first)
+        while stop and (start := int(first[stop - 1])):  # The last one is not full.
+            found.append(int(costs[stop - 1]))
+            stop = start
+        descending = np.sort(np.array(found, dtype=np.int64))[::-1]
+        pool_cost = int(self._work(table).sum())
+        return offered_costs(descending, pool_cost, self._budget.tokens, count)
 
     def dearest(self, table: IntArray) -> slice:
         """Return the run that ends with the longest sample."""
@@ -81,13 +102,43 @@ class LengthRuns:
             stop = start
         return groups
 
-    def _best_mixed(self, tasks: IntArray, first: IntArray, score: NDArray[np.float64]) -> int:
+    def _work(self, table: IntArray) -> IntArray:
+        return with_attention(table[TOKENS], self._budget.attention_tokens)
+
+    def _full(self, table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Return first index, stop and cost of the longest run that ends with each sample."""
+        first, costs = self._runs(table)
+        return first, np.arange(1, len(first) + 1), costs
+
+    def _capped(
+        self, table: IntArray, caps: IntArray
+    ) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
+        """Return the like of two runs for each sample: the longest within a cap, and within the next.
+
+        The costs are mostly those of the caps: other ranks fill them.
+        """
+        first, costs = self._runs(table)
+        stop = np.arange(1, len(first) + 1)
+        most = stop - first
+        row_costs = costs // most
+        rows = np.clip(caps[-1] // row_costs, 1, most)
+        next_cap = caps[np.maximum(np.searchsorted(caps, rows * row_costs) - 1, 0)]
+        rows = np.concatenate((rows, np.clip(next_cap // row_costs, 1, most)))
+        rows = allowed_rows(rows, self._budget.row_sizes)
+        costs, stop = rows * np.tile(row_costs, 2), np.tile(stop, 2)
+        at = np.minimum(np.searchsorted(caps, costs), len(caps) - 1)
+        wanted = np.maximum(caps[at], costs)  # A sample alone may cost more than any cap.
+        return stop - rows, stop, CAP_SHARE * wanted + (1 - CAP_SHARE) * costs
+
+    def _best_mixed(
+        self, tasks: IntArray, first: IntArray, stop: IntArray, score: NDArray[np.float64]
+    ) -> int:
         """Return the run with the best of fit and mix; of equal ones, that with the best score."""
         allowed = np.flatnonzero(score >= 0)
         score = score[allowed]
         # A full group without padding fits as 1, an oversize sample no better.
         fit = np.minimum((1 + STEP_COST_SHARE) * score, 1)
-        mix = diversities(tasks, first[allowed], allowed + 1)
+        mix = diversities(tasks, first[allowed], stop[allowed])
         both = (1 - self._diversity) * fit + self._diversity * mix
         score[both < both.max()] = -1.0
         return int(allowed[score.argmax()])

@@ -19,6 +19,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
 from odb_nodes.planning.options import JobOptions
@@ -141,6 +142,8 @@ def plan_steps(
         )
     cost_fn = job.cost_fn or BudgetCost(budget)
     ranks = [_Rank(samples, shard, job, cost_fn) for shard in shards]
+    has_caps = job.world_size > 1 and job.cost_fn is None
+    caps = NO_CAPS
     for number in count():
         most = round_steps(
             number,
@@ -148,7 +151,9 @@ def plan_steps(
             round_size=job.round_size,
             accumulate=job.accumulate,
         )
-        reports = [rank.report(most) for rank in ranks]
+        reports = [rank.report(most, caps_of_round(caps, most)) for rank in ranks]
+        if has_caps:
+            caps = agreed_caps([rank.offer(job.round_size) for rank in ranks])
         plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, _FIRST_EPOCH, number))
         groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
         for step in plan.groups.T.tolist():
@@ -178,20 +183,39 @@ class _Rank:
         self._pool: RollingPool[int] = RollingPool(  # of places in the shard
             self._budget, job.window, job.diversity
         )
+        self._ahead: list[Sample] | None = None
         self._ended = False  # As in a node, known only when a pull finds nothing.
 
-    def report(self, most: int) -> CostReport:
-        """Return the costs of the next round's groups."""
-        groups: list[list[Sample]] = []
-        while self._refill() and len(groups) < most:
-            dearest = self._dearest_left > 0
-            self._dearest_left -= dearest
-            group = self._pool.take(draining=self._ended, dearest=dearest)
-            groups.append(self._samples(group))
+    def report(self, most: int, caps: IntArray) -> CostReport:
+        """Return the costs of the next round's groups, and form the one after them.
+
+        Args:
+            most: number of groups.
+            caps: what the groups after the first, and the one after them, may cost.
+        """
+        first = self._ahead or self._take()
+        groups = [] if first is None else [first]
+        self._pool.caps = caps[:-1]
+        while groups and len(groups) < most and (group := self._take()):
+            groups.append(group)
+        self._pool.caps = caps[-1:]
+        self._ahead = self._take() if len(groups) == most else None
         report, self._ladder = make_report(
-            groups, most=most, ended=not len(self._pool), measure=self._estimator, tokens=tokens_of
+            groups, most=most, ended=self._ahead is None, measure=self._estimator, tokens=tokens_of
         )
         return report
+
+    def offer(self, count: int) -> IntArray:
+        """Return what the rank tells of its pool."""
+        return NO_CAPS if self._ended else self._pool.offer(count)
+
+    def _take(self) -> list[Sample] | None:
+        """Return the next group, if there is one."""
+        if not self._refill():
+            return None
+        dearest = self._dearest_left > 0
+        self._dearest_left -= dearest
+        return self._samples(self._pool.take(draining=self._ended, dearest=dearest))
 
     def groups(self, splits: int) -> list[list[Sample]]:
         """Return the groups of the round after `splits` splits."""

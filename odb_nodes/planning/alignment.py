@@ -15,6 +15,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.table import IntArray
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report, before those of tasks."""
-HEADER = 5
+HEADER = 6
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -65,6 +66,7 @@ class CostReport:
         has_filler: whether the rank has, or has had, a sample that it can fill steps with.
         wish: the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for
             none.
+        offer: what it offers for the caps of the next round, see `offered_costs`, (n,) int64.
     """
 
     table: IntArray
@@ -72,11 +74,13 @@ class CostReport:
     ended: bool
     has_filler: bool = True
     wish: int = 0
+    offer: IntArray = NO_CAPS
 
     def to_message(self) -> IntArray:
-        """Return the report as (5 + (5 + tasks) * rows,) int64."""
-        header = (len(self.table), self.groups, self.ended, self.has_filler, self.wish)
-        return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
+        """Return the report as (6 + (5 + tasks) * rows + n,) int64."""
+        sizes = (len(self.table), self.groups, len(self.offer))
+        header = (*sizes, self.ended, self.has_filler, self.wish)
+        return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel(), self.offer))
 
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
@@ -86,15 +90,16 @@ class CostReport:
             message: what `to_message` has returned, and anything after it.
             tasks: number of tasks.
         """
-        rows, groups, ended, has_filler, wish = message[:HEADER].tolist()
+        rows, groups, offered, ended, has_filler, wish = message[:HEADER].tolist()
         columns = COLUMNS + tasks
-        table = message[HEADER : HEADER + columns * rows].reshape(rows, columns)
-        return cls(table, groups, bool(ended), bool(has_filler), wish)
+        stop = HEADER + columns * rows
+        table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
+        return cls(table, groups, bool(ended), bool(has_filler), wish, offer)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:
         """Return the most integers in a message about a round of `steps` steps."""
-        return HEADER + (COLUMNS + tasks) * steps
+        return HEADER + (COLUMNS + tasks + 1) * steps
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
@@ -44,6 +44,12 @@ class Mixing:
                 "`settable` must be False where `weights` follow a schedule, which what is set "
                 "would contradict. Give one of the two."
             )
+
+    def scaled(self, factor: float) -> Mixing:
+        """Return how datasets are mixed of which there is `factor` times as much."""
+        if isinstance(self.weights, WeightSchedule) and factor != 1:
+            return replace(self, weights=self.weights.scaled(factor))
+        return self
 
     @classmethod
     def of(cls, weights: Weights | Mixing) -> Mixing:

@@ -7,12 +7,14 @@ import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 
 from odb_nodes import (
+    Ledger,
     Mixing,
     ODBDataLoader,
     PeerError,
     StateError,
     WeightSchedule,
     WorkerOptions,
+    audit,
     pop_step_info,
 )
 from odb_nodes.testing import assert_resumes_exactly
@@ -293,6 +295,34 @@ def test_a_state_does_not_grow_with_the_number_of_changes():
     changes = [state["root"]["source"]["source"]["weight_changes"] for *_, state in steps[30:]]
     assert 1 <= max(map(len, changes)) < 30
     assert max(len(state["root"]["calls"]) for *_, state in steps) < 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ledger_says_from_which_step_on_a_run_that_resumed_drew_by_other_shares(
+    tmp_path, ranks
+):
+    job = Job()
+    whole = on_ranks(ranks, job.run)
+
+    def run(exchange):
+        for start, stop in ((0, 18), (12, None)):  # killed at 18, goes on from 12
+            with job.loader(exchange) as loader:
+                if start:
+                    loader.load_state_dict(whole[exchange.rank][start - 1][2])
+                ledger = Ledger(tmp_path, rank=exchange.rank, world_size=ranks)
+                for info, _ in job.steps(loader):
+                    ledger.record(info)
+                    if info.step + 1 == stop:
+                        break
+            ledger.close()
+
+    on_ranks(ranks, run)
+    found = audit(tmp_path, dict.fromkeys(NAMES, SIZE))
+    assert found.ok and found.epochs[0].is_complete
+    shares = found.epochs[0].shares
+    assert [step for step, _ in shares] == [0, *(at for at, _ in places(whole[0]))]
+    for step, one in shares:
+        assert one == pytest.approx(whole[0][step][0].source_shares, abs=1e-6)
 
 
 def test_a_settable_mixture_that_is_not_set_draws_as_a_fixed_one():

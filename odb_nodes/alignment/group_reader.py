@@ -12,11 +12,13 @@ from torchdata.nodes import BaseNode
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_budget import RoundBudget
+from odb_nodes.alignment.round_caps import RoundCaps
+from odb_nodes.alignment.round_weights import RoundWeights
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.graph import budget_below, remaining_samples
+from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples
 from odb_nodes.contract.node import call_member
 from odb_nodes.contract.recall import recalls
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
 from odb_nodes.planning.alignment import (
@@ -48,6 +50,8 @@ class GroupReader:
         source: node that yields groups, `list[Sample]`.
         measure: tells what groups cost.
         budget: what groups are formed under.
+        caps: what they are cut to.
+        weights: what a mixture below draws by.
         may_split: groups may be split where there are fewer than steps.
     """
 
@@ -56,9 +60,12 @@ class GroupReader:
         source: BaseNode[list[Sample]],
         measure: GroupCostEstimator,
         budget: RoundBudget,
+        caps: RoundCaps,
+        weights: RoundWeights,
         may_split: bool,
     ) -> None:
-        self.source, self.budget = source, budget
+        self.source, self.budget, self._weights = source, budget, weights
+        self._caps = caps
         self.measure, self._may_split = measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
@@ -71,20 +78,25 @@ class GroupReader:
         self.left_out_ahead: list[LeftOut] = []
         """Those that come with the first group of the next round."""
 
-    def read(self, most: int, limits: LimitsState | None = None) -> list[list[Sample]]:
+    def read(
+        self, most: int, limits: LimitsState | None = None, caps: bytes | None = None
+    ) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left.
 
         Args:
             most: how many.
             limits: what all of them but the first are formed under.
+            caps: what these are cut to, see `RoundCaps.use`.
         """
         first = self._read_one() if self.ahead is None else self.ahead
         groups = [] if first is None else [first]
         # After the first group, which was formed with the round before.
         self.budget.tighten(limits)
+        self._caps.use(caps, most, ahead=False)
         while groups and len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
+        self._caps.use(caps, most, ahead=True)
         if not self.recalls:
             self.next_state = copy_state(self.source.state_dict())
         self.ahead = self._read_one() if len(groups) == most else None
@@ -92,6 +104,16 @@ class GroupReader:
         if self.ahead is None:  # The source has ended.
             self.left_out, self.left_out_ahead = [*self.left_out, *self.left_out_ahead], []
         return groups
+
+    def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
+        """Note what the groups of a round that begins are formed under, and agree on the next.
+
+        Args:
+            at: where this rank stands.
+            reports: those of all ranks for the round.
+        """
+        self.budget.settle(at, reports)
+        self._caps.settle(at, reports)
 
     def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
         """Return what a state holds of the groups of a round, the one ahead, and the filler."""
@@ -191,7 +213,7 @@ class GroupReader:
         Raises:
             StateError: the source does not yield as many again.
         """
-        groups = self.read(most, at.limits)
+        groups = self.read(most, at.limits, at.caps)
         least = 1 if at.drained else needed - at.splits
         if len(groups) < least:
             raise StateError(
@@ -232,7 +254,15 @@ class GroupReader:
             tokens=tokens_of,
             tasks=len(self.measure.tasks),
         )
-        return replace(report, wish=self.budget.wish), ladder
+        weights, offer = self._weights.digest(), self._caps.offer()
+        return replace(report, wish=self.budget.wish, weights=weights, offer=offer), ladder
+
+    def check_has_samples(self, reports: Sequence[CostReport], epoch: int) -> None:
+        """Raise a `SampleError` where no rank has a sample in the first round of an epoch."""
+        if not any(report.groups for report in reports):
+            raise SampleError(
+                f"no rank has a sample in epoch {epoch}. {blame_sources(self.source)}"
+            )
 
     def _read_one(self) -> list[Sample] | None:
         try:

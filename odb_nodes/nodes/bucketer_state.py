@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 
-from odb_nodes.contract import Count, NodeState, RowsOf, SourceState
+from odb_nodes.contract import Count, NodeState, RowsOf, SourceState, Sparse
 from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
@@ -41,6 +41,7 @@ class BucketerState(NodeState):
         oversize_samples: samples that exceeded the budget on their own.
         skipped_samples: samples that processing skipped, by reason.
         left_out: key, source and reason of those left out since the last group that is out.
+        caps: what further groups are cut to, ascending, as bytes; `None` for nothing.
         dearest_groups: of the groups that `dearest_first` puts first in the epoch, those that are
             out.
     """
@@ -62,6 +63,7 @@ class BucketerState(NodeState):
     skipped_samples: dict[str, Count]
     left_out: list[tuple[int | None, str, str]]
     dearest_groups: Count
+    caps: Annotated[bytes | None, RowsOf(8), Sparse()] = None
 
     def validate(self) -> None:
         """Check that what is pooled was pulled."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice, check_count
@@ -19,16 +20,18 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
 from odb_nodes.nodes.exclusions import ExclusionCounter
-from odb_nodes.nodes.payload import encode_sample
+from odb_nodes.nodes.payload import encode_samples
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
 from odb_nodes.nodes.replay import expect_end, pooled_again
 from odb_nodes.nodes.sample_records import NO_RECORDS
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
 
 _SNAPSHOTS_PER_WINDOW = 4
@@ -110,6 +113,14 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._pool.limit(self._limits)
         self._exclusions.budget = self._limits.of_samples(self._budget)
 
+    def offer_costs(self, count: int) -> IntArray:
+        """Return `count` costs that groups of the pool would have, or none; see `RoundCaps`."""
+        return NO_CAPS if self._ended else self._pool.offer(count)
+
+    def use_caps(self, caps: IntArray) -> None:
+        """Cut further groups to these costs, ascending, one each; a state keeps them."""
+        self._pool.caps = caps
+
     @property
     def excluded(self) -> ExcludedKeys:
         """The keys that are excluded: those of the argument, and those of a loaded state."""
@@ -134,6 +145,11 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def skipped_samples(self) -> dict[str, int]:
         """Samples of this epoch that processing `Skipped` so far, by its reason."""
         return dict(self._exclusions.skipped)
+
+    @property
+    def pulled_samples(self) -> int:
+        """Samples of this epoch that were pulled so far, those that were left out included."""
+        return self._pool.pulled
 
     @property
     def remaining_samples(self) -> int:
@@ -193,7 +209,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         as_saved = state.has_own_limits or smaller_budget_is_allowed()
         self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
         self._clear()
-        self.replayed_samples = 0
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
@@ -204,6 +219,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         kept, self.replayed_samples = pooled_again(self.source, self._snapshots, state, self._name)
         self._add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
+        self._pool.caps = np.frombuffer(state.caps or b"", np.int64)
         self._dearest_groups = state.dearest_groups
         self._exclusions.restore(state)
         if state.ended:
@@ -232,6 +248,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             waiting=waiting,
             payload=None if replay else self._encoded(),
             dearest_groups=self._dearest_groups,
+            caps=pool.caps.tobytes() or None,
             **self._exclusions.to_state(),
         )
 
@@ -331,11 +348,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             warnings.warn(summary, stacklevel=3)
 
     def _encoded(self) -> list[Any]:
-        self._payload = {
-            ordinal: self._payload.get(ordinal) or encode_sample(sample)
-            for ordinal, sample in self._pool.items().items()
-        }
-        return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
+        self._payload = encode_samples(self._pool.items(), self._payload)
+        return [*self._payload.items()]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -8,7 +8,7 @@ so one exchange settles a round, even at the end of the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic, Literal, TypeVar
 
@@ -25,7 +25,7 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report, before those of tasks."""
-HEADER = 6
+HEADER = 7
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -66,6 +66,8 @@ class CostReport:
         has_filler: whether the rank has, or has had, a sample that it can fill steps with.
         wish: the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for
             none.
+        weights: a digest of the weights of a mixture that were set on it, for all ranks from this
+            round on; 0 for none.
         offer: what it offers for the caps of the next round, see `offered_costs`, (n,) int64.
     """
 
@@ -74,13 +76,14 @@ class CostReport:
     ended: bool
     has_filler: bool = True
     wish: int = 0
-    offer: IntArray = NO_CAPS
+    weights: int = 0
+    offer: IntArray = field(default_factory=lambda: NO_CAPS)
 
     def to_message(self) -> IntArray:
-        """Return the report as (6 + (5 + tasks) * rows + n,) int64."""
-        sizes = (len(self.table), self.groups, len(self.offer))
-        header = (*sizes, self.ended, self.has_filler, self.wish)
-        return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel(), self.offer))
+        """Return the report as (7 + (5 + tasks) * rows + n,) int64."""
+        told = (self.groups, self.ended, self.has_filler, self.wish, self.weights)
+        header = np.array((len(self.table), len(self.offer), *told), dtype=np.int64)
+        return np.concatenate((header, self.table.ravel(), self.offer))
 
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
@@ -90,11 +93,11 @@ class CostReport:
             message: what `to_message` has returned, and anything after it.
             tasks: number of tasks.
         """
-        rows, groups, offered, ended, has_filler, wish = message[:HEADER].tolist()
+        rows, offered, groups, ended, has_filler, wish, weights = message[:HEADER].tolist()
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
         table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
-        return cls(table, groups, bool(ended), bool(has_filler), wish, offer)
+        return cls(table, groups, bool(ended), bool(has_filler), wish, weights, offer)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:

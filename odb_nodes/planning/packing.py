@@ -56,9 +56,7 @@ class Packing:
             _NO_LIMIT if budget.max_patches is None else budget.max_patches,
         )
 
-    def choose(
-        self, table: IntArray, _youngest_anchor: int, _caps: IntArray = NO_CAPS
-    ) -> IntArray:
+    def choose(self, table: IntArray, _youngest_anchor: int, _caps: IntArray = NO_CAPS) -> IntArray:
         """Return the columns of the next group. It holds the oldest sample, whatever the anchor."""
         table = self._in_costs(table)
         # Each round keeps the `count` oldest samples, one fewer than the round before, and fills

@@ -113,9 +113,9 @@ class LengthRuns:
     def _capped(
         self, table: IntArray, caps: IntArray
     ) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
-        """Return the like of two runs for each sample: the longest within a cap, and within the next.
+        """Return the like of two runs for each sample: within the largest cap, and the next lower.
 
-        The costs are mostly those of the caps: other ranks fill them.
+        The costs are mostly those of the caps, which other ranks fill.
         """
         first, costs = self._runs(table)
         stop = np.arange(1, len(first) + 1)

@@ -20,7 +20,7 @@ from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
-from odb_nodes.tools.report import SimulationReport
+from odb_nodes.tools.simulation_report import SimulationReport
 from odb_nodes.tools.table_epoch import TableEpoch
 
 __all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]

@@ -16,11 +16,13 @@ from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
+from odb_nodes.tools.code import budget_code
 from odb_nodes.tools.figures import Figures
+from odb_nodes.tools.histogram import histogram
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.profile_page import render_page
-from odb_nodes.tools.report import budget_code, markdown_table
 from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.tables import markdown_table
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 
@@ -57,9 +59,7 @@ class LengthSummary:
     @classmethod
     def of(cls, source: str, lengths: IntArray, skipped: int) -> LengthSummary:
         """Return the summary of lengths, at least one."""
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
-        counts, _ = np.histogram(lengths, edges)
+        edges, counts = histogram(lengths, BINS)
         values = np.percentile(lengths, PERCENTILES, method="nearest")
         return cls(
             source=source,
@@ -69,8 +69,8 @@ class LengthSummary:
             mean_tokens=float(lengths.mean()),
             cv=float(lengths.std() / lengths.mean()),
             percentiles=dict(zip(PERCENTILES, values.astype(int).tolist(), strict=True)),
-            edges=tuple(edges.tolist()),
-            counts=tuple(counts.tolist()),
+            edges=tuple(edges),
+            counts=tuple(counts),
         )
 
     def as_row(self) -> dict[str, str]:

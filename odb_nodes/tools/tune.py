@@ -16,10 +16,11 @@ from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
+from odb_nodes.tools.code import budget_code
 from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.report import budget_code, markdown_table
 from odb_nodes.tools.step_time import StepTime
 from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.tables import markdown_table
 from odb_nodes.tools.tuning import Choice, Outcome, Simulator
 
 __all__ = ["Choice", "Outcome", "StepTime", "Tuning", "tune"]

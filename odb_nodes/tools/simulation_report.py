@@ -112,25 +112,6 @@ class SimulationReport:
         }
 
 
-def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Return rows as a table in markdown, with the keys of the first row as titles."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def budget_code(budget: TokenBudget) -> str:
-    """Return what makes a budget, as a number of tokens where that is all."""
-    default = TokenBudget(budget.tokens)
-    fields = [
-        f"{name}={value!r}"
-        for name, value in vars(budget).items()
-        if value != getattr(default, name)
-    ]
-    if not fields:
-        return str(budget.tokens)
-    return f"TokenBudget({', '.join([str(budget.tokens), *fields])})"
-
-
 def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[float, ...]:
     """Return the sums and maxima of one step that the report adds up."""
     lengths = [[sample.tokens for sample in group] for group in step if group]

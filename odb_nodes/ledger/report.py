@@ -60,7 +60,8 @@ class EpochAudit:
         fates = ", ".join(f"{count:,} {fate}" for fate, count in self.fates.items())
         return (
             f"epoch {self.epoch}: {extent}; {counted(self.steps, 'step')}; "
-            f"{fates or 'no samples'}; {counted(self.filler, 'filler step')}\n  digest {self.digest}"
+            f"{fates or 'no samples'}; {counted(self.filler, 'filler step')}\n"
+            f"  digest {self.digest}"
         )
 
 

@@ -147,4 +147,4 @@ def _without_excluded(table: LengthTable, options: LoaderOptions) -> LengthTable
     rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
     samples = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
     gone = np.array([sample in exclude for sample in samples])
-    return replace(table, tokens=np.where(gone, 0, table.tokens))
+    return table.skipping(gone)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.atomic_file import replacing
 from odb_nodes.errors import StateError
+from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import SampleCosts, check_lengths
 from odb_nodes.planning.table import IntArray
 
@@ -142,6 +143,20 @@ class LengthTable:
         """
         columns = {column: getattr(self, column)[rows] for column in _COLUMNS}
         return replace(self, **columns, sizes=self.sizes if sizes is None else sizes)
+
+    def skipping(self, rows: npt.NDArray[np.bool_]) -> LengthTable:
+        """Return this table as if processing skipped some more samples.
+
+        Args:
+            rows: whether to skip each, (n,) bool.
+        """
+        return replace(self, tokens=np.where(rows, 0, self.tokens))
+
+    def kept(self, budget: TokenBudget) -> LengthTable:
+        """Return this table as if processing skipped the samples that a budget drops."""
+        if budget.oversize != "drop":
+            return self
+        return self.skipping(self.costs.are_oversize(budget))
 
     def drawn(self, samples: int, seed: int = 0) -> LengthTable:
         """Return a whole table of about as many samples, drawn from each source by its size.

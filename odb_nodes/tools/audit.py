@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.counts import counted
 from odb_nodes.ledger import audit
 
 __all__ = ["main", "print_audit", "sizes_of"]
@@ -58,9 +59,9 @@ def print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | No
         return found.ok
     for epoch in found.epochs:
         digest = epoch.digest_of_first(steps)
-        which = f"first {steps:,} steps"
+        which = f"first {counted(steps, 'step')}"
         if steps > epoch.steps:
-            which = f"all {epoch.steps:,} steps, of {steps:,} asked for"
+            which = f"all {counted(epoch.steps, 'step')}, of {steps:,} asked for"
         print(f"epoch {epoch.epoch}, {which}: digest {digest}")
     return found.ok
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.counts import counted
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
@@ -51,9 +52,9 @@ class EpochEstimate:
 
     def __str__(self) -> str:
         about = f" (+- {2 * self.relative_error:.1%})" if self.relative_error else ""
-        steps = f"{self.steps:,} steps"
+        steps = counted(self.steps, "step")
         if self.optimizer_steps != self.steps:
-            steps += f", {self.optimizer_steps:,} optimizer steps"
+            steps += f", {counted(self.optimizer_steps, 'optimizer step')}"
         return f"{steps}{about}, padding {self.padding_share:.1%}, balance {self.balance:.3f}"
 
 

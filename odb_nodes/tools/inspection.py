@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._core.counts import counted
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state
@@ -143,7 +144,7 @@ def misfits(ranks: Sequence[Inspection]) -> list[str]:
             found += [f"rank {rank}: {node} has `{name}` {config[name]!r}" for name in wrong]
         size = one.config.get("RankAligner", {}).get("world_size", len(ranks))
         if size != len(ranks):
-            found.append(f"rank {rank}: saved by {size} ranks, but here are {len(ranks)} states")
+            found.append(f"rank {rank}: saved by {counted(size, 'rank')}, not {len(ranks)}")
     return found
 
 
@@ -257,7 +258,7 @@ def _words(lengths: IntArray) -> str:
     if not len(lengths):
         return "no samples"
     return (
-        f"{len(lengths):,} samples, {lengths.sum():,} tokens, "
+        f"{counted(len(lengths), 'sample')}, {counted(int(lengths.sum()), 'token')}, "
         f"lengths {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}"
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.atomic_file import replacing
+from odb_nodes._core.counts import counted
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import SampleCosts, check_lengths
@@ -81,9 +82,11 @@ class LengthTable:
         return len(self.tokens)
 
     def __str__(self) -> str:
-        seen = f"{len(self):,}" if self.is_whole else f"{len(self):,} of {self.num_samples:,}"
+        seen = counted(self.num_samples, "sample")
+        if not self.is_whole:
+            seen = f"{len(self):,} of {seen}"
         made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
-        return f"lengths of {seen} samples, digest {self.digest}{made_by and f' ({made_by})'}"
+        return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
 
     @property
     def num_samples(self) -> int:

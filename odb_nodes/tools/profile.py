@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.table import IntArray
@@ -143,7 +144,7 @@ class Profile:
     @property
     def heading(self) -> str:
         """What the comparisons are of."""
-        batches = f"fixed batches of {self.batch_size} samples"
+        batches = f"fixed batches of {counted(self.batch_size, 'sample')}"
         return f"token_budget={budget_code(self.budget)}; {batches}"
 
     def as_dict(self) -> dict[str, Any]:

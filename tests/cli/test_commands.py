@@ -61,12 +61,15 @@ def test_simulate_prints_what_simulate_returns(capsys, table):
 
 
 def test_simulate_draws_a_timeline(capsys, table, tmp_path):
-    options = ["--lengths", table, "--ranks", 3, "--window", 32, "--budget", 1500]
+    several = ["--ranks", 2, "--ranks", 3, "--window", 16, "--window", 32]
+    options = ["--lengths", table, *several, "--budget", 1500]
     assert run("simulate", *options, "--timeline", "-") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4].startswith("3 ranks") and [int(line[:5]) for line in lines[-3:]] == [0, 1, 2]
+    assert lines[-4].startswith("3 ranks, window 32, ") and [
+        int(line[:5]) for line in lines[-3:]
+    ] == [0, 1, 2]
     assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
-    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+    assert (tmp_path / "timeline.svg").read_text().count("3 ranks, window 32") == 2
 
 
 def test_lengths_come_from_json_lines_and_their_tokenizer(capsys, tmp_path):

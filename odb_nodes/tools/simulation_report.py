@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.attention import ATTENTION_TOKENS
 from odb_nodes.sample import Sample
-
-ATTENTION_TOKENS = 12_288
-"""Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def simulate(
         typer.Option(
             help="Draw each rank's cost, step by step, of the last ranks and window: "
             "a file for SVG, - for text.",
-            callback=cli.in_folder,
+            callback=cli.to_write,
         ),
     ] = None,
 ) -> None:

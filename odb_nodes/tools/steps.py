@@ -6,7 +6,6 @@ python -m odb_nodes.tools.steps train:make_loader --checkpoint run/checkpoint-12
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -23,7 +22,9 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.command_line import OneLineParser
 from odb_nodes._core.named_function import load_function
+from odb_nodes._core.writable_path import check_is_writable
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
@@ -43,6 +44,7 @@ from odb_nodes.tools.remade_step import RemadeStep
 
 __all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
 
+_DESCRIPTION = "Make a step of a run again, of all its ranks: its samples, and its batches."
 _TIMEOUT_S = 600.0
 
 N = TypeVar("N", bound=BaseNode[Any])
@@ -285,24 +287,27 @@ def _part(state: Any, node: str) -> dict[str, Any]:
     return {}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.steps") -> int:
     """Print a step of a run on all ranks, and write it to a file.
 
     Args:
         arguments: of the command line; default: those of this process.
+        prog: what the command is called.
     """
-    parser = argparse.ArgumentParser(prog="odb_nodes.tools.steps", description=main.__doc__)
+    parser = OneLineParser(prog=prog, description=_DESCRIPTION)
     parser.add_argument(
         "make_loader", metavar="MODULE:FUNCTION", help="makes the loader for a `process_group`"
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--ledger", help="folder of a ledger; with --epoch and --step")
     where.add_argument("--checkpoint", help="folder of a checkpoint; the step that follows it")
-    parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--step", type=int)
+    parser.add_argument("--epoch", type=int, default=0, help="number of the epoch (0)")
+    parser.add_argument("--step", type=int, help="number of the step in it")
     parser.add_argument("--further", type=int, default=0, help="steps after that of a checkpoint")
     parser.add_argument("--out", help="file to write the steps of all ranks to, by `torch.save`")
     args = parser.parse_args(arguments)
+    if args.out:
+        check_is_writable(args.out)
     make_loader = load_function(args.make_loader)
     if args.checkpoint:
         remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)

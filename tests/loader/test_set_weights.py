@@ -18,6 +18,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.testing import assert_resumes_exactly
+from odb_nodes.tools.steps import remake_from_checkpoint
 
 NAMES = ("a", "b", "c")
 FIRST = {"a": 3, "b": 2, "c": 1}
@@ -323,6 +324,19 @@ def test_the_ledger_says_from_which_step_on_a_run_that_resumed_drew_by_other_sha
     assert [step for step, _ in shares] == [0, *(at for at, _ in places(whole[0]))]
     for step, one in shares:
         assert one == pytest.approx(whole[0][step][0].source_shares, abs=1e-6)
+
+
+@pytest.mark.parametrize("further", [0, 6, 12])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_after_a_checkpoint_is_made_again_by_what_was_set_before_it(ranks, further):
+    """The rounds after the checkpoint tell of the weights, and change them."""
+    job = Job(calls={6: CALLS[7]}, token_budget=80)
+    whole = on_ranks(ranks, job.run)
+    states = [steps[6][2] for steps in whole]
+    remade = remake_from_checkpoint(job.loader, states, further=further)
+    for again, steps in zip(remade, whole, strict=True):
+        assert again.info == steps[7 + further][0]
+        assert again.batch["input_ids"].tolist() == steps[7 + further][1]
 
 
 def test_a_settable_mixture_that_is_not_set_draws_as_a_fixed_one():

@@ -413,3 +413,11 @@ def test_a_schedule_resumes_exactly_and_yields_each_sample_once(ranks, workers, 
 
         for steps, before in zip(on_ranks(ranks, resume), whole, strict=True):
             assert held(steps) == held(before[at + 1 :])
+
+
+def test_a_state_that_was_asked_for_before_is_taken_anew():
+    loader = Job(calls={}).loader()
+    next(iter(loader))
+    assert loader.state_dict()["root"]["calls"] == []
+    loader.set_weights(CALLS[7])
+    assert loader.state_dict()["root"]["calls"] == [(1, 3, {"a": 1.0, "b": 1.0, "c": 8.0})]

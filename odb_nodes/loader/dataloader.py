@@ -89,8 +89,8 @@ class ODBDataLoader(OptionGuard):
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
-            `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares of
-            tokens, weights to be set, or another end of the epoch. Default: equal shares; each
+            `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
+            of tokens, weights to be set, or another end of the epoch. Default: equal shares; each
             sample is emitted once in an epoch.
 
     Raises:

@@ -7,12 +7,21 @@ import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 
 from odb_nodes import (
+    GroupCollator,
     Ledger,
+    LengthObserver,
+    Loader,
     Mixing,
     ODBDataLoader,
+    ParallelProcessor,
     PeerError,
+    PerSource,
+    RankAligner,
+    ShardedSampler,
+    SourceMixer,
     StateError,
     WeightSchedule,
+    WindowBucketer,
     WorkerOptions,
     audit,
     pop_step_info,
@@ -421,3 +430,38 @@ def test_a_state_that_was_asked_for_before_is_taken_anew():
     assert loader.state_dict()["root"]["calls"] == []
     loader.set_weights(CALLS[7])
     assert loader.state_dict()["root"]["calls"] == [(1, 3, {"a": 1.0, "b": 1.0, "c": 8.0})]
+
+
+def test_shares_are_those_of_the_outermost_mixture():
+    inner = SourceMixer(
+        {name: ShardedSampler(40, seed=1, rank=0, world_size=1) for name in "ab"},
+        WeightSchedule([(0, {"a": 1, "b": 3}), (9, {"a": 1, "b": 1})]),
+        world_size=1,
+    )
+    samples = Job().loader().dataset["a"]
+    read = {"in": lambda item: samples[item.item], "c": None}
+    loader = ODBDataLoader(
+        {"in": inner, "c": samples}, process_fn=read, token_budget=160, window=12, seed=1
+    )
+    infos = [pop_step_info(batch) for batch in loader]
+    assert {source for info in infos for source in info.row_sources} == {"in", "c"}
+    assert not any(info.source_shares for info in infos)
+
+
+def test_a_graph_of_nodes_has_shares_that_no_number_of_workers_changes():
+    def infos(num_workers):
+        mixed = SourceMixer(
+            {name: ShardedSampler(90, seed=1, rank=0, world_size=1) for name in NAMES},
+            WeightSchedule([*SCHEDULE[:2], (300, FIRST)]),
+            world_size=1,
+        )
+        process = PerSource(dict.fromkeys(NAMES, Job().loader().dataset["a"].__getitem__))
+        workers = WorkerOptions(num_workers=num_workers, method="thread")
+        processor = ParallelProcessor(mixed, process, workers=workers, rank=0, world_size=1)
+        bucketer = WindowBucketer(LengthObserver(processor), 160, 12)
+        with Loader(GroupCollator(RankAligner(bucketer))) as loader:
+            return [pop_step_info(batch) for batch in loader]
+
+    expected = infos(0)
+    assert len(places([(info,) for info in expected])) == 2
+    assert infos(2) == expected

@@ -21,6 +21,7 @@ from odb_nodes.sources import (
     ShardedSampler,
     SourceMixer,
     WeightedSampler,
+    WeightSchedule,
 )
 from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
 from odb_nodes.tasks import TaskWeights
@@ -64,6 +65,7 @@ __all__ = [
     "StepMemoryError",
     "TaskWeights",
     "TokenBudget",
+    "WeightSchedule",
     "WeightedSampler",
     "WindowBucketer",
     "WorkerError",

@@ -123,6 +123,8 @@ class StepInfo:
         world_size: ranks whose gradients are averaged.
         local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
             else those that were planned under the budget. 0 where neither is known.
+        source_shares: the shares by which a mixture whose weights may change drew the last sample
+            that this rank has read for the round of the step; empty where they cannot change.
     """
 
     step: int
@@ -154,6 +156,7 @@ class StepInfo:
     local_tasks: Mapping[str, SourceCount] = field(default_factory=dict, hash=False)
     task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
     world_size: int = 1
+    source_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __getattr__(self, name: str) -> Any:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""

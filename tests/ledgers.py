@@ -22,6 +22,7 @@ def info_of(
     left_out=(),
     is_filler=False,
     own=(),
+    shares=None,
 ):
     """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
     keys = tuple(keys)
@@ -43,6 +44,7 @@ def info_of(
         own_sources=frozenset(own),
         epoch=epoch,
         ends_epoch=ends,
+        source_shares=shares or {},
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from odb_nodes.alignment.aligned_round import AlignedRound
-from odb_nodes.contract import Count, EpochState, RowsOf, SourceState
+from odb_nodes.contract import Count, EpochState, RowsOf, SourceState, Sparse
 from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
@@ -43,6 +43,9 @@ class AlignerState(EpochState):
         excluded_samples: samples that were left out of the groups of rounds by their keys.
         unsettled: samples were excluded since the ranks told each other what the further steps of
             the round hold.
+        weight_changes: items of the epoch that this rank's mixture draws before it changes its
+            weights, and the weights; those that a replay from `source` may come to, and the last.
+        weight_calls: calls that have set weights, up to the last one that ranks have agreed on.
     """
 
     source: SourceState = field(default_factory=dict)
@@ -67,6 +70,10 @@ class AlignerState(EpochState):
     excluded: ExcludedState = field(default_factory=dict)
     excluded_samples: Count = 0
     unsettled: bool = False
+    weight_changes: Annotated[list[tuple[Count, dict[str, float]]], Sparse()] = field(
+        default_factory=list
+    )
+    weight_calls: Annotated[Count, Sparse()] = 0
 
     def validate(self) -> None:
         """Check that the state stands within its round."""
@@ -92,6 +99,16 @@ class AlignerState(EpochState):
         if ends_alone and self.last:
             steps.end_alone(self.emitted)
         return steps
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what ranks that go on from the same place have agreed on."""
+        weights = {"weights of the mixture": self.weights} if self.weights else {}
+        return {"step": self.step, "limits of the next round": self.next_limits, **weights}
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """The weights that were set last, and agreed on; `None` where none were."""
+        return self.weight_changes[-1][1] if self.weight_changes else None
 
     def is_at_end(self, steps: AlignedRound) -> bool:
         """Tell whether this is after the last step of the epoch, where `steps` are the round's."""

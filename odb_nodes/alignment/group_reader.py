@@ -12,11 +12,12 @@ from torchdata.nodes import BaseNode
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_budget import RoundBudget
+from odb_nodes.alignment.round_weights import RoundWeights
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.graph import budget_below, remaining_samples
+from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples
 from odb_nodes.contract.node import call_member
 from odb_nodes.contract.recall import recalls
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
 from odb_nodes.planning.alignment import (
@@ -48,6 +49,7 @@ class GroupReader:
         source: node that yields groups, `list[Sample]`.
         measure: tells what groups cost.
         budget: what groups are formed under.
+        weights: what a mixture below draws by.
         may_split: groups may be split where there are fewer than steps.
     """
 
@@ -56,9 +58,10 @@ class GroupReader:
         source: BaseNode[list[Sample]],
         measure: GroupCostEstimator,
         budget: RoundBudget,
+        weights: RoundWeights,
         may_split: bool,
     ) -> None:
-        self.source, self.budget = source, budget
+        self.source, self.budget, self._weights = source, budget, weights
         self.measure, self._may_split = measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
@@ -232,7 +235,14 @@ class GroupReader:
             tokens=tokens_of,
             tasks=len(self.measure.tasks),
         )
-        return replace(report, wish=self.budget.wish), ladder
+        return replace(report, wish=self.budget.wish, weights=self._weights.digest()), ladder
+
+    def check_has_samples(self, reports: Sequence[CostReport], epoch: int) -> None:
+        """Raise a `SampleError` where no rank has a sample in the first round of an epoch."""
+        if not any(report.groups for report in reports):
+            raise SampleError(
+                f"no rank has a sample in epoch {epoch}. {blame_sources(self.source)}"
+            )
 
     def _read_one(self) -> list[Sample] | None:
         try:

@@ -17,10 +17,9 @@ from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
 from odb_nodes.alignment.round_budget import RoundBudget
+from odb_nodes.alignment.round_weights import RoundWeights
 from odb_nodes.contract import EpochNode, copy_state
-from odb_nodes.contract.graph import blame_sources
 from odb_nodes.contract.node import check_node
-from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import Uneven, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler
@@ -96,12 +95,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.measure = GroupCostEstimator(cost_fn or cost_below(source), modalities, tasks)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
-        self._round_size = round_up(check_count("round_size", round_size), accumulate)
+        self.round_size = round_up(check_count("round_size", round_size), accumulate)
         self.uneven = uneven
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self.peers = Peers(process_group, timeout_s, self._round_size, len(self.measure.tasks))
+        self.peers = Peers(process_group, timeout_s, self.round_size, len(self.measure.tasks))
         self.round_budget = RoundBudget(source)
+        self.round_weights = RoundWeights(source)
         self.replayed_samples = 0
         """Samples of the round that the last restore processed again."""
         self._at = AlignerState()
@@ -154,9 +154,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _clear(self) -> None:
         self._kept_limits = self._at.next_limits
         self._at = AlignerState()
-        self._reader = GroupReader(
-            self.source, self.measure, self.round_budget, self.uneven == "fill"
-        )
+        terms = self.round_budget, self.round_weights
+        self._reader = GroupReader(self.source, self.measure, *terms, self.uneven == "fill")
         self._steps = AlignedRound(tasks=len(self.measure.tasks))
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
@@ -165,6 +164,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
         self.round_budget.tighten(self._kept_limits)
+        self.round_weights.begin_epoch(self._at)
         self.source.reset(None)
         self._at.source = copy_state(self.source.state_dict())
 
@@ -176,9 +176,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """
         self._at, accumulate = state, self.rule.accumulate
         self.round_budget.wish = state.wish
+        self.round_weights.follow(state)
         self._steps = state.steps(ends_alone=self.uneven == "join")
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
-        resumed.restore(self._round_size if state.drained else self._round_steps())
+        resumed.restore(self.round_size if state.drained else self._round_steps())
         self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
         self.replayed_samples = resumed.replayed_samples
 
@@ -220,6 +221,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             epoch=self._epochs.epoch,
             ends_epoch=at.is_at_end(self._steps),
             left_out=tuple(self.take_left_out()),
+            source_shares=self.round_weights.shares(),
         )
         if self._held is not None:
             self._held = self._held.after(1)
@@ -247,10 +249,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             return
         config = {
             "epoch": self._epochs.epoch,
-            "step": self._at.step,
+            **self._at.agreed(),
             "totals of the round": self._steps.digest(),
             "exclude": repr(excluded_below(self.source)),
-            "limits of the next round": self._at.next_limits,
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }
         self.peers.agree(config, self.source)
@@ -286,9 +287,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             report, ladder = self._reader.report(groups, most, self._filler)
         self._agree()
         reports = self.peers.reports(report, where)
-        if not (at.step or any(one.groups for one in reports)):
-            blamed = blame_sources(self.source)
-            raise SampleError(f"no rank has a sample in epoch {self._epochs.epoch}. {blamed}")
+        self.round_weights.settle(reports, where)
+        if not at.step:
+            self._reader.check_has_samples(reports, self._epochs.epoch)
         key = hash_ints(self._seed, self._epochs.epoch, at.round)
         plan = plan_round(reports, uneven=self.uneven, key=key)
         if groups:
@@ -333,14 +334,14 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             at.source, at.excluded = self._reader.next_state, {}
 
     def _round_steps(self) -> int:
-        return round_steps(self._at.round, self.rule.world_size, self._round_size, self.accumulate)
+        return round_steps(self._at.round, self.rule.world_size, self.round_size, self.accumulate)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
         return {
             "rank": self.peers.rank,
             "world_size": self.peers.world_size,
-            "round_size": self._round_size,
+            "round_size": self.round_size,
             "uneven": self.uneven,
             "loss_scaling": self.rule.scaling,
             "accumulate": self.rule.accumulate,

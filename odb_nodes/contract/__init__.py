@@ -1,7 +1,7 @@
 """What every node is: its state, its epochs, and what a graph of them can be asked."""
 
 from odb_nodes.contract.epochs import EpochNode, EpochState
-from odb_nodes.contract.fields import Count, InRange, RowsOf, SourceState, SourceStates
+from odb_nodes.contract.fields import Count, InRange, RowsOf, SourceState, SourceStates, Sparse
 from odb_nodes.contract.node import StatefulNode
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.contract.state import NodeState, copy_state
@@ -15,6 +15,7 @@ __all__ = [
     "RowsOf",
     "SourceState",
     "SourceStates",
+    "Sparse",
     "StatefulNode",
     "copy_state",
     "recall",

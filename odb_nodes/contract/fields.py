@@ -7,7 +7,7 @@ A node declares its state as a dataclass. The annotations say what a field may h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import islice
 from types import NoneType, UnionType
@@ -19,9 +19,11 @@ __all__ = [
     "RowsOf",
     "SourceState",
     "SourceStates",
+    "Sparse",
     "check_declaration",
     "check_fields",
     "source_fields",
+    "sparse_defaults",
 ]
 
 _MAX_INT64 = 2**63 - 1
@@ -57,6 +59,11 @@ class RowsOf:
         return f"hold rows of {self.size_bytes} bytes"
 
 
+@dataclass(frozen=True)
+class Sparse:
+    """Marks a field with a default, which a state leaves out where it holds that."""
+
+
 class _IsState:
     """Marks a field that holds the state of another node."""
 
@@ -90,6 +97,17 @@ def source_fields(declared: Any) -> frozenset[str]:
     """Return the names of the fields that hold the states of sources."""
     states = (SourceState, SourceStates)
     return frozenset(name for name, hint in _hints_of(declared).items() if hint in states)
+
+
+@cache
+def sparse_defaults(declared: Any) -> Mapping[str, Any]:
+    """Return the default of each field that is `Sparse`, by name. Shared: not to be changed."""
+    defaults = {}
+    for one in fields(declared):
+        if Sparse() in get_args(_hints_of(declared)[one.name])[1:]:
+            makes = one.default_factory
+            defaults[one.name] = one.default if makes is MISSING else makes()
+    return defaults
 
 
 def check_declaration(declared: Any) -> None:

@@ -8,7 +8,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
-from odb_nodes.contract.fields import check_declaration, check_fields, source_fields
+from odb_nodes.contract.fields import (
+    check_declaration,
+    check_fields,
+    source_fields,
+    sparse_defaults,
+)
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
@@ -193,7 +198,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not self.__is_checked:  # once after a reset: some ask for a state at each item
             self._check_saved(config, self.save())
             self.__is_checked = True
-        return seal(type(self).__name__, config, self._saved_values())
+        declared: Any = self.STATE
+        values = self._saved_values()
+        for name, default in sparse_defaults(declared).items():
+            if values[name] == default:
+                del values[name]
+        return seal(type(self).__name__, config, values)
 
     def __next__(self) -> T:
         if self.__failure is not None:

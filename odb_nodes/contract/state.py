@@ -13,13 +13,13 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from odb_nodes.contract.config import check_config, equal
-from odb_nodes.contract.fields import check_fields
+from odb_nodes.contract.fields import check_fields, sparse_defaults
 from odb_nodes.errors import StateError
 
 __all__ = [
@@ -70,7 +70,8 @@ class NodeState:
 
     Annotations may be plain types, `X | None`, `list[X]`, tuples, `dict[K, V]` and `Any`;
     `SourceState` for what a source's `state_dict()` returned; `Count` for a number of items, and
-    `Annotated` with another limit, `InRange` or `RowsOf`. They are checked when a state is loaded.
+    `Annotated` with another limit, `InRange` or `RowsOf`; or with `Sparse`, for a field that a
+    state leaves out where it holds its default. They are checked when a state is loaded.
     """
 
     def validate(self) -> None:
@@ -162,8 +163,9 @@ def unseal(
 def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -> dict[str, Any]:
     """Return the values of the declared fields, which are all there and hold what they may."""
     names = [one.name for one in fields(declared)]
-    expected = [*sorted(ENVELOPE), *names]
-    if missing := [name for name in expected if name not in state]:
+    expected, kind = [*sorted(ENVELOPE), *names], cast(Any, declared)
+    sparse = sparse_defaults(kind)
+    if missing := [name for name in expected if name not in state and name not in sparse]:
         raise StateError(
             f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
         )
@@ -171,7 +173,7 @@ def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -
         raise StateError(
             f"the state of {node} has `{'`, `'.join(unknown)}`, which no {node} saves. {_EARLIER}"
         )
-    values = {name: state[name] for name in names}
+    values = {name: state[name] if name in state else sparse[name] for name in names}
     if broken := check_fields(declared, values):
         raise _damaged(node, broken, state)
     return values

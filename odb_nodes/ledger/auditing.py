@@ -13,7 +13,7 @@ import numpy as np
 from odb_nodes._core.checks import MAX_KEY, check_count, check_type
 from odb_nodes.ledger.checks import Findings, check_keys, fate_of
 from odb_nodes.ledger.entries import Entries, Names, entries_of, merkle_root
-from odb_nodes.ledger.history import Stretch, extent_of, ranges, stretches
+from odb_nodes.ledger.history import Stretch, extent_of, ranges, shares_of, stretches
 from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 from odb_nodes.ledger.report import Audit, EpochAudit
@@ -251,5 +251,6 @@ def _facts(epoch: int, parts: Sequence[Stretch], entries: Entries, is_complete: 
         fates=fates,
         filler=entries.filler,
         digest=merkle_root(entries.leaves).hex(),
+        shares=(*shares_of(parts),),
         leaves=entries.leaves,
     )

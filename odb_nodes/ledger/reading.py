@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import re
 import zlib
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from odb_nodes.ledger.records import (
     HEADER_BYTES,
     KINDS,
     MAGIC,
+    MOST_NAMES,
     NAME,
+    SHARES,
     VERSION,
     Header,
     record_bytes,
@@ -31,7 +35,6 @@ HEAD_DTYPE = np.dtype(
 FARTHEST_STEPS = 1 << 16
 """A record that does not continue the one before it, and is so much later, is not believed."""
 NO_HEAD = (0,) * 7
-MOST_NAMES = 1 << 20
 LONGEST_SOUGHT_BYTES = 1 << 20
 """Records of more bytes are not looked for behind damage, which would take long."""
 
@@ -47,6 +50,7 @@ class Attempt:
         offsets: places of the step records in the file, (n,) int64.
         heads: their fields, (n,) of `HEAD_DTYPE`.
         is_closed: whether its end was recorded.
+        shares: index of a step record -> the shares of the mixture from it on, source -> share.
     """
 
     header: Header
@@ -55,6 +59,12 @@ class Attempt:
     offsets: npt.NDArray[np.int64]
     heads: npt.NDArray[np.void]
     is_closed: bool
+    shares: dict[int, dict[str, float]]
+
+    def shares_at(self, index: int) -> dict[str, float]:
+        """Return the shares of the mixture at a step record; empty where none are recorded."""
+        begun = bisect_right([*self.shares], index)
+        return [{}, *self.shares.values()][begun]
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -145,6 +155,7 @@ class RankFile:
         offsets, heads = array("q"), array("I")
         where = f"attempt {number}, at its beginning"
         epoch, step = header.epoch, header.step
+        shares: dict[int, dict[str, float]] = {}
         data, unpack = self.data, HEAD.unpack_from
         while at < end:
             head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
@@ -159,7 +170,9 @@ class RankFile:
                     "was changed, removed, doubled or moved"
                 )
             crc, kind = head[0], head[1]
-            if kind == NAME and head[3] < MOST_NAMES:
+            if kind == NAME and head[5] & SHARES:
+                shares |= _shares(len(offsets), data[at + HEAD.size : stop])
+            elif kind == NAME and head[3] < MOST_NAMES:
                 text = bytes(data[at + HEAD.size : stop]).decode("utf-8", "replace")
                 names[head[3]] = (text, head[5])
             elif kind == END:
@@ -177,6 +190,7 @@ class RankFile:
             offsets=np.frombuffer(offsets, np.int64),
             heads=np.frombuffer(heads, HEAD_DTYPE),
             is_closed=is_closed,
+            shares=shares,
         )
         self.attempts.append(attempt)
 
@@ -237,6 +251,15 @@ def _what(head: tuple[int, ...]) -> str:
     if head[1] in (NAME, END):
         return "a name" if head[1] == NAME else "the end of the attempt"
     return f"the record of {place(head[5] << 32 | head[6])}"
+
+
+def _shares(index: int, data: memoryview) -> dict[int, dict[str, float]]:
+    """Return the shares of a record by the index of the next step; nothing where it is damaged."""
+    try:
+        shares = json.loads(bytes(data))
+    except ValueError:
+        return {}
+    return {index: shares} if isinstance(shares, dict) else {}
 
 
 def _is_near(head: tuple[int, ...], epoch: int, step: int) -> bool:

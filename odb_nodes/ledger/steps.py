@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ class StepRecord:
         left_out: samples that were left out before the step.
         is_filler: whether it had no sample of its own.
         ends_epoch: whether the rank took no further step in the epoch.
+        source_shares: as in its `StepInfo`, to 6 digits.
         is_over: whether the rank had taken its last step before this one (`uneven="join"`).
     """
 
@@ -43,6 +44,7 @@ class StepRecord:
     left_out: tuple[LeftOut, ...]
     is_filler: bool
     ends_epoch: bool
+    source_shares: Mapping[str, float] = field(default_factory=dict)
     is_over: bool = False
 
 
@@ -79,7 +81,8 @@ def read_steps(
                     one = replace(block, indices=indices[at : at + 1])
                     alone = replace(part, blocks={rank: [one]}, replaced={})
                     record = _record(entries_of([alone], names), one.attempt.heads[indices[at]])
-                    by_rank[rank][record.step] = replace(record, epoch=epoch)
+                    shares = block.attempt.shares_at(int(indices[at]))
+                    by_rank[rank][record.step] = replace(record, epoch=epoch, source_shares=shares)
         ends = {rank: _end_of(part.blocks.get(rank, [])) for rank in by_rank}
         for step in steps:
             for rank, records in by_rank.items():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate
@@ -23,6 +25,7 @@ from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
+from odb_nodes.loader.torch_options import options_of
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
@@ -31,8 +34,7 @@ from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
-from odb_nodes.sources.datasets import order_of
-from odb_nodes.sources.mixing import Weights
+from odb_nodes.sources.mixing import Weights, checked_weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
 
@@ -87,8 +89,9 @@ class ODBDataLoader(OptionGuard):
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
-            `"proportional"` to the samples of each; or a `Mixing`, for shares of tokens, or another
-            end of the epoch. Default: equal shares; each sample is emitted once in an epoch.
+            `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
+            of tokens, weights to be set, or another end of the epoch. Default: equal shares; each
+            sample is emitted once in an epoch.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
@@ -145,22 +148,15 @@ class ODBDataLoader(OptionGuard):
         )
         if pin_memory and torch.cuda.is_available():
             collate = PinningCollate(collate)
-        self._aligner = RankAligner(
-            self._bucketer,
-            process_group,
-            round_size,
-            uneven,
-            loss_scaling,
-            accumulate,
-            seed,
-            timeout_s,
-            tasks=options.tasks,
-        )
-        rank = group_rank(process_group)[0]
-        self._collator = GroupCollator(self._aligner, collate, seed, rank)
+        rules = round_size, uneven, loss_scaling, accumulate, seed, timeout_s
+        self._aligner = RankAligner(self._bucketer, process_group, *rules, tasks=options.tasks)
+        self._collator = GroupCollator(self._aligner, collate, seed, group_rank(process_group)[0])
         root: BaseNode[Any] = self._collator
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
+        self._setter: WeightSetter[Any] | None = None
+        if Mixing.of(options.weights).settable:
+            root = self._setter = WeightSetter(root, self._aligner, prefetch)
         self._loader: Loader[Any] = Loader(root)
 
     @classmethod
@@ -184,23 +180,7 @@ class ODBDataLoader(OptionGuard):
             ValueError: the sampler of `loader` cannot yield its order again.
         """
         check_type("loader", loader, DataLoader)
-        given = dict(options)
-        if loader.collate_fn not in (default_collate, default_convert):
-            given.setdefault("collate_fn", loader.collate_fn)
-        if not isinstance(loader.dataset, IterableDataset) and not {"sampler", "shuffle"} & {
-            *given
-        }:
-            given = {**order_of(loader, group_rank(given.get("process_group"))), **given}
-        if "workers" not in given and "num_workers" not in given:
-            context = loader.multiprocessing_context
-            given["workers"] = WorkerOptions(
-                num_workers=loader.num_workers,
-                start_method=None if context is None else context.get_start_method(),
-                worker_init_fn=loader.worker_init_fn,
-                timeout_s=loader.timeout or WorkerOptions.timeout_s,
-            )
-        given.setdefault("pin_memory", loader.pin_memory)
-        return cls(loader.dataset, token_budget=token_budget, **given)
+        return cls(loader.dataset, token_budget=token_budget, **options_of(loader, options))
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, or continue from a loaded state. See `Loader`."""
@@ -271,7 +251,9 @@ class ODBDataLoader(OptionGuard):
 
     def _at(self, field: str) -> int:
         position = self._loader.position
-        return 0 if position is None else int(position.root[field])
+        if position is None:
+            return 0
+        return int((position.root if self._setter is None else position.root["source"])[field])
 
     @property
     def replayed_samples(self) -> int:
@@ -317,6 +299,30 @@ class ODBDataLoader(OptionGuard):
     def trust_labels(self) -> None:
         """Do not warn of weights: see `GroupCollator.trust_labels`."""
         self._collator.trust_labels()
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Mix by other weights from now on, in later epochs too. All ranks call it alike.
+
+        Between two epochs, the next one begins with them. Within an epoch, the first round that
+        begins `prefetch` steps later, or after that, tells the other ranks; the samples that are
+        drawn after those that wait or may be in flight then are drawn by them.
+
+        Args:
+            weights: name of the dataset -> weight, any positive numbers.
+
+        Raises:
+            TypeError, ValueError: the weights are not valid, or the mixture is not
+                `Mixing(settable=True)`. That ranks have set different weights is a `StateError`,
+                raised on all of them by the step that begins the round.
+        """
+        if self._setter is None:
+            raise ValueError(
+                "`set_weights` needs a mixture whose weights may be set: make the loader with "
+                "`weights=Mixing(settable=True)`."
+            )
+        checked = checked_weights(weights, self.dataset)
+        self._setter.set_weights(checked)
+        self._loader.change_position(partial(self._setter.with_call, weights=checked))
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next epoch; a loaded state from within an epoch takes precedence."""

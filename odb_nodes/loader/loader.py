@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -142,6 +143,18 @@ class Loader(Generic[T]):
         if self._pending is not None or self._it is None:
             return self._pending
         return self._it.state()
+
+    def change_position(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Note that the state of the root has changed without an item.
+
+        Args:
+            change: the state of the root -> what it is now; called where the root has yet to be
+                reset to it.
+        """
+        if (pending := self._pending) is not None:
+            self._pending = replace(pending, root=change(copy_state(pending.root)))
+        elif self._it is not None:
+            self._it.forget_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands. The caller owns the result."""

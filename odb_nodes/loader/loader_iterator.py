@@ -92,6 +92,10 @@ class LoaderIterator(Iterator[T]):
         self.touched = self._left = True
         self._state = None
 
+    def forget_state(self) -> None:
+        """Take the state anew when it is next asked for."""
+        self._state = None
+
     def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:

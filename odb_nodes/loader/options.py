@@ -99,6 +99,11 @@ class LoaderOptions(BatchOptions, JobOptions):
         check_count("num_workers", self.num_workers, 0)
         check_bool("pin_memory", self.pin_memory)
         check_bool("sharded", self.sharded)
+        if Mixing.of(self.weights).settable and self.uneven == "join":
+            raise ValueError(
+                '`uneven` must not be "join" where `weights` are settable: a rank that has ended '
+                'would not hear of a change. Let it be "fill" or "stop".'
+            )
         check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
         if self.workers is not None and self.num_workers:
             raise ValueError(
@@ -108,11 +113,17 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """How processing runs: with enough samples in flight to refill the whole pool."""
+        """How processing runs: with enough samples in flight to refill the whole pool.
+
+        Where weights may be set, the samples in flight decide where a change comes, and so do not
+        depend on the number of workers.
+        """
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options
         ahead = max(self.window, 4 * options.chunk_size * options.num_workers)
+        if Mixing.of(self.weights).settable:
+            ahead = self.window
         return replace(options, in_flight_samples=ahead)
 
 

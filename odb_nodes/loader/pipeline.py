@@ -25,6 +25,7 @@ from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
+from odb_nodes.sources.weight_schedule import WeightSchedule
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ class _Pipeline:
     def __init__(self, options: LoaderOptions, prepare: Callable[[Any], Any] | None) -> None:
         self._options = options
         self._prepare = prepare
-        rank, world_size = group_rank(options.process_group)
-        self._shard = (0, 1) if options.sharded else (rank, world_size)
-        self._processor = partial(ParallelProcessor, rank=rank, world_size=world_size)
+        rank, self._world_size = group_rank(options.process_group)
+        self._shard = (0, 1) if options.sharded else (rank, self._world_size)
+        self._processor = partial(ParallelProcessor, rank=rank, world_size=self._world_size)
 
     def of_one(self, dataset: Any) -> BaseNode[Any]:
         """Return a node that yields the samples of one dataset."""
@@ -138,8 +139,17 @@ class _Pipeline:
             sizes = {name: _known_size(name, dataset) for name, dataset in datasets.items()}
             if all(sizes.values()):
                 warn_of_sizes(sizes, mixing.stop)
-        mix = partial(SourceMixer, weights=weights, by=mixing.by, stop=mixing.stop)
         workers = options.worker_options
+        in_hand = (workers.in_flight_samples or 0) + 2 * workers.chunk_size
+        mix = partial(
+            SourceMixer,
+            weights=weights,
+            by=mixing.by,
+            stop=mixing.stop,
+            world_size=self._world_size,
+            read_ahead=in_hand if mixing.by == "samples" else 0,
+            settable=mixing.settable,
+        )
         if mixing.by == "samples":
             # Mixed before they are processed, so that all workers process items of any source.
             process = PerSource(processes)
@@ -147,7 +157,9 @@ class _Pipeline:
         make = partial(self._processor, workers=_share(workers, len(datasets)))
         return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
 
-    def _weights(self, mixing: Mixing, datasets: Mapping[str, Any]) -> Mapping[str, float] | None:
+    def _weights(
+        self, mixing: Mixing, datasets: Mapping[str, Any]
+    ) -> Mapping[str, float] | WeightSchedule | None:
         if mixing.weights != "proportional":
             return mixing.weights
         if mixing.by != "samples" or self._options.sharded:

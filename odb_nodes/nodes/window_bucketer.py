@@ -19,7 +19,7 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
 from odb_nodes.nodes.exclusions import ExclusionCounter
-from odb_nodes.nodes.payload import encode_sample
+from odb_nodes.nodes.payload import encode_samples
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
 from odb_nodes.nodes.replay import expect_end, pooled_again
@@ -136,6 +136,11 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         return dict(self._exclusions.skipped)
 
     @property
+    def pulled_samples(self) -> int:
+        """Samples of this epoch that were pulled so far, those that were left out included."""
+        return self._pool.pulled
+
+    @property
     def remaining_samples(self) -> int:
         """Samples of this epoch in the pool, and those not yet pulled where that is known."""
         try:
@@ -193,7 +198,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         as_saved = state.has_own_limits or smaller_budget_is_allowed()
         self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
         self._clear()
-        self.replayed_samples = 0
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
@@ -331,11 +335,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             warnings.warn(summary, stacklevel=3)
 
     def _encoded(self) -> list[Any]:
-        self._payload = {
-            ordinal: self._payload.get(ordinal) or encode_sample(sample)
-            for ordinal, sample in self._pool.items().items()
-        }
-        return [(ordinal, encoded) for ordinal, encoded in self._payload.items()]
+        self._payload = encode_samples(self._pool.items(), self._payload)
+        return [*self._payload.items()]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

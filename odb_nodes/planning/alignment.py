@@ -24,7 +24,7 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report, before those of tasks."""
-HEADER = 5
+HEADER = 6
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -65,6 +65,8 @@ class CostReport:
         has_filler: whether the rank has, or has had, a sample that it can fill steps with.
         wish: the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for
             none.
+        weights: a digest of the weights of a mixture that were set on it, for all ranks from this
+            round on; 0 for none.
     """
 
     table: IntArray
@@ -72,11 +74,13 @@ class CostReport:
     ended: bool
     has_filler: bool = True
     wish: int = 0
+    weights: int = 0
 
     def to_message(self) -> IntArray:
-        """Return the report as (5 + (5 + tasks) * rows,) int64."""
-        header = (len(self.table), self.groups, self.ended, self.has_filler, self.wish)
-        return np.concatenate((np.array(header, dtype=np.int64), self.table.ravel()))
+        """Return the report as (6 + (5 + tasks) * rows,) int64."""
+        told = (self.groups, self.ended, self.has_filler, self.wish, self.weights)
+        header = np.array((len(self.table), *told), dtype=np.int64)
+        return np.concatenate((header, self.table.ravel()))
 
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
@@ -86,10 +90,10 @@ class CostReport:
             message: what `to_message` has returned, and anything after it.
             tasks: number of tasks.
         """
-        rows, groups, ended, has_filler, wish = message[:HEADER].tolist()
+        rows, groups, ended, has_filler, wish, weights = message[:HEADER].tolist()
         columns = COLUMNS + tasks
         table = message[HEADER : HEADER + columns * rows].reshape(rows, columns)
-        return cls(table, groups, bool(ended), bool(has_filler), wish)
+        return cls(table, groups, bool(ended), bool(has_filler), wish, weights)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:

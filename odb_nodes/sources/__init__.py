@@ -5,6 +5,7 @@ from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing
 from odb_nodes.sources.sharded_sampler import ShardedSampler
 from odb_nodes.sources.source_mixer import SourceMixer
+from odb_nodes.sources.weight_schedule import WeightSchedule
 from odb_nodes.sources.weighted_sampler import WeightedSampler
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "Mixing",
     "ShardedSampler",
     "SourceMixer",
+    "WeightSchedule",
     "WeightedSampler",
 ]

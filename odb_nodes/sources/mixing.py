@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_choice
+from odb_nodes._core.checks import check_bool, check_choice
+from odb_nodes.sources.weight_schedule import WeightSchedule, check_weight
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
-Weights = Mapping[str, float] | Literal["proportional"] | None
+Weights = Mapping[str, float] | WeightSchedule | Literal["proportional"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +22,34 @@ class Mixing:
 
     Args:
         weights: name -> weight, any positive numbers; or `"proportional"` to the number of samples
-            of each dataset. Default: equal.
+            of each dataset; or a `WeightSchedule`. Default: equal.
         by: what the weights are shares of, `"samples"` or `"tokens"`.
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
+        settable: whether `ODBDataLoader.set_weights` may change the weights.
 
     Raises:
-        ValueError: `by` or `stop` is not one of those.
+        TypeError, ValueError: an argument is not valid, or weights are settable that follow a
+            schedule.
     """
 
     weights: Weights = None
     by: Unit = "samples"
     stop: Stop = "all_exhausted"
+    settable: bool = False
 
     def __post_init__(self) -> None:
         check_rules(self.by, self.stop)
+        if check_bool("settable", self.settable) and isinstance(self.weights, WeightSchedule):
+            raise ValueError(
+                "`settable` must be False where `weights` follow a schedule, which what is set "
+                "would contradict. Give one of the two."
+            )
+
+    def scaled(self, factor: float) -> Mixing:
+        """Return how datasets are mixed of which there is `factor` times as much."""
+        if isinstance(self.weights, WeightSchedule) and factor != 1:
+            return replace(self, weights=self.weights.scaled(factor))
+        return self
 
     @classmethod
     def of(cls, weights: Weights | Mixing) -> Mixing:
@@ -60,11 +73,19 @@ def checked_weights(
     """
     check_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
-        if not (isinstance(weight, Real) and math.isfinite(weight) and weight > 0):
-            raise ValueError(
-                f"`weights[{name!r}]` must be a positive number, but is {weight!r} instead."
-            )
+        check_weight(f"weights[{name!r}]", weight)
     return {name: float(weights[name]) for name in sources}
+
+
+def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: Stop) -> None:
+    """Raise a `ValueError` unless a schedule is of these sources, and lets an epoch end."""
+    check_names("weights", dict.fromkeys(schedule.names), "sources", sources)
+    if stop != "first_exhausted" and (off := schedule.off_at_the_end):
+        raise ValueError(
+            f'`weights` must turn all sources on at the last place where `stop` is "{stop}", but '
+            f"{off} are off there, and would never be exhausted. Give them a small weight, or let "
+            '`stop` be "first_exhausted".'
+        )
 
 
 def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping[str, Any]) -> None:

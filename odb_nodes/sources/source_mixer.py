@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.fingerprints import ratios
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode
+from odb_nodes.contract import StatefulNode
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
-from odb_nodes.sources.mixing import Mixing, Stop, Unit, check_rules, checked_weights
-
-
-@dataclass(kw_only=True)
-class MixerState(NodeState):
-    """Where a `SourceMixer` stands.
-
-    Attributes:
-        sources: the states of the sources, by name.
-        samples: samples of the epoch so far, by source.
-        tokens: tokens of the epoch so far, by source.
-        exhausted: the sources that were exhausted at least once in the epoch, in that order.
-        ended: the epoch has ended.
-    """
-
-    sources: SourceStates
-    samples: dict[str, Count]
-    tokens: dict[str, Count]
-    exhausted: list[str]
-    ended: bool
-
-    def validate(self) -> None:
-        """Check that all fields are of the same sources."""
-        names = self.sources.keys()
-        if not (names == self.samples.keys() == self.tokens.keys() >= {*self.exhausted}):
-            raise ValueError("`sources`, `samples`, `tokens` and `exhausted` name other sources.")
+from odb_nodes.sources.changing_weights import ChangingWeights
+from odb_nodes.sources.fair_queue import FairQueue
+from odb_nodes.sources.mixer_state import MixerState
+from odb_nodes.sources.mixing import (
+    Mixing,
+    Stop,
+    Unit,
+    check_rules,
+    check_schedule,
+    checked_weights,
+)
+from odb_nodes.sources.weight_schedule import WeightSchedule
 
 
 class SourceMixer(StatefulNode[Any, MixerState]):
@@ -59,12 +45,18 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     Args:
         sources: name -> node.
-        weights: name -> weight, any positive numbers. Default: equal.
+        weights: name -> weight, any positive numbers; or a `WeightSchedule`. Default: equal.
         by: what the weights are shares of: `"samples"`, or `"tokens"`, for which the sources must
             yield `Sample`.
         stop: when the epoch ends: with the `"first_exhausted"` source; when `"all_exhausted"`, each
             once; or when all were exhausted and those that were earlier begin again, in another
             order (`"cycle"`).
+        world_size: number of ranks; the places of a schedule count what all of them draw. Default:
+            that of torch.distributed, or of `WORLD_SIZE`.
+        read_ahead: where the weights may change, the most items that nodes above may have taken
+            beyond those they have yielded, as `in_flight_samples` and two chunks of a
+            `ParallelProcessor`.
+        settable: whether a `RankAligner` above may change the weights; see `Mixing`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -77,10 +69,13 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     def __init__(
         self,
         sources: Mapping[str, BaseNode[Any]],
-        weights: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | WeightSchedule | None = None,
         *,
         by: Unit = Mixing.by,
         stop: Stop = Mixing.stop,
+        world_size: int | None = None,
+        read_ahead: int = 4096,
+        settable: bool = Mixing.settable,
     ) -> None:
         super().__init__()
         if not sources:
@@ -94,10 +89,24 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             )
         check_rules(by, stop)
         self.sources = dict(sources)
-        self._weights = checked_weights(
-            dict.fromkeys(sources, 1.0) if weights is None else weights, sources
-        )
         self._by, self._stop = by, stop
+        self.changing: ChangingWeights | None = None
+        """How the weights change; `None` where they do not."""
+        if isinstance(weights, WeightSchedule):
+            check_schedule(weights, sources, stop)
+            self._weights: Mapping[str, float] = weights.places[0][1]
+        else:
+            given = dict.fromkeys(sources, 1.0) if weights is None else weights
+            weights = self._weights = checked_weights(given, sources)
+        self._fixed = FairQueue(self._weights)
+        if check_bool("settable", settable) or isinstance(weights, WeightSchedule):
+            ranks = resolve_rank(None, None)[1] if world_size is None else world_size
+            self.changing = ChangingWeights(
+                weights,
+                check_count("world_size", ranks),
+                check_count("read_ahead", read_ahead, 0),
+                settable,
+            )
         self._exhausted: list[str] = []  # at least once in this epoch
         self._last = ""
         self._clear()
@@ -113,8 +122,9 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return sum(map(length_of, self.sources.values()))
 
     def __repr__(self) -> str:
-        total = sum(self._weights.values())
-        shares = ", ".join(f"{name} {self._weights[name] / total:.3g}" for name in self.sources)
+        weights = self._queue.weights
+        total = sum(weights.values())
+        shares = ", ".join(f"{name} {weights[name] / total:.3g}" for name in self.sources)
         return f'{type(self).__name__}(shares of {self._by}: {shares}; stop="{self._stop}")'
 
     @property
@@ -156,15 +166,21 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             node.reset(state.sources[name])
         self._samples, self._tokens = state.samples, state.tokens
         self._exhausted, self._ended = state.exhausted, state.ended
+        if self.changing is not None:
+            self.changing.go_to(state.position, state.weights, state.targets)
 
     def save(self) -> MixerState:
-        """Return the states of the sources, and what each has had."""
+        """Return the states of the sources, what each has had, and the weights that may change."""
+        changing = self.changing
         return MixerState(
             sources={name: node.state_dict() for name, node in self.sources.items()},
             samples=self._samples,
             tokens=self._tokens,
             exhausted=self._exhausted,
             ended=self._ended,
+            weights={} if changing is None else dict(changing.queue.weights),
+            targets={} if changing is None else changing.queue.targets,
+            position=0 if changing is None else changing.position,
         )
 
     def next(self) -> Any:
@@ -175,7 +191,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         """
         exhausted = ""
         while not self._ended:
-            name = min(self._candidates(), key=self._had)
+            name = self._most_behind()
             try:
                 item = next(self.sources[name])
             except StopIteration:
@@ -197,6 +213,8 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                     f"raised {error!r}"
                 ) from error
             self._last = name
+            if self.changing is not None:
+                self.changing.position += 1
             if isinstance(item, Skipped):  # which has no part in the shares
                 return item.of_source(name)
             if self._by == "tokens" and not isinstance(item, Sample):
@@ -259,15 +277,24 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._tokens = dict.fromkeys(self.sources, 0)
         self._exhausted = []
         self._ended = False
+        if self.changing is not None:
+            self.changing.begin()
+
+    @property
+    def _queue(self) -> FairQueue:
+        return self._fixed if self.changing is None else self.changing.queue
+
+    def _most_behind(self) -> str:
+        """Return the source that is next, by the weights that are in force here."""
+        names, had = self._candidates(), self._tokens if self._by == "tokens" else self._samples
+        if self.changing is not None:
+            self.changing.turn(names, had)
+        return self._queue.first(names, had)
 
     def _candidates(self) -> list[str]:
         if self._stop == "cycle":
             return list(self.sources)
         return [name for name in self.sources if name not in self._exhausted]
-
-    def _had(self, name: str) -> float:
-        had: dict[str, int] = self._tokens if self._by == "tokens" else self._samples
-        return had[name] / self._weights[name]
 
     def _exhaust(self, name: str) -> None:
         # One of several ranks may have none of a small source, as long as it only runs out sooner.
@@ -292,9 +319,11 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
+        schedule = None if self.changing is None else self.changing.schedule
         return {
             "sources": list(self.sources),  # of equals, the first is next
-            "weights": ratios(self._weights),
+            "weights": ratios(self._weights) if schedule is None else schedule.fingerprint(),
             "by": self._by,
             "stop": self._stop,
+            **({} if self.changing is None else self.changing.fingerprint()),
         }

@@ -30,6 +30,8 @@ from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.alignment.group_reader import report_steps
+from odb_nodes.alignment.round_weights import WeightsCall
+from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import StateError
@@ -131,6 +133,7 @@ def remake_from_checkpoint(
     def run(rank: int) -> RemadeStep | None:
         try:
             with _graph(make_loader, hub.exchange(rank)) as graph:
+                graph.hear_calls(states[rank])
                 graph.collator.reset(_collator_state(states[rank], graph.collator, rank))
                 group, info = _group_after(graph.collator, further)
                 if graph.aligner is None:
@@ -161,6 +164,12 @@ class _Graph:
     def accumulate(self) -> int:
         """Steps of an optimizer step."""
         return 1 if self.aligner is None else self.aligner.accumulate
+
+    def hear_calls(self, state: Any) -> None:
+        """Tell the aligner of the weights that were set before a state, and not agreed on yet."""
+        if self.aligner is not None:
+            calls = _part(state, WeightSetter.__name__).get("calls", ())
+            self.aligner.round_weights.calls = [WeightsCall(*call) for call in calls]
 
     def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
         """Return the samples of a step of this rank."""
@@ -242,6 +251,7 @@ def _with_info(
         "epoch": record.epoch,
         "ends_epoch": record.ends_epoch,
         "left_out": record.left_out,
+        "source_shares": record.source_shares,
     }
     if graph.aligner is None:
         return group, dataclasses.replace(graph.collator.info_of(group, record.step), **facts)

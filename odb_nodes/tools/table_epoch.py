@@ -67,7 +67,8 @@ class TableEpoch:
         key = samples, job.seed, job.world_size  # jobs that differ in others read alike
         if key not in self._orders:
             table = table if table.is_whole else table.drawn(samples, job.seed)
-            shards = _shards(table, job, self.shuffle, Mixing.of(self.weights))
+            mixing = Mixing.of(self.weights).scaled(len(table) / self.table.num_samples)
+            shards = _shards(table, job, self.shuffle, mixing)
             self._orders[key] = table, shards
         return self._orders[key]
 

@@ -1,10 +1,18 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import pytest
 
-from odb_nodes import StateError
-from odb_nodes.contract import Count, InRange, NodeState, RowsOf, SourceState, SourceStates
+from odb_nodes import StateError, StatefulNode
+from odb_nodes.contract import (
+    Count,
+    InRange,
+    NodeState,
+    RowsOf,
+    SourceState,
+    SourceStates,
+    Sparse,
+)
 from odb_nodes.contract.fields import check_fields, source_fields
 from odb_nodes.contract.state import seal, unseal
 
@@ -131,3 +139,57 @@ def test_a_field_that_was_not_declared_is_damage():
 def test_true_is_not_one_in_a_configuration():
     with pytest.raises(StateError, match="`window` was True when saved, but is 1 now"):
         unseal(seal("Node", {"window": True}, {"first": 1, "last": 1}), "Node", Span, {"window": 1})
+
+
+@dataclass(kw_only=True)
+class WithSparse(NodeState):
+    count: Count
+    weights: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
+
+
+class Counting(StatefulNode):
+    """Counts to 2, and notes a weight where it is told one."""
+
+    STATE = WithSparse
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def begin_epoch(self):
+        self.at = 0
+
+    def restore(self, state):
+        self.at, self.weights = state.count, state.weights
+
+    def save(self):
+        return WithSparse(count=self.at, weights=self.weights)
+
+    def next(self):
+        if self.at == 2:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+
+def test_a_state_leaves_out_a_sparse_field_that_holds_its_default():
+    node, other = Counting({}), Counting({"a": 1.5})
+    assert {*node.state_dict()} == {"version", "node", "config", "count"}
+    state = other.state_dict()
+    assert state["weights"] == {"a": 1.5}
+    node.reset(state)
+    assert node.weights == {"a": 1.5}
+    node.reset({**state, "weights": {}})
+    node.reset({key: value for key, value in state.items() if key != "weights"})
+    assert node.weights == {}
+    node.weights["a"] = 2.0  # is its own, and not the default of all
+    assert Counting({}).state_dict().keys() == {"version", "node", "config", "count"}
+
+
+def test_a_sparse_field_is_checked_where_it_is_there():
+    state = Counting({"a": 1.5}).state_dict()
+    with pytest.raises(StateError, match="`weights` must be a number, each of its elements"):
+        Counting({}).reset({**state, "weights": {"a": "x"}})
+    del state["count"]
+    with pytest.raises(StateError, match="lacks `count`"):
+        Counting({}).reset(state)

@@ -14,6 +14,7 @@ from ledgers import epoch_of, info_of, pieces_of, rows_of
 from odb_nodes import Ledger, ODBDataLoader, Skipped, TokenBudget, audit, pop_step_info
 from odb_nodes._core.checks import MAX_KEY
 from odb_nodes.ledger.reading import RankFile
+from odb_nodes.ledger.steps import read_steps
 
 KEYS = (st.integers(0, 9), st.integers(2**32 - 3, 2**32 + 3), st.integers(0, MAX_KEY))
 samples = st.tuples(
@@ -313,3 +314,46 @@ def test_an_epoch_of_a_loader_is_complete_with_all_fates(tmp_path):
     assert found.epochs[0].digest != found.epochs[1].digest
     steps = sum(epoch.steps for epoch in found.epochs)
     assert len(pieces_of(ledger.path)) == steps + 4  # with a header, two reasons, and an end
+
+
+def test_shares_are_recorded_where_they_change(tmp_path):
+    first, later = {"a": 0.75, "b": 0.25}, {"a": 1 / 3, "b": 2 / 3}
+    shares = [first, first, later, first, first]
+    with Ledger(tmp_path) as ledger:
+        for step, one in enumerate(shares):
+            ledger.record(info_of(step, [step], shares=one))
+        ledger.begin_attempt()
+        for step, one in enumerate([later, later], 4):  # step 4 again
+            ledger.record(info_of(step, [step], shares=one, ends=step == 5))
+        for step, one in enumerate([later, first]):
+            ledger.record(info_of(step, [step], epoch=1, shares=one, ends=step == 1))
+    found = audit(tmp_path)
+    rounded = {"a": 0.333333, "b": 0.666667}
+    assert found.ok
+    assert found.epochs[0].shares == ((0, first), (2, rounded), (3, first), (4, rounded))
+    assert found.epochs[1].shares == ((0, rounded), (1, first))
+    assert "shares from step 2: a 0.333, b 0.667" in str(found)
+    records = read_steps(tmp_path, 0, range(6))
+    assert [records[step][0].source_shares for step in range(6)] == [
+        *(first, first, rounded, first),
+        *(rounded, rounded),
+    ]
+    assert len(pieces_of(ledger.path)) == 2 + 9 + 5 + 1  # headers, steps, shares, and an end
+
+
+def test_fixed_shares_take_no_byte(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        ledger.record(info_of(0, [1], sources=["a"], ends=True))
+    assert audit(tmp_path).epochs[0].shares == ()
+    assert b'{"a"' not in ledger.path.read_bytes()
+
+
+@pytest.mark.parametrize("flipped", range(60))
+def test_damaged_shares_are_a_problem(tmp_path, flipped):
+    with Ledger(tmp_path) as ledger:
+        for step in range(3):
+            ledger.record(info_of(step, [step], shares={"a": step / 4, "b": 1 - step / 4}))
+    data = bytearray(ledger.path.read_bytes())
+    data[data.index(b'{"a": 0.25') - 30 + flipped] ^= 1
+    ledger.path.write_bytes(data)
+    assert not audit(tmp_path).ok

@@ -14,6 +14,7 @@ from odb_nodes import (
     ODBDataLoader,
     Skipped,
     TokenBudget,
+    WeightSchedule,
     pop_step_info,
 )
 from odb_nodes.alignment.exchange.in_process import InProcessHub
@@ -112,13 +113,40 @@ def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size):
     assert report.shapes == len({*shapes})
 
 
-@pytest.mark.parametrize("weights", [None, "proportional", WEIGHTS, Mixing(by="tokens")])
+SCHEDULE = WeightSchedule([(0, WEIGHTS), (100, {"code": 0, "text": 1}), (200, WEIGHTS)])
+IN_TOKENS = WeightSchedule([(0, WEIGHTS), (20_000, {"code": 3, "text": 1})], ramp=True)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        None,
+        "proportional",
+        WEIGHTS,
+        Mixing(by="tokens"),
+        SCHEDULE,
+        Mixing(weights=IN_TOKENS, by="tokens"),
+        Mixing(settable=True),
+    ],
+)
 def test_the_steps_of_a_mixture_are_those_of_a_real_loader(weights):
     dataset = {"code": make_dataset(150), "text": make_dataset(250, seed=1)}
     options = {"window": 40, "weights": weights, "accumulate": 2}
     expected = real_steps(dataset, 2, token_budget=1500, **options)
     table = observe_lengths(dataset, process_fn=process, observe=observe)
     assert planned_steps(table, 2, 1500, **options) == expected
+
+
+def test_a_schedule_has_its_places_in_the_share_of_the_data_that_is_drawn():
+    half = {"code": 1, "text": 0}, {"code": 0, "text": 1}
+    weights = WeightSchedule([(0, half[0]), (15_000, half[1]), (30_000, {"code": 1, "text": 1})])
+    dataset = {name: make_dataset(20_000, seed) for seed, name in enumerate(("code", "text"))}
+    known = observe_lengths(dataset, process_fn=process, observe=observe, samples=500)
+    epoch = TableEpoch(table=known, weights=weights, most_drawn=4000, least_windows=0)
+    table, (rows,) = epoch.order(SimulationOptions(world_size=1, budget=1500))
+    assert len(table) == 4000
+    assert set(table.sources[rows[:1500]]) == {0} and set(table.sources[rows[1500:3000]]) == {1}
+    assert len({*rows.tolist()}) == 4000
 
 
 def test_an_order_that_is_not_shuffled_is_kept():

@@ -1,0 +1,57 @@
+"""Which source of a mixture is next: the one that has had the least for its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class FairQueue:
+    """Chooses among sources by weights, also where these change.
+
+    Each source has a target: what it should have had when the weights last changed. What it has had
+    since then is compared with its weight, so that an item more or less is made up for after the
+    change, and the shares do not drift however often the weights change.
+
+    Args:
+        weights: name -> weight.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights = weights
+        """The weights in force. Shared: not to be changed."""
+        self.targets: dict[str, float] = {}
+        """What each source should have had at the last change; empty before the first."""
+
+    def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
+        """Return the source that is next; of equals, the first.
+
+        Args:
+            names: the sources to choose among.
+            had: what each has had so far.
+        """
+        weights, targets = self.weights, self.targets
+        if not targets:
+            return min(names, key=lambda name: had[name] / weights[name])
+        on = [name for name in names if weights[name]]
+        return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
+
+    def turn_to(
+        self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
+    ) -> bool:
+        """Choose by other weights from now on, and return whether they are others.
+
+        Args:
+            weights: name -> weight; one of `names` has a weight above 0.
+            names: the sources that have items left.
+            had: what each has had so far.
+        """
+        if weights is self.weights or weights == self.weights:
+            return False
+        targets = self.targets or dict.fromkeys(self.weights, 0.0)
+        on = [name for name in names if self.weights[name]]
+        if on:
+            since = sum(had[name] - targets[name] for name in on)
+            rounds = since / sum(self.weights[name] for name in on)
+            targets = targets | {name: targets[name] + self.weights[name] * rounds for name in on}
+        self.weights, self.targets = weights, targets
+        return True

@@ -1,0 +1,45 @@
+"""Where a mixture stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from odb_nodes.contract import Count, NodeState, SourceStates, Sparse
+
+
+@dataclass(kw_only=True)
+class MixerState(NodeState):
+    """Where a `SourceMixer` stands.
+
+    Attributes:
+        sources: the states of the sources, by name.
+        samples: samples of the epoch so far, by source.
+        tokens: tokens of the epoch so far, by source.
+        exhausted: the sources that were exhausted at least once in the epoch, in that order.
+        ended: the epoch has ended.
+        weights: by which the last item was drawn, where they can change.
+        targets: what each source should have had when they last changed; likewise.
+        position: items of the epoch so far, skipped ones included; likewise.
+    """
+
+    sources: SourceStates
+    samples: dict[str, Count]
+    tokens: dict[str, Count]
+    exhausted: list[str]
+    ended: bool
+    weights: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
+    targets: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
+    position: Annotated[Count, Sparse()] = 0
+
+    def validate(self) -> None:
+        """Check that all fields are of the same sources, and that weights are some."""
+        names = self.sources.keys()
+        if self.weights and not self.weights.keys() == self.targets.keys() == names:
+            raise ValueError("`sources`, `weights` and `targets` name other sources.")
+        numbers = [*self.weights.values(), *self.targets.values()]
+        if not all(map(math.isfinite, numbers)) or any(one < 0 for one in self.weights.values()):
+            raise ValueError("`weights` or `targets` are no weights.")
+        if not (names == self.samples.keys() == self.tokens.keys() >= {*self.exhausted}):
+            raise ValueError("`sources`, `samples`, `tokens` and `exhausted` name other sources.")

@@ -118,6 +118,7 @@ def graphs(folder):
         "stateful": lambda: make(StatefulSamples()),
         "sampler": lambda: make(sampler=Shuffled()),
         "mixed": lambda: make(two, weights={"a": 0.6, "b": 0.4}),
+        "settable": lambda: make(two, weights=Mixing(settable=True)),
         "mixed by tokens": lambda: make(two, weights=Mixing(by="tokens")),
         "mixed in cycles": lambda: make(two, weights=Mixing(stop="cycle")),
         "nodes": nodes,

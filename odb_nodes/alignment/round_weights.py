@@ -14,6 +14,7 @@ from odb_nodes.contract.graph import walk
 from odb_nodes.errors import StateError
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.sources.changing_weights import ChangingWeights
+from odb_nodes.sources.source_mixer import SourceMixer
 
 
 class WeightsCall(NamedTuple):
@@ -65,8 +66,9 @@ class RoundWeights:
     def follow(self, at: AlignerState) -> None:
         """Plan the changes of a state, before the source is reset to it."""
         self._at = at
-        found = (getattr(node, "changing", None) for node in walk(self._source))
-        self._mixture = next((one for one in found if isinstance(one, ChangingWeights)), None)
+        mixers = (node for node in walk(self._source) if isinstance(node, SourceMixer))
+        outermost = next(mixers, None)
+        self._mixture = None if outermost is None else outermost.changing
         if self._mixture is not None:
             self._mixture.planned = at.weight_changes
 

@@ -25,6 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ImportError as error:
         print(f"odb-nodes: {error}", file=sys.stderr)
         sys.exit(2)
-    from odb_nodes.cli.app import make_app
+    from odb_nodes.cli.app import run
 
-    make_app()(args=None if arguments is None else [*arguments], prog_name="odb-nodes")
+    sys.exit(run(sys.argv[1:] if arguments is None else [*arguments]))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 
-__all__ = ["COMMANDS", "make_app"]
+__all__ = ["COMMANDS", "run"]
 
 COMMANDS = ("audit", "inspect", "profile", "report", "simulate", "step", "tune")
 """Names of the commands. Each is a function of its name, in a module of its name in `commands`."""
 
+_OF_MODULES = ("audit", "step")
+"""Those whose options a module of `tools` reads, so that it is a command without the extra, too."""
 _EXPECTED = (
     ImportError,
     OSError,
@@ -28,19 +31,67 @@ _EXPECTED = (
 )
 
 
-def make_app() -> typer.Typer:
+_UsageError: Any = typer.BadParameter.__bases__[0]  # typer has no name of its own for it
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command, and return its exit code; without one, show the help.
+
+    Args:
+        arguments: of the command line.
+    """
+    try:
+        app = _make_app()
+        code = app(args=arguments or ["--help"], prog_name="odb-nodes", standalone_mode=False)
+    except _UsageError as error:
+        path = error.ctx.command_path if error.ctx else "odb-nodes"
+        message = " ".join(error.format_message().split())
+        dot = "" if message.endswith((".", "?")) else "."
+        typer.echo(f"{path}: {message}{dot} See `{path} --help`.", err=True)
+        return 2
+    return code or 0
+
+
+class _Command(TyperCommand):
+    """A command in which one `--ranks` or `--window` may have several numbers: `--ranks 1 8`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line."""
+        several = {one.opts[0] for one in self.params if getattr(one, "multiple", False)}
+        return super().parse_args(ctx, [*_spread(args, several & {"--ranks", "--window"})])
+
+
+def _spread(arguments: list[str], several: set[str]) -> Iterator[str]:
+    """Yield a command line in which each number of these options has its option before it."""
+    option = None
+    for place, one in enumerate(arguments):
+        is_value = place > 0 and arguments[place - 1] == option  # the first one
+        if one.isdecimal() and option is not None and not is_value:
+            yield option
+        elif not one.isdecimal():
+            name = one.partition("=")[0]
+            option = name if name in several else None
+        yield one
+
+
+def _make_app() -> typer.Typer:
     """Return the application with all commands."""
     app = typer.Typer(
         help="Dynamic batches: look at them before a run, and at what is left of one.",
         add_completion=False,
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback()(_group)
     for name in COMMANDS:
         module = importlib.import_module(f"odb_nodes.cli.commands.{name}")
-        app.command(name)(_in_one_line(getattr(module, name)))
+        of_module = name in _OF_MODULES
+        app.command(
+            name,
+            cls=_Command,
+            add_help_option=not of_module,
+            context_settings={"allow_extra_args": of_module, "ignore_unknown_options": of_module},
+        )(_in_one_line(getattr(module, name)))
     return app
 
 

@@ -22,6 +22,7 @@ from odb_nodes.tools.lengths import observe_lengths
 
 __all__ = ["DataOptions", "read_table", "with_data"]
 
+_REPLY_S = 10.0
 _FIELDS = ("messages", "text")
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 
@@ -87,7 +88,7 @@ def read_table(options: DataOptions) -> LengthTable:
                 "--lengths has the lengths already: leave out --tokenizer, --field, --samples, "
                 "--workers and --save-lengths."
             )
-        return LengthTable.load(_existing(options.lengths))
+        return LengthTable.load(options.lengths)
     assert options.data is not None
     dataset = _dataset_of(options.data)
     workers = WorkerOptions(num_workers=options.workers)
@@ -145,18 +146,27 @@ class _Tokenization:
 def _tokenize_by(name: str) -> Any:
     """Return a function that maps text, or messages, to token ids."""
     if Path(name).is_file():
-        tokenizer = import_extra("tokenizers", "hf").Tokenizer.from_file(name)
+        tokenizers = import_extra("tokenizers", "hf")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(name)
+        except Exception as error:  # it raises nothing more precise
+            raise ValueError(
+                f"--tokenizer `{name}` is no `tokenizer.json` ({error}): pass a file that "
+                "`Tokenizer.save` wrote, or the folder or name of a tokenizer."
+            ) from error
         return lambda text: tokenizer.encode(text).ids
-    if name.endswith(".json") or name.startswith((".", "/", "~")):
+    is_folder = Path(name).is_dir()
+    if not is_folder and (name.endswith(".json") or name.startswith((".", "/", "~"))):
         raise FileNotFoundError(
             f"there is no tokenizer `{name}`: pass a file or folder that exists."
         )
     transformers = import_extra("transformers", "hf")
+    offline = is_folder or not _is_hub_in_reach(name)  # what the cache has is taken then
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(name)
+        loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=offline)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the tokenizer `{name}` cannot be loaded: pass the path of a `tokenizer.json`, the "
+            f"--tokenizer `{name}` cannot be loaded: pass the path of a `tokenizer.json`, the "
             "folder of a tokenizer, or a name on the hub that this machine can reach."
         ) from error
 
@@ -166,6 +176,18 @@ def _tokenize_by(name: str) -> Any:
         return loaded.apply_chat_template(content, tokenize=True, return_dict=True)["input_ids"]
 
     return tokenize
+
+
+def _is_hub_in_reach(name: str) -> bool:
+    """Tell whether the hub replies, where transformers would try again for most of a minute."""
+    hub = import_extra("huggingface_hub", "hf")
+    try:
+        hub.HfApi().model_info(name, timeout=_REPLY_S)
+    except hub.errors.HfHubHTTPError:  # a reply, if only that there is no such model
+        return True
+    except Exception:  # of the HTTP library that the hub's client happens to use
+        return False
+    return True
 
 
 def _dataset_of(data: str) -> Any:

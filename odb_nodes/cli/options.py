@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from odb_nodes._core.writable_path import check_is_writable
+
 __all__ = [
     "Accumulate",
     "AttentionTokens",
@@ -29,27 +31,22 @@ __all__ = [
     "Weight",
     "Window",
     "Workers",
-    "in_folder",
+    "to_write",
     "weights_of",
 ]
 
 
-def in_folder(
-    context: typer.Context, option: typer.CallbackParam, path: str | Path | None
-) -> str | Path | None:
-    """Return a path to write to, before any work is done for it.
+def to_write(path: str | Path | None) -> str | Path | None:
+    """Return the path of a file to write, before any work is done for it.
 
     Raises:
-        Exit: its folder does not exist.
+        BadParameter: its folder does not exist, or it is a folder.
     """
-    if path is not None and not Path(path).parent.is_dir():
-        folder = Path(path).parent
-        typer.echo(
-            f"{context.command_path}: {option.opts[0]} is in `{folder}`, which does not exist: "
-            "make that folder first.",
-            err=True,
-        )
-        raise typer.Exit(2)
+    if path is not None:
+        try:
+            check_is_writable(path)
+        except OSError as error:
+            raise typer.BadParameter(str(error)) from error
     return path
 
 
@@ -60,7 +57,10 @@ Data = Annotated[
         "module:function that returns a dataset or a loader."
     ),
 ]
-Lengths = Annotated[str | None, typer.Option(help="A file of lengths, in place of data.")]
+Lengths = Annotated[
+    Path | None,
+    typer.Option(help="A file of lengths, in place of data.", exists=True, dir_okay=False),
+]
 Tokenizer = Annotated[
     str | None, typer.Option(help="A tokenizer.json, or the name or folder of a tokenizer.")
 ]
@@ -69,10 +69,10 @@ Samples = Annotated[int | None, typer.Option(min=1, help="Samples to draw (all).
 Workers = Annotated[int, typer.Option(min=0, help="Worker processes.")]
 Seed = Annotated[int, typer.Option(help="Of the order, and of what is drawn.")]
 SaveLengths = Annotated[
-    str | None, typer.Option(help="File to write the lengths to.", callback=in_folder)
+    str | None, typer.Option(help="File to write the lengths to.", callback=to_write)
 ]
-Ranks = Annotated[list[int], typer.Option(min=1, help="Number of ranks; may be repeated.")]
-Window = Annotated[list[int], typer.Option(min=1, help="Samples that wait; may be repeated.")]
+Ranks = Annotated[list[int], typer.Option(min=1, help="Number of ranks, or several.")]
+Window = Annotated[list[int], typer.Option(min=1, help="Samples that wait, or several.")]
 RoundSize = Annotated[int, typer.Option(min=1, help="Steps between messages of ranks.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")]
 Budget = Annotated[int, typer.Option(min=1, help="Padded tokens of a batch.")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from odb_nodes.tools.report import markdown_table
+from odb_nodes.tools.tables import markdown_table
 
 __all__ = ["print_rows"]
 

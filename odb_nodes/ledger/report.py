@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.counts import counted
 from odb_nodes.ledger.entries import merkle_root
 
 MOST_SHARES = 20
@@ -64,8 +65,9 @@ class EpochAudit:
         extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"
         fates = ", ".join(f"{count:,} {fate}" for fate, count in self.fates.items())
         return (
-            f"epoch {self.epoch}: {extent}; {_count(self.steps, 'step')}; {fates or 'no samples'}; "
-            f"{_count(self.filler, 'filler step')}\n  digest {self.digest}{self._shares()}"
+            f"epoch {self.epoch}: {extent}; {counted(self.steps, 'step')}; "
+            f"{fates or 'no samples'}; {counted(self.filler, 'filler step')}\n"
+            f"  digest {self.digest}{self._shares()}"
         )
 
     def _shares(self) -> str:
@@ -105,16 +107,12 @@ class Audit:
         begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, starts in self.attempts.items():
             begun.setdefault(starts, []).append(rank)
-        lines = [f"{self.folder}: {'OK' if self.ok else _count(len(self.problems), 'problem')}"]
+        lines = [f"{self.folder}: {'OK' if self.ok else counted(len(self.problems), 'problem')}"]
         for starts, ranks in begun.items():
             places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            lines.append(f"{who}: {_count(len(starts), 'attempt')}{places and ', from '}{places}")
+            lines.append(f"{who}: {counted(len(starts), 'attempt')}{places and ', from '}{places}")
         lines += [str(epoch) for epoch in self.epochs]
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"PROBLEM: {text}" for text in self.problems]
         return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"

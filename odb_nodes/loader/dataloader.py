@@ -89,8 +89,9 @@ class ODBDataLoader(OptionGuard):
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
-            `"proportional"` to the samples of each; or a `Mixing`, for shares of tokens, or another
-            end of the epoch. Default: equal shares; each sample is emitted once in an epoch.
+            `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
+            of tokens, weights to be set, or another end of the epoch. Default: equal shares; each
+            sample is emitted once in an epoch.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or

@@ -9,6 +9,9 @@ from odb_nodes.planning.table import IntArray
 
 Tokens = TypeVar("Tokens", int, IntArray)
 
+ATTENTION_TOKENS = 12_288
+"""Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
+
 
 def with_attention(tokens: Tokens, attention_tokens: int | None) -> Tokens:
     """Return what rows cost: their tokens, and what attention adds, rounded down.

@@ -53,8 +53,9 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             order (`"cycle"`).
         world_size: number of ranks; the places of a schedule count what all of them draw. Default:
             that of torch.distributed, or of `WORLD_SIZE`.
-        read_ahead: where the weights may change or be set, the items that nodes above may have
-            taken beyond those they have yielded.
+        read_ahead: where the weights may change, the most items that nodes above may have taken
+            beyond those they have yielded, as `in_flight_samples` and two chunks of a
+            `ParallelProcessor`.
         settable: whether a `RankAligner` above may change the weights; see `Mixing`.
 
     Raises:
@@ -73,7 +74,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         by: Unit = Mixing.by,
         stop: Stop = Mixing.stop,
         world_size: int | None = None,
-        read_ahead: int = 0,
+        read_ahead: int = 4096,
         settable: bool = Mixing.settable,
     ) -> None:
         super().__init__()

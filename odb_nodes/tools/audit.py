@@ -1,4 +1,4 @@
-"""Audit a ledger: which samples have no fate, or several. Exits with code 1 on a hole.
+"""Audit a ledger: which samples have no fate, or several.
 
 python -m odb_nodes.tools.audit run/ledger --size 10000
 """
@@ -10,18 +10,23 @@ import sys
 from collections.abc import Sequence
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.command_line import OneLineParser
+from odb_nodes._core.counts import counted
 from odb_nodes.ledger import audit
 
-__all__ = ["main", "print_audit", "sizes_of"]
+__all__ = ["main"]
+
+_DESCRIPTION = "Audit a ledger: which samples have no fate, or several. Exits with 1 on a hole."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.audit") -> int:
     """Audit a ledger, print a report, and return 1 where a sample has no fate or several, else 0.
 
     Args:
         arguments: of the command line; default: those of this process.
+        prog: what the command is called.
     """
-    parser = argparse.ArgumentParser(prog="odb_nodes.tools.audit", description=main.__doc__)
+    parser = OneLineParser(prog=prog, description=_DESCRIPTION)
     parser.add_argument("folder", help="that the ranks have written to")
     parser.add_argument(
         "--size",
@@ -36,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        return 0 if print_audit(args.folder, sizes_of(args.size), args.steps) else 1
+        return 0 if _print_audit(args.folder, _sizes_of(args.size), args.steps) else 1
     except (OSError, ValueError) as error:  # Exit code 2: it says nothing of the samples.
         parser.error(str(error))
 
 
-def print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | None) -> bool:
+def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | None) -> bool:
     """Audit a ledger, print a report, and return whether each sample has one fate.
 
     Args:
@@ -58,14 +63,14 @@ def print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | No
         return found.ok
     for epoch in found.epochs:
         digest = epoch.digest_of_first(steps)
-        which = f"first {steps:,} steps"
+        which = f"first {counted(steps, 'step')}"
         if steps > epoch.steps:
-            which = f"all {epoch.steps:,} steps, of {steps:,} asked for"
+            which = f"all {counted(epoch.steps, 'step')}, of {steps:,} asked for"
         print(f"epoch {epoch.epoch}, {which}: digest {digest}")
     return found.ok
 
 
-def sizes_of(given: Sequence[str] | None) -> int | dict[str, int] | None:
+def _sizes_of(given: Sequence[str] | None) -> int | dict[str, int] | None:
     """Return the sizes that a command line names, each as `N` or `source=N`.
 
     Raises:

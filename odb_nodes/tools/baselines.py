@@ -77,25 +77,25 @@ class Baselines:
         """Return the number of samples of a fixed batch."""
         if self.batch_size is not None:
             return check_count("batch_size", self.batch_size)
-        longest = int(self.epoch.table.tokens.max())
+        longest = int(self.epoch.table.kept(budget).tokens.max())
         return max(1, budget.tokens // budget.row_cost(budget.width(longest)))
 
     def shapes(self, strategy: Strategy, job: SimulationOptions) -> BatchShapes:
-        """Return the shapes of a strategy's batches."""
+        """Return the shapes of a strategy's batches, of the samples that the loader would read."""
         budget, world_size = TokenBudget.of(job.budget), job.world_size
         if strategy == "odb_nodes":
             return shapes_of_steps(self.epoch.steps(job), budget)
         table, shards = self.epoch.order(job)
-        left_out = table.tokens == 0
-        if budget.oversize == "drop":
-            left_out |= table.costs.are_oversize(budget)
-        if strategy == "offline":
-            return _offline(table, np.flatnonzero(~left_out), budget, world_size)
+        table = table.kept(budget)
         if strategy == "sorted windows":
-            read = [shard[~left_out[shard]] for shard in shards]
+            read = [shard[table.tokens[shard] > 0] for shard in shards]
             ranks = [_windows(table, shard, budget, job.window) for shard in read]
             return shapes_of_lengths(zip_longest(*ranks, fillvalue=()), budget)
-        lengths = table.tokens[table.tokens > 0]
+        drawn = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
+        drawn = drawn[table.tokens[drawn] > 0]
+        if strategy == "offline":
+            return _offline(table, drawn, budget, world_size)
+        lengths = table.tokens[drawn]
         size = self.fixed_size(budget)
         steps: Iterable[Sequence[Sequence[int]]]
         if strategy == "batch_rebalance":

@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.counts import counted
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
@@ -20,7 +21,7 @@ from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
-from odb_nodes.tools.report import SimulationReport
+from odb_nodes.tools.simulation_report import SimulationReport
 from odb_nodes.tools.table_epoch import TableEpoch
 
 __all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]
@@ -51,9 +52,9 @@ class EpochEstimate:
 
     def __str__(self) -> str:
         about = f" (+- {2 * self.relative_error:.1%})" if self.relative_error else ""
-        steps = f"{self.steps:,} steps"
+        steps = counted(self.steps, "step")
         if self.optimizer_steps != self.steps:
-            steps += f", {self.optimizer_steps:,} optimizer steps"
+            steps += f", {counted(self.optimizer_steps, 'optimizer step')}"
         return f"{steps}{about}, padding {self.padding_share:.1%}, balance {self.balance:.3f}"
 
 
@@ -147,4 +148,4 @@ def _without_excluded(table: LengthTable, options: LoaderOptions) -> LengthTable
     rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
     samples = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
     gone = np.array([sample in exclude for sample in samples])
-    return replace(table, tokens=np.where(gone, 0, table.tokens))
+    return table.skipping(gone)

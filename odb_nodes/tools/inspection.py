@@ -5,11 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from odb_nodes._core.counts import counted
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state
@@ -19,6 +21,7 @@ from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.nodes.payload import decode_sample
 from odb_nodes.nodes.sample_records import SampleRecords
 from odb_nodes.planning.table import IntArray
+from odb_nodes.tools.histogram import histogram
 from odb_nodes.tools.rank_states import states_in
 
 __all__ = ["Inspection", "differences", "inspect_state", "misfits", "read_inspections"]
@@ -53,7 +56,7 @@ class Inspection:
     def __str__(self) -> str:
         lines = [f"DAMAGED: {self.damage}"] if self.damage else []
         lines += [f"{name}: {value}" for name, value in self.facts.items()]
-        lines += [f"pool: {_words(self.pool)}", *_histogram(self.pool)]
+        lines += [f"pool: {_words(self.pool)}", *_bars(self.pool)]
         lines += [f"held in groups: {_words(self.held)}", "configuration:"]
         for node, config in self.config.items():
             shown = ", ".join(f"{name} {value!r}" for name, value in config.items())
@@ -141,7 +144,7 @@ def misfits(ranks: Sequence[Inspection]) -> list[str]:
             found += [f"rank {rank}: {node} has `{name}` {config[name]!r}" for name in wrong]
         size = one.config.get("RankAligner", {}).get("world_size", len(ranks))
         if size != len(ranks):
-            found.append(f"rank {rank}: saved by {size} ranks, but here are {len(ranks)} states")
+            found.append(f"rank {rank}: saved by {counted(size, 'rank')}, not {len(ranks)}")
     return found
 
 
@@ -255,20 +258,16 @@ def _words(lengths: IntArray) -> str:
     if not len(lengths):
         return "no samples"
     return (
-        f"{len(lengths):,} samples, {lengths.sum():,} tokens, "
+        f"{counted(len(lengths), 'sample')}, {counted(int(lengths.sum()), 'token')}, "
         f"lengths {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}"
     )
 
 
-def _histogram(lengths: IntArray) -> list[str]:
+def _bars(lengths: IntArray) -> list[str]:
     if not len(lengths):
         return []
-    edges = np.geomspace(lengths.min(), lengths.max() + 1, _BINS + 1).round().astype(np.int64)
-    edges = np.unique(edges)
-    counts, _ = np.histogram(lengths, edges)
+    edges, counts = histogram(lengths, _BINS)
     return [
-        f"  {low:>7} to {high - 1:>7} {'#' * round(_BAR * count / counts.max())} {count}"
-        for low, high, count in zip(
-            edges.tolist(), edges[1:].tolist(), counts.tolist(), strict=False
-        )
+        f"  {low:>7} to {high - 1:>7} {'#' * round(_BAR * count / max(counts))} {count}"
+        for (low, high), count in zip(pairwise(edges), counts, strict=True)
     ]

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.atomic_file import replacing
+from odb_nodes._core.counts import counted
 from odb_nodes.errors import StateError
+from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import SampleCosts, check_lengths
 from odb_nodes.planning.table import IntArray
 
@@ -80,9 +82,11 @@ class LengthTable:
         return len(self.tokens)
 
     def __str__(self) -> str:
-        seen = f"{len(self):,}" if self.is_whole else f"{len(self):,} of {self.num_samples:,}"
+        seen = counted(self.num_samples, "sample")
+        if not self.is_whole:
+            seen = f"{len(self):,} of {seen}"
         made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
-        return f"lengths of {seen} samples, digest {self.digest}{made_by and f' ({made_by})'}"
+        return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
 
     @property
     def num_samples(self) -> int:
@@ -142,6 +146,20 @@ class LengthTable:
         """
         columns = {column: getattr(self, column)[rows] for column in _COLUMNS}
         return replace(self, **columns, sizes=self.sizes if sizes is None else sizes)
+
+    def skipping(self, rows: npt.NDArray[np.bool_]) -> LengthTable:
+        """Return this table as if processing skipped some more samples.
+
+        Args:
+            rows: whether to skip each, (n,) bool.
+        """
+        return replace(self, tokens=np.where(rows, 0, self.tokens))
+
+    def kept(self, budget: TokenBudget) -> LengthTable:
+        """Return this table as if processing skipped the samples that a budget drops."""
+        if budget.oversize != "drop":
+            return self
+        return self.skipping(self.costs.are_oversize(budget))
 
     def drawn(self, samples: int, seed: int = 0) -> LengthTable:
         """Return a whole table of about as many samples, drawn from each source by its size.

@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
+from odb_nodes.tools.code import budget_code
 from odb_nodes.tools.figures import Figures
+from odb_nodes.tools.histogram import histogram
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.profile_page import render_page
-from odb_nodes.tools.report import budget_code, markdown_table
 from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.tables import markdown_table
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 
@@ -57,9 +60,7 @@ class LengthSummary:
     @classmethod
     def of(cls, source: str, lengths: IntArray, skipped: int) -> LengthSummary:
         """Return the summary of lengths, at least one."""
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
-        counts, _ = np.histogram(lengths, edges)
+        edges, counts = histogram(lengths, BINS)
         values = np.percentile(lengths, PERCENTILES, method="nearest")
         return cls(
             source=source,
@@ -69,8 +70,8 @@ class LengthSummary:
             mean_tokens=float(lengths.mean()),
             cv=float(lengths.std() / lengths.mean()),
             percentiles=dict(zip(PERCENTILES, values.astype(int).tolist(), strict=True)),
-            edges=tuple(edges.tolist()),
-            counts=tuple(counts.tolist()),
+            edges=tuple(edges),
+            counts=tuple(counts),
         )
 
     def as_row(self) -> dict[str, str]:
@@ -143,7 +144,7 @@ class Profile:
     @property
     def heading(self) -> str:
         """What the comparisons are of."""
-        batches = f"fixed batches of {self.batch_size} samples"
+        batches = f"fixed batches of {counted(self.batch_size, 'sample')}"
         return f"token_budget={budget_code(self.budget)}; {batches}"
 
     def as_dict(self) -> dict[str, Any]:

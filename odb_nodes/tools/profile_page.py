@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from odb_nodes._core.counts import counted
 from odb_nodes._core.extras import import_extra
 from odb_nodes.tools.svg import bars
 
@@ -82,6 +83,6 @@ def render_page(
 def _words(edges: Sequence[int], counts: Sequence[int]) -> str:
     peak = max(range(len(counts)), key=counts.__getitem__)
     return (
-        f"{sum(counts):,} samples from {edges[0]:,} to {edges[-1] - 1:,} tokens, most of them "
-        f"({counts[peak]:,}) from {edges[peak]:,} to {edges[peak + 1] - 1:,}"
+        f"{counted(sum(counts), 'sample')} from {edges[0]:,} to {edges[-1] - 1:,} tokens, most of "
+        f"them ({counts[peak]:,}) from {edges[peak]:,} to {edges[peak + 1] - 1:,}"
     )

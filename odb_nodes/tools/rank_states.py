@@ -21,6 +21,10 @@ def states_in(folder: Path) -> list[Any]:
         OSError: there is no such folder.
         StateError: it has not one state of each rank, or a file is damaged.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder `{folder}`: pass the folder of a checkpoint, with a file per rank."
+        )
     found = {
         int(match[1]): (file, int(match[2]))
         for file in folder.iterdir()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from odb_nodes._core.counts import counted
 from odb_nodes.step_info import StepInfo
 
 
@@ -31,13 +32,15 @@ class RemadeStep:
     def __str__(self) -> str:
         info = self.info
         head = (
-            f"rank {self.rank}, epoch {info.epoch}, step {info.step}: {info.local_samples} samples,"
-            f" {info.local_targets} of {info.optimizer_targets} targets, "
+            f"rank {self.rank}, epoch {info.epoch}, step {info.step}: "
+            f"{counted(info.local_samples, 'sample')}, "
+            f"{info.local_targets:,} of {counted(info.optimizer_targets, 'target')}, "
             f"loss_scale {info.loss_scale:.6g}{', filler' if info.is_filler else ''}"
         )
         rows = zip(info.row_sources, info.keys, self.tokens, self.targets, strict=True)
         lines = [
-            f"  {f'{source} ' if source else ''}{key}: {tokens} tokens, {targets} targets"
+            f"  {f'{source} ' if source else ''}{key}: "
+            f"{counted(tokens, 'token')}, {counted(targets, 'target')}"
             for source, key, tokens, targets in rows
         ]
         out = [f"  left out: {one.source} {one.key} ({one.reason})" for one in info.left_out]

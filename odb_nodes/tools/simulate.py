@@ -22,8 +22,9 @@ from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.report import SimulationReport, markdown_table
+from odb_nodes.tools.simulation_report import SimulationReport
 from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.tables import markdown_table
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

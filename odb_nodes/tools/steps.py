@@ -6,7 +6,6 @@ python -m odb_nodes.tools.steps train:make_loader --checkpoint run/checkpoint-12
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -23,12 +22,16 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.command_line import OneLineParser
 from odb_nodes._core.named_function import load_function
+from odb_nodes._core.writable_path import check_is_writable
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.alignment.group_reader import report_steps
+from odb_nodes.alignment.round_weights import WeightsCall
+from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import StateError
@@ -43,6 +46,7 @@ from odb_nodes.tools.remade_step import RemadeStep
 
 __all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
 
+_DESCRIPTION = "Make a step of a run again, of all its ranks: its samples, and its batches."
 _TIMEOUT_S = 600.0
 
 N = TypeVar("N", bound=BaseNode[Any])
@@ -129,6 +133,7 @@ def remake_from_checkpoint(
     def run(rank: int) -> RemadeStep | None:
         try:
             with _graph(make_loader, hub.exchange(rank)) as graph:
+                graph.hear_calls(states[rank])
                 graph.collator.reset(_collator_state(states[rank], graph.collator, rank))
                 group, info = _group_after(graph.collator, further)
                 if graph.aligner is None:
@@ -159,6 +164,12 @@ class _Graph:
     def accumulate(self) -> int:
         """Steps of an optimizer step."""
         return 1 if self.aligner is None else self.aligner.accumulate
+
+    def hear_calls(self, state: Any) -> None:
+        """Tell the aligner of the weights that were set before a state, and not agreed on yet."""
+        if self.aligner is not None:
+            calls = _part(state, WeightSetter.__name__).get("calls", ())
+            self.aligner.round_weights.calls = [WeightsCall(*call) for call in calls]
 
     def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
         """Return the samples of a step of this rank."""
@@ -240,6 +251,7 @@ def _with_info(
         "epoch": record.epoch,
         "ends_epoch": record.ends_epoch,
         "left_out": record.left_out,
+        "source_shares": record.source_shares,
     }
     if graph.aligner is None:
         return group, dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
@@ -285,24 +297,27 @@ def _part(state: Any, node: str) -> dict[str, Any]:
     return {}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.steps") -> int:
     """Print a step of a run on all ranks, and write it to a file.
 
     Args:
         arguments: of the command line; default: those of this process.
+        prog: what the command is called.
     """
-    parser = argparse.ArgumentParser(prog="odb_nodes.tools.steps", description=main.__doc__)
+    parser = OneLineParser(prog=prog, description=_DESCRIPTION)
     parser.add_argument(
         "make_loader", metavar="MODULE:FUNCTION", help="makes the loader for a `process_group`"
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--ledger", help="folder of a ledger; with --epoch and --step")
     where.add_argument("--checkpoint", help="folder of a checkpoint; the step that follows it")
-    parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--step", type=int)
+    parser.add_argument("--epoch", type=int, default=0, help="number of the epoch (0)")
+    parser.add_argument("--step", type=int, help="number of the step in it")
     parser.add_argument("--further", type=int, default=0, help="steps after that of a checkpoint")
     parser.add_argument("--out", help="file to write the steps of all ranks to, by `torch.save`")
     args = parser.parse_args(arguments)
+    if args.out:
+        check_is_writable(args.out)
     make_loader = load_function(args.make_loader)
     if args.checkpoint:
         remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)

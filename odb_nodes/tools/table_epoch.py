@@ -19,7 +19,7 @@ from odb_nodes.sample import Observation, Sample, Skipped
 from odb_nodes.sources import Mixing, ShardedSampler
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.report import SimulationReport
+from odb_nodes.tools.simulation_report import SimulationReport
 
 __all__ = ["TableEpoch"]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from odb_nodes._core.counts import counted
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import Step
 from odb_nodes.tools.svg import heat_map
@@ -26,17 +27,20 @@ class Timeline:
     Attributes:
         costs: tokens of each rank's batch at each step, padding and what attention adds included,
             (ranks, steps) float64; 0 where it fills.
+        window: samples that wait on each rank.
     """
 
     costs: NDArray[np.float64]
+    window: int
 
     @classmethod
-    def of(cls, steps: Iterable[Step], budget: TokenBudget) -> Timeline:
+    def of(cls, steps: Iterable[Step], budget: TokenBudget, window: int) -> Timeline:
         """Return the costs of steps.
 
         Args:
             steps: the group of each rank, of each step.
             budget: the budget that the groups were formed under.
+            window: samples that wait on each rank.
 
         Raises:
             ValueError: there is no step.
@@ -47,7 +51,7 @@ class Timeline:
         ]
         if not costs:
             raise ValueError("there is no step to draw.")
-        return cls(np.array(costs, dtype=np.float64).T)
+        return cls(np.array(costs, dtype=np.float64).T, window)
 
     @property
     def balance(self) -> float:
@@ -60,13 +64,17 @@ class Timeline:
         ranks = [
             f"{rank:>5} {''.join(_SHADES[one] for one in row)}" for rank, row in enumerate(shades)
         ]
-        return "\n".join([self._words(shares.shape[1]), *ranks])
+        return "\n".join([f"{self._job}, {self._words(shares.shape[1])}", *ranks])
 
     def to_svg(self) -> str:
         """Return a picture with a row for each rank."""
         shares = self._shares(_SVG_COLUMNS)
-        text = self._words(shares.shape[1])
-        return heat_map(shares, title="Cost of each rank's batch, step by step", text=text)
+        title = f"Cost of each rank's batch, step by step: {self._job}"
+        return heat_map(shares, title=title, text=self._words(shares.shape[1]))
+
+    @property
+    def _job(self) -> str:
+        return f"{counted(len(self.costs), 'rank')}, window {self.window:,}"
 
     def _shares(self, most: int) -> NDArray[np.float64]:
         """Return mean costs of successive steps, relative to the highest: (ranks, columns)."""
@@ -75,11 +83,11 @@ class Timeline:
         return np.asarray(means / (means.max() or 1.0))
 
     def _words(self, columns: int) -> str:
-        ranks, steps = self.costs.shape
+        steps = self.costs.shape[1]
         per_column = steps / columns
         return (
-            f"{ranks} ranks, {steps:,} steps"
+            f"{counted(steps, 'step')}"
             f"{f', {per_column:.1f} steps a column' if per_column > 1 else ''}; "
             f"dearest batch {self.costs.max():,.0f} tokens, balance {self.balance:.3f}, "
-            f"{np.count_nonzero(self.costs == 0):,} filler slots"
+            f"{counted(int((self.costs == 0).sum()), 'filler slot')}"
         )

@@ -10,16 +10,18 @@ from itertools import product
 from typing import Any
 
 from odb_nodes._core.checks import check_count
+from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
+from odb_nodes.tools.code import budget_code
 from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.report import budget_code, markdown_table
 from odb_nodes.tools.step_time import StepTime
 from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.tables import markdown_table
 from odb_nodes.tools.tuning import Choice, Outcome, Simulator
 
 __all__ = ["Choice", "Outcome", "StepTime", "Tuning", "tune"]
@@ -48,6 +50,8 @@ class Tuning:
         front: those that no other one is as good as in time, balance, samples held and replay.
         best: the one that is proposed.
         why: why that one.
+        weights: how the sources of the table are mixed.
+        seed: seed of the order of the samples.
     """
 
     about: str
@@ -57,6 +61,8 @@ class Tuning:
     front: tuple[Outcome, ...]
     best: Outcome
     why: str
+    weights: Weights | Mixing
+    seed: int
 
     def __str__(self) -> str:
         return "\n\n".join([self.about, markdown_table(self.rows()), self.why, self.code()])
@@ -70,11 +76,16 @@ class Tuning:
         choice, samples = self.best.choice, round(self.best.samples_per_step)
         budget = budget_code(choice.budget)
         options = f"token_budget={budget}, window={choice.window}, round_size={choice.round_size}"
+        order = "" if self.weights is None else f", weights={self.weights!r}"
+        arguments = f"gradient_accumulation_steps={choice.accumulate}"
+        if self.seed != SimulationOptions.seed:
+            order += f", seed={self.seed}"
+            arguments += f", data_seed={self.seed}"
         return f"""\
-loader = ODBDataLoader(dataset, {options}, accumulate={choice.accumulate})
+loader = ODBDataLoader(dataset, {options}, accumulate={choice.accumulate}{order})
 
-# Or under the `Trainer`, with `gradient_accumulation_steps={choice.accumulate}`. A step has
-# {samples:,} samples on average: put the number that your learning rate was tuned for.
+# Or under the `Trainer`, with `{arguments}`. A step has
+# {counted(samples, "sample")} on average: put the number that your learning rate was tuned for.
 scaling = LrScaling(reference_samples={samples}, rule="sqrt")
 config = ODBConfig({options}, lr_scaling=scaling)
 """
@@ -101,8 +112,8 @@ def tune(
         tokens_per_step: padded tokens of an optimizer step over all ranks. Default: those of one
             batch of the limit on each rank.
         limit: what a batch may be at most: padded tokens; a `TokenBudget`, whose other fields are
-            kept; or a `MemoryModel` and the memory of a device in bytes. Default: 4 times the
-            longest sample.
+            kept, and which may drop samples that exceed it; or a `MemoryModel` and the memory of a
+            device in bytes. Default: 4 times the longest sample.
         log: what the times of micro-steps are fitted to: the folder of a `Monitor`, or a file, see
             `StepTime.fitted`.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
@@ -114,12 +125,13 @@ def tune(
     """
     step_time = StepTime() if log is None else StepTime.fitted(log)
     check_count("world_size", world_size)
+    limits, about = _limit(limit, table), str(table)
+    table = table.kept(limits)  # all choices drop what the limit drops
     samples = max(_MOST_SAMPLES, _LEAST_OF_RANK * world_size)
     known = table
     if table.is_whole and len(table) > samples:
         known = replace(table.drawn(samples, seed), sizes=table.sizes)
     epoch = TableEpoch(table=known, weights=weights, most_drawn=samples, least_windows=0)
-    limits = _limit(limit, table)
     pairs = [*_budgets(limits, table, world_size, tokens_per_step)][:_MOST_BUDGETS]
     rounds = _ROUNDS if world_size > 1 else (SimulationOptions.round_size,)
     choices = [
@@ -140,13 +152,15 @@ def tune(
         f"estimates ({step_time.origin}), without waiting for data."
     )
     return Tuning(
-        about=str(table),
+        about=about,
         world_size=world_size,
         step_time=step_time,
         tried=tuple(tried),
         front=tuple(front),
         best=best,
         why=why,
+        weights=weights,
+        seed=seed,
     )
 
 
@@ -177,7 +191,10 @@ def _budgets(
     Raises:
         ValueError: there is none that holds the longest sample.
     """
-    longest = int(table.tokens.max())
+    if not (longest := int(table.tokens.max())):
+        raise ValueError(
+            f"`limit` must hold a sample, but drops them all: raise it from {limit.tokens} tokens."
+        )
     least = limit.row_cost(limit.width(longest))
     if least > limit.tokens:
         raise ValueError(

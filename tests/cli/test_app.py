@@ -23,7 +23,7 @@ def run(capsys, *arguments):
 def test_every_command_has_help(capsys, command):
     code, out, err = run(capsys, command, "--help")
     assert (code, err) == (0, "")
-    assert out.startswith(f"Usage: odb-nodes {command}") and "--help" in out
+    assert out.lower().startswith(f"usage: odb-nodes {command}") and "--help" in out
 
 
 def test_the_commands_are_listed(capsys):
@@ -39,6 +39,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text('{"text": "a word"}\n')
     (tmp_path / "other.jsonl").write_text('{"words": "a word"}\n{"words": "more"}\n')
     (tmp_path / "odd.npz").write_bytes(b"odd")
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
     return tmp_path
 
 
@@ -49,6 +51,16 @@ def files(tmp_path, monkeypatch):
         (["simulate", "text.jsonl", "--lengths", "odd.npz"], "They were both given"),
         (["simulate", "--lengths", "odd.npz", "--field", "x"], "leave out --tokenizer"),
         (["simulate", "text.jsonl", "--tokenizer", "nope.json"], "there is no tokenizer"),
+        pytest.param(
+            ["simulate", "text.jsonl", "--tokenizer", "binary"],
+            "--tokenizer `binary` is no `tokenizer.json`",
+            marks=pytest.mark.frameworks,
+        ),
+        pytest.param(
+            ["simulate", "text.jsonl", "--tokenizer", "./"],
+            "--tokenizer `./` cannot be loaded",
+            marks=pytest.mark.frameworks,
+        ),
         (["simulate", "nowhere.jsonl"], "there is no `nowhere.jsonl`"),
         (["simulate", "empty.jsonl"], "empty"),
         (["simulate", "text.jsonl"], "pass --tokenizer"),
@@ -57,19 +69,44 @@ def files(tmp_path, monkeypatch):
             "tokenizer `nothing/here`",
             marks=pytest.mark.frameworks,
         ),
-        (["simulate", "--lengths", "nowhere.npz"], "there is no `nowhere.npz`"),
+        (
+            ["simulate", "--lengths", "nowhere.npz"],
+            "'--lengths': file 'nowhere.npz' does",
+        ),
         (["simulate", "--lengths", "odd.npz"], "no table of lengths"),
         (["simulate", "nowhere:make"], "no module `nowhere`"),
         (["simulate", "json:make"], "no function `make`"),
+        (["simulate", "text.jsonl", "--cv", "1"], "in place of data: leave out the data"),
+        (["simulate", "--cv", "1", "--lengths", "odd.npz"], "in place of data"),
+        (["simulate", "--cv", "1", "--save-lengths", "l.npz"], "in place of data"),
         (["simulate", "--cv", "1", "--layout", "odd"], "`layout`"),
         (["simulate", "--cv", "1", "--weight", "a"], "source=number"),
-        (["simulate", "--cv", "1", "--timeline", "no/where.svg"], "--timeline is in `no`"),
-        (["profile", "--lengths", "nowhere.npz"], "there is no `nowhere.npz`"),
+        (
+            ["simulate", "--cv", "1", "--timeline", "no/where.svg"],
+            "'--timeline': there is no folder",
+        ),
+        (["profile", "--lengths", "nowhere.npz"], "'--lengths': file 'nowhere.npz' does"),
         (["profile", "text.jsonl", "--json", "no/where.json"], "make that folder first"),
         (["report", "nowhere", "--html", "no/where.html"], "make that folder first"),
-        (["tune", "--lengths", "nowhere.npz"], "there is no `nowhere.npz`"),
+        (["tune", "--lengths", "nowhere.npz"], "'--lengths': file 'nowhere.npz' does"),
         (["tune", "text.jsonl", "--memory-gib", "80"], "--memory-model FILE"),
-        (["tune", "text.jsonl", "--memory-gib", "8", "--memory-model", "nix"], "nix"),
+        (["tune", "text.jsonl", "--memory-gib", "8", "--memory-model", "nix"], "'nix' does not"),
+        (["tune", "text.jsonl", "--memory-gib", "8", "--memory-model", "."], "'--memory-model'"),
+        (
+            ["tune", "text.jsonl", "--memory-gib", "8", "--memory-model", "binary"],
+            "--memory-model `binary`: this is no memory model",
+        ),
+        (["tune", "text.jsonl", "--log", "nowhere"], "'--log': path 'nowhere' does not exist"),
+        (["tune", "ids.jsonl", "--log", "binary"], "--log `binary` is no text"),
+        (["simulate", "--lengths", "."], "'--lengths': file '.' is a directory"),
+        (["simulate", "--cv", "1", "--timeline", "."], "`.` is a folder: name a file in it"),
+        (["simulate", "--cv", "-1"], "Invalid value for '--cv'"),
+        (["profile", "text.jsonl", "odd.npz"], "unexpected extra argument(s) (odd.npz)"),
+        (["profile", "text.jsonl", "--rank", "8"], "See `odb-nodes profile --help`"),
+        (["tune", "text.jsonl", "--ranks", "many"], "'--ranks'"),
+        (["audit"], "required: folder. See `odb-nodes audit --help`"),
+        (["inspect"], "Missing argument 'state'. See `odb-nodes inspect --help`"),
+        (["report"], "Missing argument 'folders'"),
         (["inspect", "nowhere"], "there is no `nowhere`"),
         (["inspect", "text.jsonl"], "not a state file"),
         (["inspect", "."], "must hold one state of each rank"),
@@ -77,7 +114,9 @@ def files(tmp_path, monkeypatch):
         (["audit", "nowhere"], "nowhere"),
         (["audit", "nowhere", "--size", "x"], "--size"),
         (["step", "nowhere:make", "--checkpoint", "nowhere"], "no module `nowhere`"),
-        (["step", "json:loads"], "--ledger FOLDER"),
+        (["step", "json:loads"], "one of the arguments --ledger --checkpoint"),
+        (["step", "json:loads", "--checkpoint", ".", "--out", "no/where"], "no folder `no`"),
+        (["step", "json:loads", "--checkpoint", "binary"], "there is no folder `binary`"),
         (["step", "json:loads", "--ledger", "x"], "--step"),
         (["step", "json", "--checkpoint", "x"], "module:function"),
         (["step", "json:loads", "--checkpoint", "nowhere"], "nowhere"),
@@ -90,21 +129,29 @@ def test_what_is_wrong_is_said_in_one_line(capsys, files, arguments, words):
     assert line.startswith(f"odb-nodes {arguments[0]}: ") and words in line
 
 
-def test_a_missing_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    code, _, err = run(capsys, "--help")
-    assert code == 2
-    (line,) = err.splitlines()
-    assert line.endswith("pip install 'odb-nodes[tools]'")
+def test_a_command_that_does_not_exist_is_an_error_in_one_line(capsys):
+    code, out, err = run(capsys, "improve")
+    assert (code, out) == (2, "")
+    assert err == "odb-nodes: No such command 'improve'. See `odb-nodes --help`.\n"
 
 
-def test_importing_the_library_needs_nothing_of_the_extra():
-    code = "import sys, odb_nodes, odb_nodes.cli, odb_nodes.tools.simulate, odb_nodes.tools.audit, "
-    code += (
-        "odb_nodes.tools.steps; print({'typer', 'rich', 'jinja2', 'matplotlib'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "set()\n", done.stderr
+def test_no_command_shows_the_help(capsys):
+    assert run(capsys) == run(capsys, "--help")
+
+
+@pytest.mark.frameworks
+def test_without_a_hub_a_name_that_the_cache_lacks_is_refused_at_once(capsys, files, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    asked = []
+
+    def from_pretrained(name, local_files_only):
+        asked.append((name, local_files_only))
+        raise OSError
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    code, _, err = run(capsys, "simulate", "text.jsonl", "--tokenizer", "gtp2")
+    assert (code, asked) == (2, [("gtp2", True)])  # the tests' HF_HUB_OFFLINE
+    assert "--tokenizer `gtp2` cannot be loaded" in err
 
 
 def test_the_module_is_the_command(tmp_path):

@@ -60,13 +60,26 @@ def test_simulate_prints_what_simulate_returns(capsys, table):
     assert LengthTable.load(table).digest in out
 
 
+@pytest.mark.parametrize(
+    "ranks", [["--ranks", 1, "--ranks", 2], ["--ranks", 1, 2], ["--ranks=1", 2]]
+)
+def test_an_option_that_is_repeated_takes_several_numbers(capsys, table, ranks):
+    options = ["--lengths", table, *ranks, "--window", 16, 32, "--budget", 1500]
+    assert run("simulate", *options) == 0
+    found = [(row["ranks"], row["window"]) for row in cells(capsys.readouterr().out)]
+    assert found == [("1", "16"), ("1", "32"), ("2", "16"), ("2", "32")]
+
+
 def test_simulate_draws_a_timeline(capsys, table, tmp_path):
-    options = ["--lengths", table, "--ranks", 3, "--window", 32, "--budget", 1500]
+    several = ["--ranks", 2, 3, "--window", 16, 32]
+    options = ["--lengths", table, *several, "--budget", 1500]
     assert run("simulate", *options, "--timeline", "-") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4].startswith("3 ranks") and [int(line[:5]) for line in lines[-3:]] == [0, 1, 2]
+    assert lines[-4].startswith("3 ranks, window 32, ")
+    assert [int(line[:5]) for line in lines[-3:]] == [0, 1, 2]
     assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
-    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+    drawn = (tmp_path / "timeline.svg").read_text()
+    assert drawn.startswith("<svg") and "3 ranks, window 32</title>" in drawn
 
 
 def test_lengths_come_from_json_lines_and_their_tokenizer(capsys, tmp_path):

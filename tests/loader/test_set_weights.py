@@ -7,17 +7,27 @@ import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 
 from odb_nodes import (
+    GroupCollator,
     Ledger,
+    LengthObserver,
+    Loader,
     Mixing,
     ODBDataLoader,
+    ParallelProcessor,
     PeerError,
+    PerSource,
+    RankAligner,
+    ShardedSampler,
+    SourceMixer,
     StateError,
     WeightSchedule,
+    WindowBucketer,
     WorkerOptions,
     audit,
     pop_step_info,
 )
 from odb_nodes.testing import assert_resumes_exactly
+from odb_nodes.tools.steps import remake_from_checkpoint
 
 NAMES = ("a", "b", "c")
 FIRST = {"a": 3, "b": 2, "c": 1}
@@ -325,6 +335,19 @@ def test_the_ledger_says_from_which_step_on_a_run_that_resumed_drew_by_other_sha
         assert one == pytest.approx(whole[0][step][0].source_shares, abs=1e-6)
 
 
+@pytest.mark.parametrize("further", [0, 6, 12])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_after_a_checkpoint_is_made_again_by_what_was_set_before_it(ranks, further):
+    """The rounds after the checkpoint tell of the weights, and change them."""
+    job = Job(calls={6: CALLS[7]}, token_budget=80)
+    whole = on_ranks(ranks, job.run)
+    states = [steps[6][2] for steps in whole]
+    remade = remake_from_checkpoint(job.loader, states, further=further)
+    for again, steps in zip(remade, whole, strict=True):
+        assert again.info == steps[7 + further][0]
+        assert again.batch["input_ids"].tolist() == steps[7 + further][1]
+
+
 def test_a_settable_mixture_that_is_not_set_draws_as_a_fixed_one():
     job = Job(calls={})
     with ODBDataLoader(
@@ -399,3 +422,46 @@ def test_a_schedule_resumes_exactly_and_yields_each_sample_once(ranks, workers, 
 
         for steps, before in zip(on_ranks(ranks, resume), whole, strict=True):
             assert held(steps) == held(before[at + 1 :])
+
+
+def test_a_state_that_was_asked_for_before_is_taken_anew():
+    loader = Job(calls={}).loader()
+    next(iter(loader))
+    assert loader.state_dict()["root"]["calls"] == []
+    loader.set_weights(CALLS[7])
+    assert loader.state_dict()["root"]["calls"] == [(1, 3, {"a": 1.0, "b": 1.0, "c": 8.0})]
+
+
+def test_shares_are_those_of_the_outermost_mixture():
+    inner = SourceMixer(
+        {name: ShardedSampler(40, seed=1, rank=0, world_size=1) for name in "ab"},
+        WeightSchedule([(0, {"a": 1, "b": 3}), (9, {"a": 1, "b": 1})]),
+        world_size=1,
+    )
+    samples = Job().loader().dataset["a"]
+    read = {"in": lambda item: samples[item.item], "c": None}
+    loader = ODBDataLoader(
+        {"in": inner, "c": samples}, process_fn=read, token_budget=160, window=12, seed=1
+    )
+    infos = [pop_step_info(batch) for batch in loader]
+    assert {source for info in infos for source in info.row_sources} == {"in", "c"}
+    assert not any(info.source_shares for info in infos)
+
+
+def test_a_graph_of_nodes_has_shares_that_no_number_of_workers_changes():
+    def infos(num_workers):
+        mixed = SourceMixer(
+            {name: ShardedSampler(90, seed=1, rank=0, world_size=1) for name in NAMES},
+            WeightSchedule([*SCHEDULE[:2], (300, FIRST)]),
+            world_size=1,
+        )
+        process = PerSource(dict.fromkeys(NAMES, Job().loader().dataset["a"].__getitem__))
+        workers = WorkerOptions(num_workers=num_workers, method="thread")
+        processor = ParallelProcessor(mixed, process, workers=workers, rank=0, world_size=1)
+        bucketer = WindowBucketer(LengthObserver(processor), 160, 12)
+        with Loader(GroupCollator(RankAligner(bucketer))) as loader:
+            return [pop_step_info(batch) for batch in loader]
+
+    expected = infos(0)
+    assert len(places([(info,) for info in expected])) == 2
+    assert infos(2) == expected

@@ -1,11 +1,14 @@
 """Baselines by hand, and against the samplers of transformers and Accelerate themselves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from odb_nodes import TokenBudget
 from odb_nodes.planning import SimulationOptions
+from odb_nodes.sources import Mixing
 from odb_nodes.tools.baselines import STRATEGIES, Baselines, dealt, grouped_by_length
 from odb_nodes.tools.figures import Figures
 from odb_nodes.tools.length_table import LengthTable
@@ -192,8 +195,7 @@ def test_skipped_and_dropped_samples_are_left_out():
         name: Baselines(epoch=TableEpoch(table=table)).figures(name, job).rows
         for name in STRATEGIES
     }
-    fixed = ("random", "group_by_length", "batch_rebalance")
-    assert rows == {name: 3 if name in fixed else 2 for name in STRATEGIES}
+    assert rows == dict.fromkeys(STRATEGIES, 2)
 
 
 def test_order_and_batches_are_permutations():
@@ -207,3 +209,33 @@ def test_order_and_batches_are_permutations():
 def test_a_strategy_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="`strategy` must be one of"):
         figures("best", [3], world_size=1, budget=20)
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
+@pytest.mark.parametrize("weights", [None, {"short": 1, "long": 3}])
+def test_all_ways_are_compared_on_the_samples_that_a_mixture_draws(stop, weights):
+    table = two_sources()
+    epoch = TableEpoch(table=table, weights=Mixing(weights=weights, stop=stop))
+    job = SimulationOptions(world_size=1, budget=300, window=32)
+    lengths = sorted(table.tokens[epoch.order(job)[1][0]].tolist())
+    assert (len(lengths) == len(table)) == (stop == "all_exhausted")
+    for strategy in STRATEGIES:
+        shapes = Baselines(epoch=epoch).shapes(strategy, job)
+        rows, _, real = shapes.sum(axis=(0, 1))
+        assert (rows, real) == (len(lengths), sum(lengths)), strategy
+
+
+def test_a_fixed_batch_holds_the_longest_sample_that_is_not_dropped():
+    baselines = Baselines(epoch=TableEpoch(table=LengthTable.of([30, 200, 50])))
+    assert baselines.fixed_size(TokenBudget(100, oversize="drop")) == 2
+    assert baselines.fixed_size(TokenBudget(100)) == 1
+
+
+def two_sources():
+    """Lengths of 60 short samples, and of 20 long ones."""
+    short = lognormal_lengths(60, cv=0.5, mean_tokens=20)
+    long = lognormal_lengths(20, cv=0.5, mean_tokens=150, longest_tokens=300)
+    sources = np.repeat([0, 1], [60, 20])
+    table = LengthTable.of(np.concatenate((short, long)))
+    keys = np.concatenate((np.arange(60), np.arange(20)))
+    return replace(table, sources=sources, keys=keys, names=("short", "long"), sizes=(60, 20))

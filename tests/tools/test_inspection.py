@@ -101,7 +101,7 @@ def test_ranks_that_do_not_fit_are_named():
     found = misfits([inspect_state(early[0]), inspect_state(early[0])])
     assert any("rank 1: RankAligner has `rank` 0" in line for line in found)
     found = misfits([inspect_state(early[0])])
-    assert found == ["rank 0: saved by 2 ranks, but here are 1 states"]
+    assert found == ["rank 0: saved by 2 ranks, not 1"]
     seeded = states(2, 9, seed=1)
     found = misfits([inspect_state(early[0]), inspect_state(seeded[1])])
     assert any("rank 1: RankAligner has `seed` 1" in line for line in found)

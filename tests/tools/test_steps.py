@@ -7,10 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
+from step_jobs import (
+    BUDGET,
+    JOBS,
+    SIZE,
+    Shelf,
+    augmented,
+    check,
+    masked,
+    packed,
+    padded,
+    recorded,
+    text_loader,
+)
 from torch.testing import assert_close
 
 from odb_nodes import (
@@ -23,9 +35,7 @@ from odb_nodes import (
     ODBDataLoader,
     ParallelProcessor,
     ShardedSampler,
-    Skipped,
     StateError,
-    TokenBudget,
     WindowBucketer,
     load_state,
     pop_step_info,
@@ -35,133 +45,6 @@ from odb_nodes.alignment.exchange.base import LocalExchange
 from odb_nodes.ledger.steps import read_steps
 from odb_nodes.tools import steps as tool
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
-
-SIZE = 260
-BUDGET = TokenBudget(200, oversize="drop")
-
-
-def augmented(index):
-    """A sample with random numbers of every kind; some are skipped, some exceed the budget."""
-    if index % 31 == 5:
-        return Skipped("thirty-first")
-    length = 300 if index in (40, 41) else 3 + index * 7919 % 60
-    drawn = [index + random.random(), np.random.random(), torch.rand(()).item()]
-    ids = torch.randint(0, 1000, (length,))
-    return {"input_ids": ids, "labels": torch.where(ids % 3 == 0, -100, ids), "drawn": drawn}
-
-
-def masked(samples):
-    """A collate function that draws."""
-    width = max(len(one["input_ids"]) for one in samples)
-    ids = torch.zeros(len(samples), width, dtype=torch.long)
-    for row, one in zip(ids, samples, strict=True):
-        row[: len(one["input_ids"])] = one["input_ids"]
-    drawn = torch.tensor([one["drawn"] for one in samples], dtype=torch.float64)
-    return {"input_ids": ids * (torch.rand(ids.shape) > 0.15), "labels": ids, "drawn": drawn}
-
-
-def text_loader(group, layout="padded", collate=None, data=None, **options):
-    budget = TokenBudget(200, oversize="drop", layout=layout)
-    return ODBDataLoader(
-        range(SIZE) if data is None else data,
-        token_budget=budget,
-        window=16,
-        process_group=group,
-        collate_fn=collate,
-        process_fn=augmented,
-        round_size=8,
-        **options,
-    )
-
-
-def padded(group):
-    return text_loader(group, collate=masked, accumulate=3)
-
-
-def packed(group):
-    return text_loader(group, layout="packed")
-
-
-def mixed(group):
-    return text_loader(group, data={"a": range(200), "b": range(90)}, accumulate=2)
-
-
-def uneven(group):
-    """Ranks with data of their own, of which one has few, so that it fills."""
-    size = 30 if group.rank == 0 else 200
-    own = range(1000 * group.rank, 1000 * group.rank + size)
-    return text_loader(group, data=Shelf(own), sharded=True)
-
-
-class Shelf:
-    def __init__(self, indices):
-        self.indices = indices
-
-    def __len__(self):
-        return len(self.indices)
-
-    def __getitem__(self, index):
-        return self.indices[index]
-
-
-def with_images(group):
-    from pictures import asked, noise, processor
-
-    from odb_nodes.vision import VisionLanguageCollate
-
-    def process_fn(index):
-        rng = random.Random(index)
-        images = [
-            noise(rng.randrange(20, 90), rng.randrange(20, 90)) for _ in range(index % 5 == 0)
-        ]
-        return processor()(asked(*images, answer="red " * rng.randrange(1, 40), id=index))
-
-    return ODBDataLoader(
-        range(80),
-        token_budget=256,
-        window=12,
-        process_group=group,
-        process_fn=process_fn,
-        collate_fn=VisionLanguageCollate(dummy=processor().dummy_image()),
-        round_size=4,
-    )
-
-
-JOBS = [
-    *((world_size, make) for world_size in (1, 2, 4) for make in (padded, packed, mixed, uneven)),
-    *((world_size, with_images) for world_size in (2, 4)),
-]
-
-
-def recorded(make_loader, folder, epochs=1):
-    """What each rank had at each step, and its state after it; recorded in a ledger."""
-
-    def run(exchange):
-        ledger = Ledger(folder, rank=exchange.rank, world_size=exchange.world_size)
-        found = {}
-        with make_loader(exchange) as loader:
-            for epoch in range(epochs):
-                for batch in loader:
-                    info = pop_step_info(batch)
-                    found[epoch, info.step] = info, batch, loader.state_dict()
-                    ledger.record(info)
-        ledger.close()
-        return found
-
-    return run
-
-
-def check(remade, info, batch):
-    assert remade.info == info
-    assert len(remade.tokens) == len(remade.targets) == info.local_samples
-    assert sum(remade.targets) == info.local_targets
-    assert remade.batch.keys() == batch.keys()
-    for name, value in batch.items():
-        again = remade.batch[name]
-        if isinstance(value, torch.Tensor):
-            assert_close(again, value, rtol=0, atol=0)
-        else:
-            assert again == value
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -322,12 +205,12 @@ def test_of_a_graph_without_an_aligner_too(tmp_path):
 
 PROGRAM = """
     import os, signal, sys, warnings
-    sys.path[:0] = [{tests!r}, {own!r}]
+    sys.path.insert(0, {tests!r})
     warnings.simplefilter("ignore")
     import torch
     from aligned_ranks import on_ranks
     from odb_nodes import Ledger, pop_step_info
-    from test_steps import padded
+    from step_jobs import padded
 
     def run(exchange):
         ledger = Ledger({folder!r}, rank=exchange.rank, world_size=2)
@@ -343,17 +226,15 @@ PROGRAM = """
 
 
 @pytest.mark.workers
-def test_a_step_of_a_killed_run_is_made_again_by_the_command(tmp_path, capsys, monkeypatch):
-    here = Path(__file__).parent
-    program = PROGRAM.format(tests=str(here.parent), own=str(here), folder=str(tmp_path))
+def test_a_step_of_a_killed_run_is_made_again_by_the_command(tmp_path, capsys):
+    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
     lines = "\n".join(line[4:] for line in program.splitlines())
     done = subprocess.run([sys.executable, "-c", lines], timeout=100, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     step = max(read_steps(tmp_path, 0, range(99))) - 2
-    monkeypatch.syspath_prepend(str(here))
     out = tmp_path / "step.pt"
     code = tool.main(
-        ["test_steps:padded", "--ledger", str(tmp_path), "--step", str(step), "--out", str(out)]
+        ["step_jobs:padded", "--ledger", str(tmp_path), "--step", str(step), "--out", str(out)]
     )
     assert code == 0
     printed = capsys.readouterr().out

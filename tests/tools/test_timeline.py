@@ -12,25 +12,27 @@ from odb_nodes.tools.timeline import Timeline
 def test_the_costs_are_those_of_the_groups():
     budget = TokenBudget(20, attention_tokens=10)
     steps = [*simulate_steps([8, 3, 8], world_size=2, budget=budget)]
-    drawn = Timeline.of(steps, budget)
+    drawn = Timeline.of(steps, budget, window=8)
     assert drawn.costs.T.tolist() == [
         [budget.cost([sample.tokens for sample in group]) if group else 0 for group in step]
         for step in steps
     ]
     assert drawn.balance == drawn.costs.sum() / 2 / drawn.costs.max(axis=0).sum()
     with pytest.raises(ValueError, match="no step"):
-        Timeline.of([], budget)
+        Timeline.of([], budget, window=8)
 
 
 def test_the_text_has_a_line_for_each_rank():
-    drawn = Timeline(np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]))
+    drawn = Timeline(np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]), window=1024)
     head, *ranks = str(drawn).splitlines()
     assert ranks == ["    0 █▄ ", "    1 ██▁"]
-    assert head == "2 ranks, 3 steps; dearest batch 8 tokens, balance 0.853, 1 filler slots"
+    assert head == (
+        "2 ranks, window 1,024, 3 steps; dearest batch 8 tokens, balance 0.853, 1 filler slot"
+    )
 
 
 def test_many_steps_share_a_column():
-    drawn = Timeline(np.ones((2, 1_000)))
+    drawn = Timeline(np.ones((2, 1_000)), window=8)
     head, first, _ = str(drawn).splitlines()
     assert len(first) < 90 and "12.5 steps a column" in head
     assert len(drawn.to_svg()) < 200_000
@@ -42,10 +44,13 @@ def pictures(text, tag):
 
 
 def test_the_picture_has_a_cell_for_each_rank_and_step():
-    drawn = Timeline(np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]))
+    drawn = Timeline(np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]), window=1024)
     root, cells = pictures(drawn.to_svg(), "rect")
     assert [cell.get("fill-opacity") for cell in cells] == "1.00 0.50 0.00 1.00 1.00 0.12".split()
-    assert "2 ranks, 3 steps" in root.get("aria-label") and root.get("role") == "img"
+    assert root.get("role") == "img"
+    title, _, words = root.get("aria-label").partition(". ")
+    assert title.endswith(": 2 ranks, window 1,024") and words.startswith("3 steps; ")
+    assert title in [one.text for one in root]
 
 
 def test_bars_are_as_high_as_their_counts():

@@ -10,6 +10,7 @@ from odb_nodes import ODBDataLoader, TokenBudget
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions
+from odb_nodes.sources import Mixing
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 from odb_nodes.tools.step_time import StepTime
@@ -113,6 +114,33 @@ def test_the_best_holds_least_of_the_fastest(tuned):
     assert tuned.best in near
     assert tuned.best.held_samples == min(one.held_samples for one in near)
     assert f"Of {len(tuned.tried)} choices" in tuned.why and "estimates (assumed" in tuned.why
+
+
+def test_the_code_keeps_weights_and_seed(tuned):
+    assert "weights" not in tuned.code() and "seed" not in tuned.code()
+    sources = np.arange(2_000) % 2
+    mixed = replace(TABLE, sources=sources, names=("a", "b"), sizes=(1_000, 1_000))
+    datasets = {name: [{"input_ids": [1]}] * 8 for name in "ab"}
+    for weights in ({"a": 1, "b": 3}, Mixing(weights={"a": 1, "b": 3}, stop="cycle")):
+        code = tune(mixed, world_size=1, limit=3000, weights=weights, seed=5).code()
+        assert "data_seed=5`" in code
+        names = {"dataset": datasets, "ODBDataLoader": ODBDataLoader, "Mixing": Mixing}
+        exec(code.partition("\n")[0], names)
+        assert names["loader"].options.weights == weights
+        assert names["loader"].options.seed == 5
+
+
+def test_what_the_limit_drops_is_dropped_by_all_choices():
+    limit = TokenBudget(500, oversize="drop")
+    tuned = tune(TABLE, world_size=1, limit=limit, tokens_per_step=3000)
+    assert {one.choice.budget.oversize for one in tuned.tried} == {"drop"}
+    kept = int((LENGTHS <= 500).sum())
+    assert 0 < kept < len(LENGTHS)
+    for outcome in tuned.tried:
+        report = simulate(TABLE, world_size=1, **vars(outcome.choice))
+        assert (report.samples, report.steps) == (kept, outcome.steps)
+    with pytest.raises(ValueError, match="drops them all"):
+        tune(TABLE, world_size=1, limit=TokenBudget(1, oversize="drop"))
 
 
 @pytest.mark.frameworks

@@ -33,10 +33,10 @@ def profile(
     pad_to_multiple_of: cli.Multiple = 1,
     weight: cli.Weight = None,
     json: Annotated[
-        Path | None, typer.Option(help="File for the profile as JSON.", callback=cli.in_folder)
+        Path | None, typer.Option(help="File for the profile as JSON.", callback=cli.to_write)
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="File for the profile as a page.", callback=cli.in_folder)
+        Path | None, typer.Option(help="File for the profile as a page.", callback=cli.to_write)
     ] = None,
 ) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""

@@ -15,14 +15,14 @@ __all__ = ["report"]
 def report(
     folders: Annotated[list[str], typer.Argument(help="Folders that a monitor wrote into.")],
     html: Annotated[
-        str | None, typer.Option(help="Page with all pictures to write.", callback=cli.in_folder)
+        str | None, typer.Option(help="Page with all pictures to write.", callback=cli.to_write)
     ] = None,
     csv: Annotated[
-        str | None, typer.Option(help="File for a row of each record.", callback=cli.in_folder)
+        str | None, typer.Option(help="File for a row of each record.", callback=cli.to_write)
     ] = None,
     json: Annotated[
         str | None,
-        typer.Option(help="File for all records and summaries.", callback=cli.in_folder),
+        typer.Option(help="File for all records and summaries.", callback=cli.to_write),
     ] = None,
 ) -> None:
     """Report on training runs, also while they go on: a table, a page, CSV, JSON."""

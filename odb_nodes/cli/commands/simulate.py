@@ -47,8 +47,9 @@ def simulate(
     timeline: Annotated[
         str | None,
         typer.Option(
-            help="Draw each rank's cost, step by step: a file for SVG, - for text.",
-            callback=cli.in_folder,
+            help="Draw each rank's cost, step by step, of the last ranks and window: "
+            "a file for SVG, - for text.",
+            callback=cli.to_write,
         ),
     ] = None,
 ) -> None:
@@ -64,7 +65,7 @@ def simulate(
         row_sizes=cast(RowSizes, row_sizes),
     )
     weights = cli.weights_of(weight)
-    table = _lognormal(cv, what.samples, what.seed) if cv is not None else read_table(what)
+    table = read_table(what) if cv is None else _lognormal(cv, what)
     print(table)
     epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
     rows: list[dict[str, Any]] = []
@@ -82,13 +83,18 @@ def simulate(
         rows.append(run | epoch.report(job).as_row())
     print_rows(rows)
     if timeline is not None:
-        drawn = Timeline.of(epoch.steps(job), tokens)
+        drawn = Timeline.of(epoch.steps(job), tokens, job.window)
         if timeline == "-":
             print(f"\n{drawn}")
         else:
             Path(timeline).write_text(drawn.to_svg())
 
 
-def _lognormal(cv: float, samples: int | None, seed: int) -> LengthTable:
-    lengths = lognormal_lengths(samples or 40_000, cv=cv, seed=seed)
+def _lognormal(cv: float, what: DataOptions) -> LengthTable:
+    if what != DataOptions(samples=what.samples, seed=what.seed):
+        raise ValueError(
+            "--cv makes lengths in place of data: leave out the data, --lengths, --tokenizer, "
+            "--field, --workers and --save-lengths."
+        )
+    lengths = lognormal_lengths(what.samples or 40_000, cv=cv, seed=what.seed)
     return LengthTable.of(lengths, distribution=f"lognormal, CV {cv}")

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.attention import ATTENTION_TOKENS
 from odb_nodes.sample import Sample
-
-ATTENTION_TOKENS = 12_288
-"""Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,25 +108,6 @@ class SimulationReport:
             "lost to filler": f"{self.filler_loss:.4f}",
             "length spread": f"{self.length_spread:.3f}",
         }
-
-
-def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Return rows as a table in markdown, with the keys of the first row as titles."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def budget_code(budget: TokenBudget) -> str:
-    """Return what makes a budget, as a number of tokens where that is all."""
-    default = TokenBudget(budget.tokens)
-    fields = [
-        f"{name}={value!r}"
-        for name, value in vars(budget).items()
-        if value != getattr(default, name)
-    ]
-    if not fields:
-        return str(budget.tokens)
-    return f"TokenBudget({', '.join([str(budget.tokens), *fields])})"
 
 
 def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[float, ...]:

@@ -35,36 +35,35 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
     they cost, in one message, and receives what theirs cost. From then on every rank knows the
-    round: groups of like cost go to the same step, and one permutation that all ranks share
-    shuffles the steps. An epoch's first rounds are shorter, 4, 8, 16 steps, to start soon.
+    round: groups of like cost go to the same step, one permutation that all ranks share shuffles
+    the steps, and the groups of the next round are cut to costs that are the same on all ranks.
 
     At the end of the data, a rank that has fewer groups than others splits some of its own. One
     that has fewer samples than there are steps fills with a real sample whose loss weighs nothing.
 
     State: the source's, the plan of the round, how many of its steps are out, and key, length and
-    digest of each sample of the others: 40 bytes per step and 16 per sample. Restoring makes these
-    samples again, and asks no other rank. Where the source cannot make samples again by their keys,
-    its state is that at the beginning of the round, and all groups of the round are pulled again.
+    digest of each sample of the others: 48 bytes per step and 16 per sample. Restoring makes these
+    again, and asks no other rank. Where the source cannot make samples again by their keys, its
+    state is that where the round begins, and all groups of the round are pulled again.
 
     Args:
         source: node that yields groups, `list[Sample]`: a `WindowBucketer`.
         process_group: the ranks that share steps: a process group of any backend, or a
             `DeviceMesh` of one dimension (the data-parallel one). Default: all ranks of the job;
             one where torch.distributed is not initialised.
-        round_size: steps between two messages; rounded up to a multiple of `accumulate`. Larger
-            matches costs better, and holds that many groups.
+        round_size: steps between two messages, 4, 8, 16 at first; rounded up to a multiple of
+            `accumulate`. Larger matches costs better, and holds that many groups.
         uneven: what happens where ranks have different amounts of data. `"fill"`: as above.
-            `"join"`: each rank ends with its data; the training loop needs `Join` of
-            torch.distributed. `"stop"`: all end with the first; what is left over is counted in
-            `unemitted_samples`.
+            `"join"`: each rank ends with its data; the loop needs `Join` of torch.distributed.
+            `"stop"`: all end with the first; the rest is counted in `unemitted_samples`.
         loss_scaling: what `StepInfo.loss_scale` makes of the mean of the ranks' gradients:
             `"exact"`, the gradient of the mean over all supervised tokens; `"approx"`, each rank's
             mean weighed by its samples; `"none"`, 1.0 (0.0 in filler steps).
         accumulate: steps of an optimizer step, which share one denominator.
         seed: the seed of the permutations; the same on all ranks.
         timeout_s: seconds until a rank that does not come is an error on the others.
-        cost_fn: group -> what a step with it takes, an integer in any unit. Default: its tokens,
-            padding included, in the layout of the budget of the `WindowBucketer` below.
+        cost_fn: group -> what a step with it takes, an integer in any unit. Default: what it costs
+            under the budget of the `WindowBucketer` below. With another one, groups are not cut.
         modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
         tasks: names of all tasks of the samples; `StepInfo.task_targets` has the targets of each.
 
@@ -155,8 +154,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _clear(self) -> None:
         self._kept_limits = self._at.next_limits
         self._at = AlignerState()
-        offered = self.round_size if self.rule.world_size > 1 else 0
-        caps = RoundCaps(self.source, self.measure.cost_fn, offered)
+        caps = RoundCaps(self.source, self.measure.cost_fn, self.round_size, self.rule.world_size)
         terms = self.round_budget, caps, self.round_weights
         self._reader = GroupReader(self.source, self.measure, *terms, self.uneven == "fill")
         self._steps = AlignedRound(tasks=len(self.measure.tasks))
@@ -240,8 +238,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
 
-        The connections stay. A rank that has ended before others (`uneven="join"`) goes on
-        answering them until they have ended, too; its next reset waits for that.
+        The connections stay. A rank that has ended before others (`uneven="join"`) answers them
+        until they have ended, too; its next reset waits for that.
         """
         self.peers.interrupt()
 
@@ -251,8 +249,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self.peers.agreed:
             return
         config = {
-            "epoch": self._epochs.epoch,
             **self._at.agreed(),
+            "epoch": self._epochs.epoch,
             "totals of the round": self._steps.digest(),
             "exclude": repr(excluded_below(self.source)),
             type(self).__name__: {**self.fingerprint(), "rank": None},
@@ -317,8 +315,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _settle(self) -> None:
         """Tell the other ranks what is left of the round, where samples were excluded."""
         self._agree()
-        self._resumed.settle(self.peers)
-        self._filler = self._resumed.filler
+        self._filler = self._resumed.settle(self.peers)
         self._stand()
 
     def _end_round(self) -> None:

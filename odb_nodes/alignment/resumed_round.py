@@ -134,11 +134,14 @@ class ResumedRound:
         self._replace_filler(now)
         self._stand(now)
 
-    def settle(self, peers: Peers) -> None:
+    def settle(self, peers: Peers) -> Sample | None:
         """Tell the other ranks what is left of the round, and learn what they have.
 
         Args:
             peers: the other ranks.
+
+        Returns:
+            The sample to fill with.
 
         Raises:
             PeerError: a rank failed, left, or did not come.
@@ -158,6 +161,7 @@ class ResumedRound:
         if self._joins and at.last:
             steps.end_alone(at.emitted)
         at.plan = steps.to_bytes()
+        return self.filler
 
     def _leave_out(self, keys: ExcludedKeys, *, is_new: bool) -> None:
         """Take samples out of the groups and out of the source; report them where that is new."""

@@ -22,20 +22,23 @@ class RoundCaps:
     Args:
         source: the node that yields the groups: a `WindowBucketer`, or a node over one.
         cost_fn: what the groups of a step are matched by. Caps are for the cost under the budget.
-        offered: costs that a rank offers; 0 where there is no other.
+        round_size: steps of a full round; as many costs are offered.
+        world_size: number of ranks. A single one has nobody to be level with.
     """
 
-    def __init__(self, source: BaseNode[Any], cost_fn: CostFn, offered: int) -> None:
+    def __init__(
+        self, source: BaseNode[Any], cost_fn: CostFn, round_size: int, world_size: int
+    ) -> None:
         nodes: list[Any] = [one for one in walk(source) if hasattr(one, "offer_costs")]
-        can = len(nodes) == 1 and offered > 0 and type(cost_fn) is BudgetCost
+        can = len(nodes) == 1 and world_size > 1 and type(cost_fn) is BudgetCost
         self._node = nodes[0] if can else None
-        self._offered = offered
+        self._round_size = round_size
 
     def offer(self) -> IntArray:
         """Return what this rank offers for the next round."""
         if self._node is None:
             return NO_CAPS
-        offer: IntArray = self._node.offer_costs(self._offered)
+        offer: IntArray = self._node.offer_costs(self._round_size)
         return offer
 
     def use(self, agreed: bytes | None, steps: int, *, ahead: bool) -> None:

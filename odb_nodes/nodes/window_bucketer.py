@@ -19,7 +19,7 @@ from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
-from odb_nodes.nodes.exclusions import ExclusionCounter
+from odb_nodes.nodes.exclusions import CountsExclusions, ExclusionCounter
 from odb_nodes.nodes.payload import encode_samples
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
@@ -37,7 +37,7 @@ from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
 _SNAPSHOTS_PER_WINDOW = 4
 
 
-class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
+class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]):
     """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
 
     No pooled sample gets older than 5 windows (see `RollingPool`).
@@ -122,31 +122,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._pool.caps = caps
 
     @property
-    def excluded(self) -> ExcludedKeys:
-        """The keys that are excluded: those of the argument, and those of a loaded state."""
-        return self._exclusions.keys
-
-    @property
-    def excluded_samples(self) -> int:
-        """Samples of this epoch that were left out by their keys so far."""
-        return self._exclusions.excluded
-
-    @property
-    def dropped_samples(self) -> int:
-        """Samples of this epoch that `oversize="drop"` left out so far."""
-        return self._exclusions.dropped
-
-    @property
-    def oversize_samples(self) -> int:
-        """Samples of this epoch that exceeded the budget on their own so far."""
-        return self._exclusions.oversize
-
-    @property
-    def skipped_samples(self) -> dict[str, int]:
-        """Samples of this epoch that processing `Skipped` so far, by its reason."""
-        return dict(self._exclusions.skipped)
-
-    @property
     def pulled_samples(self) -> int:
         """Samples of this epoch that were pulled so far, those that were left out included."""
         return self._pool.pulled
@@ -159,11 +134,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         except TypeError:
             unpulled = 0
         return len(self._pool) + unpulled
-
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were skipped or dropped since the last call."""
-        taken, self._exclusions.left_out = self._exclusions.left_out, []
-        return taken
 
     @property
     def recalls(self) -> bool:

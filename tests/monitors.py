@@ -55,3 +55,8 @@ def records_of(folder):
     """The records of a run that count, without times: those of steps, and of epochs."""
     run = read_run(folder)
     return list(map(without_times, run.steps)), list(map(without_times, run.epochs))
+
+
+def check_steps_follow(records):
+    """No step is in two records, and none in no record."""
+    assert [one["first_step"] for one in records[1:]] == [one["step"] + 1 for one in records[:-1]]

@@ -192,6 +192,7 @@ class Monitor:
         window.add_batch(batch, info, waited_s if wait_s is None else wait_s)
         weight = info.local_targets if loss_weight is None else loss_weight
         if row_losses is not None:
+            window.rank = group_rank(self._process_group)[0]
             window.add_rows(row_losses, info)
             loss = row_losses.sums.detach().sum() / max(weight, 1) if loss is None else loss
         if loss is not None:

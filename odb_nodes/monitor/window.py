@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from odb_nodes.monitor.loss_book import SampleLoss
+from odb_nodes.monitor.loss_book import ALL_RANKS, SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
 from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.step_info import StepInfo
@@ -67,6 +67,9 @@ class Window:
         self._share = share
         self.samples = samples
         """The losses of samples, once `share` has read them."""
+        self.rank = 0
+        """This rank, which the keys of its own sources are of."""
+        self._squares: list[Number] = []
         self._values: list[tuple[str, Number, float]] = []  # name, value, weight
         self._rows: list[tuple[RowLosses, StepInfo]] = []
 
@@ -118,8 +121,19 @@ class Window:
                 self.count(f"targets/{name}", targets)
 
     def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
-        """Add the losses of the samples of a batch, also by their sources and tasks."""
-        if count := len(info.keys):
+        """Add the losses of the samples of a batch, also by their sources and tasks.
+
+        Raises:
+            ValueError: they are of fewer samples.
+        """
+        count = len(info.keys)
+        if len(losses.sums) < count:
+            raise ValueError(
+                f"`row_losses` must have a sum for each of the {count} samples of the batch, but "
+                f'has {len(losses.sums)} instead. Pass `position_ids=batch["position_ids"]` to '
+                "`row_losses` for a packed batch."
+            )
+        if count:
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
             self._rows.append((RowLosses(sums, targets), info))
 
@@ -142,7 +156,11 @@ class Window:
                         self._add_to_mean(f"loss/{name}", total, targets)
                 if self.samples is not None and key is not None and targets:
                     loss = total / targets
-                    self.samples.append(SampleLoss(source, key, repeat, info.epoch, targets, loss))
+                    is_own = info.world_size > 1 and source in info.own_sources
+                    rank = self.rank if is_own else ALL_RANKS
+                    self.samples.append(
+                        SampleLoss(source, key, repeat, info.epoch, targets, loss, rank)
+                    )
         self._rows = []
 
     def _add_to_mean(self, name: str, total: float, weight: float) -> None:

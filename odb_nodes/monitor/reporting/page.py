@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odb_nodes._core.extras import import_extra
+from odb_nodes.monitor.loss_book import ALL_RANKS
 from odb_nodes.monitor.reporting.summary import RunSummary, thinned
 from odb_nodes.monitor.reporting.svg import Curve, line_chart, number, scatter
 from odb_nodes.monitor.reporting.template import PAGE
@@ -209,10 +210,13 @@ def source_table(run: RunSummary) -> Table:
 
 def _worst_table(run: RunSummary) -> Table:
     epochs = sorted({one.epoch for history in run.worst for one in history})
+    has_own = any(history[-1].rank != ALL_RANKS for history in run.worst)
     rows = []
     for history in run.worst:
         last, losses = history[-1], {one.epoch: f"{one.loss:.4g}" for one in history}
-        place = [last.source, str(last.key), str(last.repeat), f"{last.targets:,}"]
+        rank = ["" if last.rank == ALL_RANKS else str(last.rank)] if has_own else []
+        place = [last.source, *rank, str(last.key), str(last.repeat), f"{last.targets:,}"]
         rows.append((*place, *(losses.get(epoch, "") for epoch in epochs)))
-    head = ("source", "key", "repeat", "supervised tokens", *(f"epoch {one}" for one in epochs))
+    head = ["source", *["rank"] * has_own, "key", "repeat", "supervised tokens"]
+    head += [f"epoch {one}" for one in epochs]
     return Table(head, rows, f"{run.name}: mean loss, by the last epoch")

@@ -48,7 +48,10 @@ class RunSummary:
     @property
     def ranks(self) -> int:
         """The number of ranks, when it was begun or resumed last."""
-        return int(self.records.attempts[-1]["world_size"])
+        if self.records.attempts:
+            return int(self.records.attempts[-1]["world_size"])
+        sums = self.records.steps[-1]["sum"]
+        return max(1, round(sums["rank_seconds"] / sums["seconds"])) if sums["seconds"] else 1
 
     def facts(self) -> dict[str, float | None]:
         """Return the figures of the run by name, for a table; None where one is not known."""

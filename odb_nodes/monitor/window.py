@@ -256,12 +256,13 @@ class Totals:
         self.last |= later.last
 
     def groups(self) -> dict[str, dict[str, float | None]]:
-        """Return the groups of a record: `mean`, `sum`, `peak` and `last`, each by name."""
+        """Return the groups of a record, and the `weight` of its means, each by name."""
         means = {name: total / self.weights[name] for name, total in self.totals.items()}
         means |= rates(self.sums)
         if "rank_wait_s" in self.sums:
             means["rank_wait_share"] = self.sums["rank_wait_s"] / self.sums["rank_seconds"]
         groups = {"mean": means, "sum": self.sums, "peak": self.peaks, "last": self.last}
+        groups["weight"] = self.weights
         return {name: _finite(values.items()) for name, values in groups.items()}
 
 

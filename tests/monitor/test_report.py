@@ -236,3 +236,42 @@ def test_the_command_prints_the_table_and_writes_the_page(tmp_path, runs):
     done = CliRunner().invoke(app, [*map(str, runs), "--html", str(page)])
     assert done.exit_code == 0 and "padding share" in done.stdout
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_mean_of_the_run_is_weighed_by_what_it_is_a_mean_over(tmp_path):
+    """Here by samples, and where only a part of the steps tells a loss, by theirs."""
+    infos = []
+    with Monitor(tmp_path, every=2) as monitor:
+        for number, batch in enumerate(monitor.watch(loader_of(accumulate=1))):
+            infos.append(pop_step_info(batch))
+            loss = float(number) if number % 3 else None
+            monitor.step(batch, infos[-1], loss=loss, loss_weight=infos[-1].local_samples)
+    told = [(number, one.local_samples) for number, one in enumerate(infos) if number % 3]
+    expected = sum(a * b for a, b in told) / sum(b for _, b in told)
+    assert read_run(tmp_path).epochs[0]["mean"]["loss"] == pytest.approx(expected)
+    assert report(tmp_path).runs[0].whole["mean"]["loss"] == pytest.approx(expected)
+
+
+def test_records_without_weights_are_weighed_by_their_targets(tmp_path, runs):
+    (tmp_path / "old").mkdir()
+    records = map(json.loads, (runs[1] / "monitor.jsonl").read_text().splitlines())
+    old = [{name: one for name, one in record.items() if name != "weight"} for record in records]
+    (tmp_path / "old/monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in old))
+    found, expected = (report(one).runs[0].whole["mean"] for one in (tmp_path / "old", runs[1]))
+    assert found == pytest.approx(expected)
+
+
+def test_a_ledger_beside_several_runs_is_of_none_of_them(tmp_path):
+    def audits(*names):
+        return [report(tmp_path / name).runs[0].audit for name in names]
+
+    loader = loader_of()
+    with Monitor(tmp_path / "one") as monitor, Ledger(tmp_path / "ledger") as ledger:
+        for batch in monitor.watch(loader):
+            info = pop_step_info(batch)
+            monitor.step(batch, info)
+            ledger.record(info)
+    assert audits("one") != [None]
+    with Monitor(tmp_path / "two") as monitor:
+        train(monitor, loader_of(), steps=2)
+    assert audits("one", "two") == [None, None]

@@ -2,7 +2,7 @@
 
 import pytest
 from aligned_ranks import on_ranks
-from monitors import loader_of, loss_of
+from monitors import DATA, loader_of, loss_of, train
 
 from odb_nodes import ODBDataLoader, PeerError, StateError, pop_step_info
 from odb_nodes.alignment.exchange.in_process import InProcessHub
@@ -76,3 +76,19 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_hang(tmp_path):
                 Monitor(tmp_path, every=1, process_group=exchange).step(batch, info)
 
     on_ranks(2, run, timeout_s=1.0)
+
+
+def test_ranks_that_end_an_epoch_apart_are_refused(tmp_path):
+    def run(exchange):
+        loader = ODBDataLoader(
+            DATA, token_budget=64, window=8, uneven="join", process_group=exchange
+        )
+        monitor = Monitor(tmp_path, process_group=exchange)
+        with pytest.raises(ValueError, match='`loader` must not have `uneven="join"`'):
+            next(monitor.watch(loader))
+        with pytest.raises(ValueError, match='`loader` must not have `uneven="join"`'):
+            monitor.attach(loader)
+
+    on_ranks(2, run)
+    with Monitor(tmp_path) as monitor:  # one rank alone waits for nobody
+        train(monitor, loader_of(uneven="join"))

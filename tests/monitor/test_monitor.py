@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
-from monitors import DATA, check_steps_follow, loader_of, loss_of, train
+from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_of, train
+from torch.utils.data import IterableDataset
 
-from odb_nodes import pop_step_info
+from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, pop_step_info
 from odb_nodes.monitor import Monitor, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
@@ -169,3 +170,30 @@ def test_a_loss_of_several_numbers_and_a_file_for_a_folder_are_refused(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="must be a folder, but .* is a file"):
         Monitor(tmp_path / "file")
+
+
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter(DATA["web"])
+
+
+def loader_without_length(kind, folder):
+    """A loader that does not know how many samples an epoch has."""
+    if kind == "composed":
+        return composed_loader()
+    path = folder / "web.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in DATA["web"]))
+    data = {
+        "dataset": Lines(),
+        "iterable": IterableSource(DATA["web"], 0, 1),
+        "lines": JsonlSource(path, rank=0, world_size=1),
+    }
+    return ODBDataLoader(data[kind], token_budget=96, window=12)
+
+
+@pytest.mark.parametrize("kind", ["composed", "dataset", "iterable", "lines"])
+def test_a_loader_that_does_not_know_its_length_is_watched(tmp_path, kind):
+    with Monitor(tmp_path / "run", every=2) as monitor:
+        train(monitor, loader_without_length(kind, tmp_path))
+    (epoch,) = read_run(tmp_path / "run").epochs
+    assert epoch["sum"]["samples"] == (100 if kind == "composed" else 60)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from monitors import check_steps_follow, loader_of, records_of, train
+from monitors import check_steps_follow, composed_loader, loader_of, records_of, train
 
 from odb_nodes import StateError
 from odb_nodes.monitor import Monitor, read_run
@@ -94,3 +94,27 @@ def test_a_run_that_is_killed_in_mid_line_goes_on(tmp_path):
         train(whole, loader_of())
     assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
     assert [one["step"] for one in read_run(tmp_path / "run").attempts] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("is_same", [False, True], ids=["a new process", "gone back in one"])
+def test_a_run_that_goes_on_from_the_last_step_of_an_epoch_has_its_record(tmp_path, every, is_same):
+    """Without a `RankAligner`, it is known only afterwards that the epoch has ended."""
+    batches = sum(1 for _ in composed_loader())
+    monitor, loader = Monitor(tmp_path, every=every), composed_loader()
+    train(monitor, loader, steps=batches)
+    state, position = monitor.state_dict(), loader.state_dict()
+    if not is_same:
+        monitor.close(write=False)
+        monitor = Monitor(tmp_path, every=every)
+    monitor.load_state_dict(state)
+    loader = composed_loader()
+    loader.load_state_dict(position)
+    train(monitor, loader, epochs=2)
+    monitor.close()
+    run = read_run(tmp_path)
+    check_steps_follow([{"step": 0}, *run.steps])
+    first, second = run.epochs
+    assert (first["first_step"], first["step"], second["first_step"]) == (1, batches, batches + 1)
+    assert second["step"] == run.steps[-1]["step"]
+    assert [one["sum"]["samples"] for one in run.epochs] == [100, 100]

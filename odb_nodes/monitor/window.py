@@ -13,6 +13,7 @@ import torch
 from odb_nodes.monitor.loss_book import ALL_RANKS, SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
 from odb_nodes.monitor.row_losses import RowLosses
+from odb_nodes.planning.attention import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
 
 Number = float | int | torch.Tensor
@@ -24,6 +25,7 @@ class Share:
 
     Attributes:
         rows: 5 integers for each micro-step; see `StepMeter.take`.
+        squares: pairs of tokens that attend to each other, for each micro-step; see `_squares_of`.
         sums: counts by name, besides those of `rows`.
         totals: name -> sum of values times their weights.
         weights: name -> sum of these weights.
@@ -35,6 +37,7 @@ class Share:
     """
 
     rows: list[int] = field(default_factory=list)
+    squares: list[int] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Window:
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
             share.shapes[shape] = share.shapes.get(shape, 0) + 1
         share.rows += row_of(info, info.local_tokens, padded, wait_s)
+        self._squares.append(_squares_of(batch))
         share.optimizer_steps += info.ends_optimizer_step
         self.count("targets", 0 if info.is_filler else info.local_targets)
         if info.left_out:
@@ -189,10 +193,24 @@ class Window:
             if name == "grad_norm":
                 self.set_last(name, number)
                 self.set_peak(name, number)
-        self._values = []
+        share.squares += map(int, to_floats(self._squares))
+        self._values, self._squares = [], []
         self._read_rows()
         share.seconds = seconds
         return share
+
+
+def _squares_of(batch: Mapping[str, Any]) -> Number:
+    """Return the sum over the rows of a batch of their squared widths; of a packed row, over its
+    samples of their squared lengths. 0 without `input_ids` of two dimensions.
+    """
+    ids, places = batch.get("input_ids"), batch.get("position_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return 0
+    rows, width = ids.shape
+    if rows == 1 and isinstance(places, torch.Tensor) and places.shape == ids.shape:
+        return places.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
+    return rows * width * width
 
 
 def to_floats(values: Sequence[Number]) -> list[float]:
@@ -240,6 +258,9 @@ class Totals:
         }
         found = cls(sums=sums, last=first.last)
         found.peaks = {"padded_tokens": int(rows[:, :, 2].max())} if rows.numel() else {}
+        if all(len(share.squares) == rows.shape[1] for share in shares):  # not so in old states
+            squares = torch.tensor([share.squares for share in shares], dtype=torch.int64)
+            found.sums |= sum_dearest(rows[:, :, 2], squares)
         for share in shares:
             _add(found.sums, share.sums)
             _add(found.totals, share.totals)
@@ -264,6 +285,22 @@ class Totals:
         groups = {"mean": means, "sum": self.sums, "peak": self.peaks, "last": self.last}
         groups["weight"] = self.weights
         return {name: _finite(values.items()) for name, values in groups.items()}
+
+
+def sum_dearest(padded: torch.Tensor, squares: torch.Tensor) -> dict[str, float]:
+    """Return the tokens and the squares of the rank of each micro-step that is likely the slowest.
+
+    Args:
+        padded: (R, S) int64, tokens of R ranks in S micro-steps, padding included.
+        squares: (R, S) int64, those of `Share.squares`.
+    """
+    if not padded.numel():
+        return {}
+    dearest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
+    return {
+        "dearest_tokens": int(padded.gather(0, dearest).sum()),
+        "dearest_squares": int(squares.gather(0, dearest).sum()),
+    }
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:

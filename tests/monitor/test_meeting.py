@@ -1,6 +1,9 @@
 """Ranks of one process write one file, and wait for nobody for ever."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from aligned_ranks import on_ranks
 from monitors import DATA, loader_of, loss_of, train
 
@@ -76,6 +79,26 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_hang(tmp_path):
                 Monitor(tmp_path, every=1, process_group=exchange).step(batch, info)
 
     on_ranks(2, run, timeout_s=1.0)
+
+
+def test_the_tokens_and_squares_are_those_of_the_dearest_rank_of_each_step(tmp_path):
+    hub, rows = InProcessHub(2, 20.0), {0: [4, 4, 1], 1: [1, 8, 1]}  # of 1000, 1000, 20000 tokens
+    widths = [1000, 500, 20_000]
+    (info, *_) = [pop_step_info(batch) for batch in loader_of(accumulate=1)]
+
+    def run(exchange):
+        with Monitor(tmp_path, every=3, process_group=hub.exchange(exchange.rank)) as monitor:
+            for step, (height, width) in enumerate(zip(rows[exchange.rank], widths, strict=True)):
+                if exchange.rank == 1 and step == 2:
+                    width = 19_000
+                ids = torch.empty(height, width, dtype=torch.int8)
+                told = replace(info, step=step, local_padded_tokens=height * width)
+                monitor.step({"input_ids": ids}, told)
+
+    on_ranks(2, run)
+    (one,) = read_run(tmp_path).steps
+    assert one["sum"]["dearest_tokens"] == 4 * 1000 + 8 * 500 + 20_000
+    assert one["sum"]["dearest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
 
 
 def test_ranks_that_end_an_epoch_apart_are_refused(tmp_path):

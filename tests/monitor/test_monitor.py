@@ -8,7 +8,7 @@ import torch
 from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_of, train
 from torch.utils.data import IterableDataset
 
-from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, pop_step_info
+from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes.monitor import Monitor, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
@@ -197,3 +197,19 @@ def test_a_loader_that_does_not_know_its_length_is_watched(tmp_path, kind):
         train(monitor, loader_without_length(kind, tmp_path))
     (epoch,) = read_run(tmp_path / "run").epochs
     assert epoch["sum"]["samples"] == (100 if kind == "composed" else 60)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
+    data, expected = DATA["web"], 0
+    loader = ODBDataLoader(data, token_budget=TokenBudget(96, layout=layout), window=12)
+    with Monitor(tmp_path, every=100) as monitor:
+        for batch in monitor.watch(loader):
+            info = pop_step_info(batch)
+            lengths = [len(data[key]["input_ids"]) for key in info.keys]
+            rows = lengths if layout == "packed" else [max(lengths)] * len(lengths)
+            expected += sum(one * one for one in rows)
+            monitor.step(batch, info)
+    (one,) = read_run(tmp_path).steps
+    assert one["sum"]["dearest_squares"] == expected
+    assert one["sum"]["dearest_tokens"] == one["sum"]["padded_tokens"]

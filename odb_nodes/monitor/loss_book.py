@@ -148,11 +148,14 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
 
     Args:
         folder: the folder of a run under `Monitor(losses_by_sample=True)`; others have none.
+
+    Raises:
+        ValueError: the records of the run were written by a later version.
     """
     found: list[SampleLoss] = []
     folder = Path(folder)
     attempts = parse_run(folder)[0].attempts if (folder / FILE).is_file() else []
-    for path in sorted(folder.glob("losses-*.bin")):
+    for path in sorted(folder.glob("losses-[0-9][0-9][0-9][0-9][0-9].bin")):
         rank = int(path.stem.partition("-")[2])
         blocks: list[_Block] = []
         for block in _blocks(path.read_bytes()):

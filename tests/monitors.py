@@ -1,8 +1,17 @@
 """Small runs under a `Monitor`, and what their records say that does not depend on the clock."""
 
 import torch
+from torchdata.nodes import Mapper
 
-from odb_nodes import ODBDataLoader, pop_step_info
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    ShardedSampler,
+    WindowBucketer,
+    pop_step_info,
+)
 from odb_nodes.monitor import read_run
 
 DATA = {
@@ -13,6 +22,13 @@ DATA = {
 
 def loader_of(**options):
     return ODBDataLoader(DATA, **{"token_budget": 96, "window": 12, "accumulate": 2, **options})
+
+
+def composed_loader():
+    """A loader of nodes without a `RankAligner`, whose epochs end where it has no more."""
+    items = [sample for rows in DATA.values() for sample in rows]
+    node = LengthObserver(Mapper(ShardedSampler(items), items.__getitem__))
+    return Loader(GroupCollator(WindowBucketer(node, budget=96, window=12)))
 
 
 def loss_of(info):
@@ -55,3 +71,8 @@ def records_of(folder):
     """The records of a run that count, without times: those of steps, and of epochs."""
     run = read_run(folder)
     return list(map(without_times, run.steps)), list(map(without_times, run.epochs))
+
+
+def check_steps_follow(records):
+    """No step is in two records, and none in no record."""
+    assert [one["first_step"] for one in records[1:]] == [one["step"] + 1 for one in records[:-1]]

@@ -1,9 +1,10 @@
-"""Logs of micro-steps, as a run writes them."""
+"""Logs of micro-steps, as a run writes them, and the records of a `Monitor`."""
 
 import json
 
 import numpy as np
 
+from odb_nodes.monitor.window import Share, Totals
 from odb_nodes.tools.step_time import StepTime
 
 TRUE = StepTime(constant_s=0.03, token_s=4e-5, square_s=3e-9)
@@ -23,3 +24,38 @@ def write_log(path, steps, noise=0.0, seed=0):
         )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return records
+
+
+def write_records(folder, seconds, tokens, squares, *, every, waits=None):
+    """The records of a run whose steps took so long.
+
+    Args:
+        seconds: (S,), of each step.
+        tokens: (S, R), of each rank; 0 where it fills.
+        squares: (S, R).
+        every: steps of a record.
+        waits: (S,), seconds of them that all ranks waited for data.
+    """
+    waits = np.zeros(len(seconds)) if waits is None else waits
+    ranks = tokens.shape[1]
+    lines = [{"kind": "attempt", "version": 1, "step": 0, "resumed_at": 0, "world_size": ranks}]
+    for start in range(0, len(seconds), every):
+        part = slice(start, start + every)
+        shares = [
+            Share(
+                rows=[
+                    one
+                    for count, wait_s in zip(tokens[part, rank], waits[part], strict=True)
+                    for one in (1, int(count), int(count), 0, round(wait_s * 1e6))
+                ],
+                squares=squares[part, rank].astype(int).tolist(),
+                sums={"targets": 1},
+                seconds=float(seconds[part].sum()),
+                optimizer_steps=len(seconds[part]),
+            )
+            for rank in range(ranks)
+        ]
+        place = {"first_step": start + 1, "step": start + len(seconds[part]), "epoch": 0}
+        shapes = {"shapes": {"1x1": len(seconds[part])}, "seconds": 0.0}
+        lines.append({"kind": "steps"} | place | Totals.of(shares).groups() | shapes)
+    (folder / "monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))

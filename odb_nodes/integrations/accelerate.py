@@ -205,8 +205,11 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self._last = self._unrecorded = None
         if self._ledger is not None:
             self._ledger.begin_attempt()
-        if self._monitor is not None and (Path(input_dir) / MONITOR).is_dir():
-            self._monitor.load_state_dict(load_rank_state(Path(input_dir) / MONITOR))
+        saved = Path(input_dir) / MONITOR
+        if self._monitor is not None and saved.is_dir():
+            self._monitor.load_state_dict(load_rank_state(saved))
+        elif self._monitor is not None:
+            self._monitor.reset(-(-self.loader.step // self.loader.accumulate))  # of its epoch
 
     def _record(self) -> None:
         """Write the step of the last batch into the ledger: whoever goes on has done it."""

@@ -5,7 +5,8 @@ A file is a sequence of blocks, one for each record:
     head      magic, CRC-32 of what follows, steps before the block, its last step, epoch, samples,
               bytes of its body
     body      deflated: names of the sources as JSON and a zero byte; then columns: keys, repeats,
-              numbers of sources, supervised tokens, mean losses
+              numbers of sources, supervised tokens, mean losses. A name in brackets is that of a
+              source whose keys are of this rank alone
 
 All numbers are little-endian. A block ends the validity of those before it that are of later steps
 than it begins after: they are of an attempt that was gone back behind.
@@ -26,8 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odb_nodes._core.locked_file import LockedFile
+from odb_nodes.monitor.records import FILE, Record, parse_run
 
 __all__ = ["SampleLoss", "read_losses", "worst_samples"]
+
+ALL_RANKS = -1  # in place of a rank, where a key means the same sample on all of them
 
 _MAGIC = b"ODBLOSS1"
 _HEAD = struct.Struct("<8sIIIIII")
@@ -51,6 +55,7 @@ class SampleLoss(NamedTuple):
         epoch: number of the epoch.
         targets: its supervised tokens.
         loss: mean over them.
+        rank: the rank whose key it is, where each has data of its own; -1 for a key of all ranks.
     """
 
     source: str
@@ -59,6 +64,7 @@ class SampleLoss(NamedTuple):
     epoch: int
     targets: int
     loss: float
+    rank: int = ALL_RANKS
 
 
 class LossBook:
@@ -89,10 +95,11 @@ class LossBook:
         """
         if not samples:
             return
-        names = sorted({one.source for one in samples})
-        numbers = {name: number for number, name in enumerate(names)}
+        sources = sorted({(one.source, one.rank != ALL_RANKS) for one in samples})
+        names = [[name] if is_own else name for name, is_own in sources]
+        numbers = {source: number for number, source in enumerate(sources)}
         values = {name: [getattr(one, name) for one in samples] for _, name in _COLUMNS}
-        values["source"] = [numbers[one.source] for one in samples]
+        values["source"] = [numbers[one.source, one.rank != ALL_RANKS] for one in samples]
         columns = [np.array(values[name], dtype=kind).tobytes() for kind, name in _COLUMNS]
         body = zlib.compress(b"".join([json.dumps(names).encode(), b"\0", *columns]), 1)
         head = _HEAD.pack(_MAGIC, 0, before, step, samples[0].epoch, len(samples), len(body))
@@ -115,35 +122,58 @@ class _Block:
     samples: int
     body: bytes
 
-    def losses(self) -> Iterator[SampleLoss]:
-        """Yield what is in it."""
+    def losses(self, rank: int) -> Iterator[SampleLoss]:
+        """Yield what is in it, of the file of a rank."""
         text, _, data = zlib.decompress(self.body).partition(b"\0")
-        names, at = json.loads(text), 0
+        at = 0
+        sources = [
+            (name, ALL_RANKS) if isinstance(name, str) else (*name, rank)
+            for name in json.loads(text)
+        ]
         columns: dict[str, list[Any]] = {}
         for kind, name in _COLUMNS:
             columns[name] = np.frombuffer(data, kind, self.samples, at).tolist()
             at += np.dtype(kind).itemsize * self.samples
         rows = zip(*(columns[name] for _, name in _COLUMNS), strict=True)
         for key, repeat, source, targets, loss in rows:
-            yield SampleLoss(names[source], key, repeat, self.epoch, targets, loss)
+            name, whose = sources[source]
+            yield SampleLoss(name, key, repeat, self.epoch, targets, loss, whose)
 
 
 def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
     """Return the losses of all samples, rank by rank in the order of the steps.
 
-    Blocks that a kill has cut short, or that are damaged, are left out.
+    Blocks that a kill has cut short, or that are damaged, are left out, and those of steps that a
+    later attempt does not count any more.
 
     Args:
         folder: the folder of a run under `Monitor(losses_by_sample=True)`; others have none.
+
+    Raises:
+        ValueError: the records of the run were written by a later version.
     """
     found: list[SampleLoss] = []
-    for path in sorted(Path(folder).glob("losses-*.bin")):
+    folder = Path(folder)
+    attempts = parse_run(folder)[0].attempts if (folder / FILE).is_file() else []
+    for path in sorted(folder.glob("losses-[0-9][0-9][0-9][0-9][0-9].bin")):
+        rank = int(path.stem.partition("-")[2])
         blocks: list[_Block] = []
         for block in _blocks(path.read_bytes()):
             blocks = [one for one in blocks if one.step <= block.before]
             blocks.append(block)
-        found += (one for block in blocks for one in block.losses())
+        last = _last_step(attempts, rank)
+        found += (one for block in blocks if block.step <= last for one in block.losses(rank))
     return found
+
+
+def _last_step(attempts: Sequence[Record], rank: int) -> float:
+    """Return up to which step the file of a rank counts: the last attempts may be without it."""
+    last = math.inf
+    for attempt in reversed(attempts):
+        if attempt["world_size"] > rank:
+            break
+        last = min(last, attempt["step"])
+    return last
 
 
 def _blocks(data: bytes) -> Iterator[_Block]:
@@ -171,10 +201,10 @@ def worst_samples(losses: Sequence[SampleLoss], count: int) -> list[list[SampleL
         For each sample, from the highest loss down, its losses in the order of the epochs. What is
         not a number counts as the highest.
     """
-    samples: dict[tuple[str, int, int], list[SampleLoss]] = {}
+    samples: dict[tuple[str, int, int, int], list[SampleLoss]] = {}
     for one in losses:
         if one.targets:
-            samples.setdefault((one.source, one.key, one.repeat), []).append(one)
+            samples.setdefault((one.source, one.rank, one.key, one.repeat), []).append(one)
     for history in samples.values():
         history.sort(key=lambda one: one.epoch)
 

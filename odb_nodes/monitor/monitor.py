@@ -15,6 +15,7 @@ from odb_nodes._core.checks import check_bool, check_count, check_seconds, check
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.contract.state import seal_whole, unseal_whole
+from odb_nodes.monitor.batch_order import BatchOrder
 from odb_nodes.monitor.device_memory import note_memory
 from odb_nodes.monitor.loss_book import LossBook, SampleLoss
 from odb_nodes.monitor.meeting import Meeting
@@ -95,9 +96,8 @@ class Monitor:
         self._watched: Watched | None = None
         self._bar: tqdm[Any] | None = None
         self._is_closed = False
-        self._place: tuple[int, int] | None = None
+        self._order = BatchOrder()
         self._wait_s = 0.0  # for the next batch
-        self._rank_wait_s = 0.0  # before the window
         self._restart(MonitorState())
 
     def watch(self, loader: AnyLoader) -> Iterator[Any]:
@@ -107,13 +107,18 @@ class Monitor:
 
         Args:
             loader: the loader of this rank.
+
+        Raises:
+            TypeError, ValueError: see `attach`.
         """
         watched = self.attach(loader)
         self.start_clock()
+        self._order.begin()
         is_shown = self._has_bar and group_rank(self._process_group)[0] == 0
         try:
             for batch, wait_s in timed(iter(loader)):
-                self._bar = self._bar or watched.bar(batch, is_shown=is_shown)
+                if self._bar is None:
+                    self._bar = watched.bar(batch, is_shown=is_shown)
                 self.waited(wait_s)
                 yield batch
         finally:
@@ -136,10 +141,13 @@ class Monitor:
 
         Args:
             loader: the loader of this rank.
+
+        Raises:
+            TypeError: it is none.
+            ValueError: it has `uneven="join"`, and there are several ranks.
         """
         if self._watched is None or loader is not self._watched.loader:
-            self._watched = Watched(loader)
-            self._rank_wait_s = self._watched.rank_wait_s
+            self._watched = Watched(loader, group_rank(self._process_group)[1])
         return self._watched
 
     def step(
@@ -179,11 +187,12 @@ class Monitor:
             PeerError: a rank failed, or did not come, where a record is written.
             RuntimeError: another process writes into the folder.
             StateError: the ranks stand at different steps.
-            ValueError: the monitor is closed.
+            ValueError: the monitor is closed, or was told of this batch before.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
+        self._order.note(info)
         at, window = self._at, self._window
         if info.epoch != at.epoch:
             self._end_epoch()
@@ -192,6 +201,7 @@ class Monitor:
         window.add_batch(batch, info, waited_s if wait_s is None else wait_s)
         weight = info.local_targets if loss_weight is None else loss_weight
         if row_losses is not None:
+            window.rank = group_rank(self._process_group)[0]
             window.add_rows(row_losses, info)
             loss = row_losses.sums.detach().sum() / max(weight, 1) if loss is None else loss
         if loss is not None:
@@ -204,7 +214,6 @@ class Monitor:
         if ooms:
             window.count("ooms", ooms)
         at.step += info.ends_optimizer_step
-        self._place = info.epoch, info.step
         if at.step - at.written >= self._every:
             self._write()
         if info.ends_epoch:
@@ -261,7 +270,7 @@ class Monitor:
     @property
     def place(self) -> tuple[int, int] | None:
         """The epoch, and the number in it, of the batch that was counted last."""
-        return self._place
+        return self._order.place
 
     def __enter__(self) -> Monitor:
         return self
@@ -277,17 +286,17 @@ class Monitor:
         self._window = self._new_window(share, [SampleLoss(*one) for one in at.samples])
         self._start_s = time.perf_counter() - share.seconds
         self._resumed_at = at.step
-        self._place = None
+        self._order.begin()
         self._has_begun = self._is_closed = False
         self._meeting.begin()
 
     def _write(self) -> None:
         """Have rank 0 write a record of the steps since the last one. All ranks call it."""
         at, window, meeting = self._at, self._window, self._meeting
-        place = {"step": at.step, "written": at.written, "every": self._every}
-        meeting.meet(place)
+        self._meet()
         note_memory(window)
-        self._count_waits(window)
+        if self._watched is not None:
+            window.count("rank_wait_s", self._watched.take_rank_wait_s())
         now_s = time.perf_counter()
         share = window.share(now_s - self._start_s)
         waited_s = meeting.wait_s
@@ -309,38 +318,27 @@ class Monitor:
     def _new_window(self, share: Share, samples: list[SampleLoss]) -> Window:
         return Window(share, samples if self._has_book else None)
 
-    def _count_waits(self, window: Window) -> None:
-        """Count how long the plans of other ranks were waited for."""
-        if self._watched is not None:
-            before_s, self._rank_wait_s = self._rank_wait_s, self._watched.rank_wait_s
-            window.count("rank_wait_s", self._rank_wait_s - before_s)
+    def _meet(self) -> None:
+        at = self._at
+        self._meeting.meet({"step": at.step, "written": at.written, "every": self._every})
 
     def _record(self, kind: str, first: int, totals: Totals, more: dict[str, Any]) -> None:
         at = self._at
         if not self._has_begun:
             self._has_begun = True
-            self._writers.begin(
-                {
-                    "step": first - 1,
-                    "resumed_at": self._resumed_at,
-                    "every": self._every,
-                    "world_size": self._meeting.world_size,
-                }
-            )
-        record = {
-            "kind": kind,
-            "first_step": first,
-            "step": at.written,
-            "epoch": at.epoch,
-            "seconds": at.seconds,
-        }
-        self._writers.write(record | totals.groups() | more)
+            step = first - 1 if kind == STEPS else at.written
+            attempt = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
+            self._writers.begin(attempt | {"world_size": self._meeting.world_size})
+        place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
+        self._writers.write({"kind": kind} | place | totals.groups() | more)
 
     def _end_epoch(self) -> None:
         """Write the record of an epoch that has ended. All ranks call it."""
         if len(self._window):
             self._write()
         at = self._at
+        if at.written > at.epoch_written:  # of all ranks alike, also right after a resume
+            self._meet()
         if self._meeting.rank == 0 and self._totals.sums:
             self._record(EPOCH, at.epoch_written + 1, self._totals, {})
         self._totals, at.epoch_written = Totals(), at.written

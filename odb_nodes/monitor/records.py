@@ -18,6 +18,17 @@ VERSION = 1
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
 
 GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
+_PLACE = {"first_step", "step", "epoch", "seconds"}
+_KEYS = {
+    STEPS: {*GROUPS, *_PLACE, "shapes"},
+    EPOCH: {*GROUPS, *_PLACE},
+    ATTEMPT: {"version", "step", "resumed_at", "world_size"},
+}
+_SUMS = {
+    *("samples", "tokens", "padded_tokens", "busiest_tokens", "targets"),
+    *("optimizer_steps", "micro_steps", "filler_steps"),
+    *("seconds", "rank_seconds", "data_wait_s"),
+}
 
 Record = dict[str, Any]
 """A record as JSON data; its `kind` is "steps", "epoch" or "attempt"."""
@@ -41,6 +52,7 @@ class JsonlWriter:
         )
         self._file.open()
         self._is_torn = self._file.size() > 0 and not _ends_line(self._file.path)
+        self._attempt: Record | None = None  # that is not written yet
 
     def begin(self, attempt: Record) -> None:
         """Begin an attempt: records of later steps that are in the file do not count any more."""
@@ -51,15 +63,16 @@ class JsonlWriter:
                 "otherwise give each run a folder of its own.",
                 stacklevel=5,
             )
-        self.write(attempt)
+        self._attempt = attempt
 
     def write(self, record: Record) -> None:
-        """Append a record, in one piece."""
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        """Append a record, and before it the attempt that it is the first of, in one piece."""
+        lines = [record] if self._attempt is None else [self._attempt, record]
+        text = "".join(json.dumps(one, allow_nan=False) + "\n" for one in lines)
         try:
             # A line that was cut short stands alone, and is skipped by readers.
-            self._file.write(b"\n" * self._is_torn + line)
-            self._is_torn = False
+            self._file.write(b"\n" * self._is_torn + text.encode())
+            self._is_torn, self._attempt = False, None
         except OSError as error:
             self._is_torn = True
             self._file.warn(error, "steps that are not recorded are a gap")
@@ -110,23 +123,27 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
         FileNotFoundError: it has no records.
         ValueError: they were written by a later version.
     """
-    folder = Path(folder)
+    run, damaged = parse_run(Path(folder))
+    if damaged:
+        warnings.warn(
+            f"{damaged} lines of `{run.folder / FILE}` are damaged, and left out.", stacklevel=2
+        )
+    return run
+
+
+def parse_run(folder: Path) -> tuple[RunRecords, int]:
+    """Return the same as `read_run`, and the number of damaged lines, without a warning."""
     if not (folder / FILE).is_file():
         raise FileNotFoundError(f"`{folder}` has no `{FILE}`: no `Monitor` has written into it.")
     attempts: list[Record] = []
     found: dict[str, list[Record]] = {STEPS: [], EPOCH: []}
     damaged, is_cut = 0, False  # a kill cuts the last line of an attempt
-    for line in (folder / FILE).read_bytes().splitlines():
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-            kind = record["kind"]
-            if kind in found and not {*GROUPS, "step"} <= record.keys():
-                raise KeyError(kind)
-        except (ValueError, TypeError, KeyError):
+    for line in filter(None, (folder / FILE).read_bytes().splitlines()):
+        record = _parsed(line)
+        if record is None:
             damaged, is_cut = damaged + is_cut, True
             continue
+        kind = record["kind"]
         damaged, is_cut = damaged + (is_cut and kind != ATTEMPT), False
         if kind == ATTEMPT:
             if record["version"] > VERSION:
@@ -134,13 +151,26 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
                     f"`{folder / FILE}` has version {record['version']}, but this odb_nodes reads "
                     f"{VERSION}. Read it with the odb_nodes that wrote it."
                 )
-            attempts.append(record)
+            if attempts[-1:] != [record]:  # the same where a disk was full within what follows it
+                attempts.append(record)
             for name, records in found.items():
                 found[name] = [one for one in records if one["step"] <= record["step"]]
         elif kind in found:
             found[kind].append(record)
-    if damaged:
-        warnings.warn(
-            f"{damaged} lines of `{folder / FILE}` are damaged, and left out.", stacklevel=2
-        )
-    return RunRecords(folder=folder, attempts=attempts, steps=found[STEPS], epochs=found[EPOCH])
+    run = RunRecords(folder=folder, attempts=attempts, steps=found[STEPS], epochs=found[EPOCH])
+    return run, damaged
+
+
+def _parsed(line: bytes) -> Record | None:
+    """Return the record of a line; None where it is damaged, or lacks what its kind has."""
+    try:
+        record: Record = json.loads(line)
+        kind = record["kind"]
+        if kind == ATTEMPT and record["version"] > VERSION:
+            return record  # which may have other keys
+        is_whole = _KEYS.get(kind, set()) <= record.keys()
+        if kind in (STEPS, EPOCH):
+            is_whole = is_whole and record["sum"].keys() >= _SUMS
+        return record if is_whole and isinstance(record.get("step", 0), int) else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None

@@ -31,7 +31,7 @@ class MonitorState(NodeState):
     seconds: float = 0.0
     share: dict[str, Any] = field(default_factory=lambda: asdict(Share()))
     totals: dict[str, Any] = field(default_factory=lambda: asdict(Totals()))
-    samples: list[tuple[str, int, int, int, int, float]] = field(default_factory=list)
+    samples: list[tuple[str, int, int, int, int, float, int]] = field(default_factory=list)
 
     def validate(self) -> None:
         """Check that the counts can be gone on with."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from odb_nodes.monitor.loss_book import SampleLoss
+from odb_nodes.monitor.loss_book import ALL_RANKS, SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
 from odb_nodes.monitor.row_losses import RowLosses
+from odb_nodes.planning.attention import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
 
 Number = float | int | torch.Tensor
@@ -24,6 +25,7 @@ class Share:
 
     Attributes:
         rows: 5 integers for each micro-step; see `StepMeter.take`.
+        squares: pairs of tokens that attend to each other, for each micro-step; see `_squares_of`.
         sums: counts by name, besides those of `rows`.
         totals: name -> sum of values times their weights.
         weights: name -> sum of these weights.
@@ -35,6 +37,7 @@ class Share:
     """
 
     rows: list[int] = field(default_factory=list)
+    squares: list[int] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
@@ -67,6 +70,9 @@ class Window:
         self._share = share
         self.samples = samples
         """The losses of samples, once `share` has read them."""
+        self.rank = 0
+        """This rank, which the keys of its own sources are of."""
+        self._squares: list[Number] = []
         self._values: list[tuple[str, Number, float]] = []  # name, value, weight
         self._rows: list[tuple[RowLosses, StepInfo]] = []
 
@@ -88,6 +94,7 @@ class Window:
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
             share.shapes[shape] = share.shapes.get(shape, 0) + 1
         share.rows += row_of(info, info.local_tokens, padded, wait_s)
+        self._squares.append(_squares_of(batch))
         share.optimizer_steps += info.ends_optimizer_step
         self.count("targets", 0 if info.is_filler else info.local_targets)
         if info.left_out:
@@ -118,8 +125,19 @@ class Window:
                 self.count(f"targets/{name}", targets)
 
     def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
-        """Add the losses of the samples of a batch, also by their sources and tasks."""
-        if count := len(info.keys):
+        """Add the losses of the samples of a batch, also by their sources and tasks.
+
+        Raises:
+            ValueError: they are of fewer samples.
+        """
+        count = len(info.keys)
+        if len(losses.sums) < count:
+            raise ValueError(
+                f"`row_losses` must have a sum for each of the {count} samples of the batch, but "
+                f'has {len(losses.sums)} instead. Pass `position_ids=batch["position_ids"]` to '
+                "`row_losses` for a packed batch."
+            )
+        if count:
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
             self._rows.append((RowLosses(sums, targets), info))
 
@@ -142,7 +160,11 @@ class Window:
                         self._add_to_mean(f"loss/{name}", total, targets)
                 if self.samples is not None and key is not None and targets:
                     loss = total / targets
-                    self.samples.append(SampleLoss(source, key, repeat, info.epoch, targets, loss))
+                    is_own = info.world_size > 1 and source in info.own_sources
+                    rank = self.rank if is_own else ALL_RANKS
+                    self.samples.append(
+                        SampleLoss(source, key, repeat, info.epoch, targets, loss, rank)
+                    )
         self._rows = []
 
     def _add_to_mean(self, name: str, total: float, weight: float) -> None:
@@ -171,10 +193,24 @@ class Window:
             if name == "grad_norm":
                 self.set_last(name, number)
                 self.set_peak(name, number)
-        self._values = []
+        share.squares += map(int, to_floats(self._squares))
+        self._values, self._squares = [], []
         self._read_rows()
         share.seconds = seconds
         return share
+
+
+def _squares_of(batch: Mapping[str, Any]) -> Number:
+    """Return the sum over the rows of a batch of their squared widths; of a packed row, over its
+    samples of their squared lengths. 0 without `input_ids` of two dimensions.
+    """
+    ids, places = batch.get("input_ids"), batch.get("position_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return 0
+    rows, width = ids.shape
+    if rows == 1 and isinstance(places, torch.Tensor) and places.shape == ids.shape:
+        return places.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
+    return rows * width * width
 
 
 def to_floats(values: Sequence[Number]) -> list[float]:
@@ -222,6 +258,9 @@ class Totals:
         }
         found = cls(sums=sums, last=first.last)
         found.peaks = {"padded_tokens": int(rows[:, :, 2].max())} if rows.numel() else {}
+        if all(len(share.squares) == rows.shape[1] for share in shares):  # not so in old states
+            squares = torch.tensor([share.squares for share in shares], dtype=torch.int64)
+            found.sums |= sum_dearest(rows[:, :, 2], squares)
         for share in shares:
             _add(found.sums, share.sums)
             _add(found.totals, share.totals)
@@ -238,13 +277,30 @@ class Totals:
         self.last |= later.last
 
     def groups(self) -> dict[str, dict[str, float | None]]:
-        """Return the groups of a record: `mean`, `sum`, `peak` and `last`, each by name."""
+        """Return the groups of a record, and the `weight` of its means, each by name."""
         means = {name: total / self.weights[name] for name, total in self.totals.items()}
         means |= rates(self.sums)
         if "rank_wait_s" in self.sums:
             means["rank_wait_share"] = self.sums["rank_wait_s"] / self.sums["rank_seconds"]
         groups = {"mean": means, "sum": self.sums, "peak": self.peaks, "last": self.last}
+        groups["weight"] = self.weights
         return {name: _finite(values.items()) for name, values in groups.items()}
+
+
+def sum_dearest(padded: torch.Tensor, squares: torch.Tensor) -> dict[str, float]:
+    """Return the tokens and the squares of the rank of each micro-step that is likely the slowest.
+
+    Args:
+        padded: (R, S) int64, tokens of R ranks in S micro-steps, padding included.
+        squares: (R, S) int64, those of `Share.squares`.
+    """
+    if not padded.numel():
+        return {}
+    dearest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
+    return {
+        "dearest_tokens": int(padded.gather(0, dearest).sum()),
+        "dearest_squares": int(squares.gather(0, dearest).sum()),
+    }
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:

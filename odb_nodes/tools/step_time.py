@@ -20,9 +20,12 @@ COUNT, TOKENS, _SQUARES, SECONDS = range(4)  # columns of what a log says
 
 _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
+_SPREAD = 2.0  # times by which steps must differ in their tokens, to tell t0 from t1
+_MIDDLE = (0.05, 0.95)  # quantiles: not by a few steps at the end of an epoch
 _OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
 _TOKEN_S = 30e-6
 _STEP_S = 20e-3
+_CONSTANT_TOKENS = _STEP_S / _TOKEN_S
 
 Floats = NDArray[np.float64]
 
@@ -52,12 +55,16 @@ class StepTime:
     def fitted(cls, log: str | os.PathLike[str]) -> StepTime:
         """Return what fits the log of a run: non-negative least squares of the relative errors.
 
-        Left out are steps that took more than 3 times as long for a token as the median.
+        Left out are steps that took more than 3 times as long for a token as the median. Where
+        the steps' tokens differ by less than a factor of 2, as under one budget that is always
+        full, t0 cannot be told from t1: they keep the ratio of the defaults, and `origin` says so.
 
         Args:
-            log: the folder of a `Monitor`, whose records have the shapes of rank 0's batches and
-                the time that they took; or JSON Lines with `rows`, `width` (tokens) and `step_s`
-                (seconds) of a micro-step on a rank in each, other lines and keys aside.
+            log: the folder of a `Monitor`, whose records have the tokens of the dearest rank of
+                each step, and the time that the steps took; or JSON Lines with `rows`, `width`
+                (tokens) and `step_s` (seconds) of a micro-step on a rank in each, and with
+                `squares`, the sum of the samples' squared lengths, where a row is packed. Other
+                lines and keys do not count.
 
         Raises:
             OSError: it cannot be read.
@@ -73,13 +80,23 @@ class StepTime:
             )
         per_token = steps[:, SECONDS] / steps[:, TOKENS]
         steps = steps[per_token <= _OUTLIER * np.median(per_token)]
+        origin = f"fitted to {int(steps[:, COUNT].sum()):,} steps of {path.name}"
         design = np.column_stack((steps[:, :SECONDS], np.zeros(len(steps))))
+        low, high = np.quantile(steps[:, TOKENS] / steps[:, COUNT], _MIDDLE)
+        is_known = high >= _SPREAD * low
+        if not is_known:
+            design[:, TOKENS] += _CONSTANT_TOKENS * design[:, COUNT]
+            design[:, COUNT] = 0.0
+            origin += (
+                ", whose tokens are too much alike to tell what a step takes whatever its batch: "
+                f"taken as that of {_CONSTANT_TOKENS:,.0f} tokens"
+            )
         constant, token, square, _ = non_negative_fit(design, steps[:, SECONDS]).tolist()
         return cls(
-            constant_s=constant,
+            constant_s=constant if is_known else _CONSTANT_TOKENS * token,
             token_s=token,
             square_s=square,
-            origin=f"fitted to {int(steps[:, COUNT].sum()):,} steps of {path.name}",
+            origin=origin,
         )
 
     def seconds(self, padded_tokens: Floats, squares: Floats) -> Floats:
@@ -101,10 +118,11 @@ def _of_lines(path: Path) -> Floats:
             try:
                 record = json.loads(line)
                 rows, width, seconds = (float(record[key]) for key in _KEYS)
+                squares = float(record.get("squares", rows * width**2))
             except (KeyError, TypeError, ValueError):  # of another kind, or cut off
                 continue
             if min(rows, width, seconds) > 0:
-                found.append((1.0, rows * width, rows * width**2, seconds))
+                found.append((1.0, rows * width, squares, seconds))
     return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)
 
 
@@ -112,12 +130,11 @@ def _of_monitor(folder: Path) -> Floats:
     """Return the same for each record of steps that a `Monitor` has written."""
     found = []
     for record in read_run(folder).steps:
-        shapes = [(*map(int, shape.split("x")), count) for shape, count in record["shapes"].items()]
         sums = record["sum"]
+        if not sums.get("dearest_squares") or not sums["rank_seconds"]:  # shapes are not known
+            continue
         seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
-        steps = sum(count for _, _, count in shapes)
-        tokens = sum(rows * width * count for rows, width, count in shapes)
-        squares = sum(rows * width**2 * count for rows, width, count in shapes)
-        if tokens and seconds > 0:
-            found.append((steps, tokens, squares, seconds))
+        steps = sum(record["shapes"].values())
+        if steps and seconds > 0:
+            found.append((steps, sums["dearest_tokens"], sums["dearest_squares"], seconds))
     return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)

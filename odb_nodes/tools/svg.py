@@ -8,6 +8,8 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from odb_nodes.monitor.reporting.svg import svg
+
 __all__ = ["bars", "heat_map"]
 
 COLOUR = "#4a7fc1"
@@ -74,10 +76,12 @@ def heat_map(values: NDArray[np.float64], *, title: str, text: str) -> str:
 
 
 def _figure(content: str, height: int, title: str, text: str) -> str:
-    full = height + _TOP + _BOTTOM
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {_WIDTH + 20} {full}" '
-        f'style="max-width:100%" aria-label="{escape(title)}. {escape(text)}">'
-        f"<title>{escape(title)}</title><desc>{escape(text)}</desc><style>{_STYLE}</style>"
-        f'<text x="{_LEFT}" y="14" font-weight="600">{escape(title)}</text>{content}</svg>\n'
+    heading = f'<text x="{_LEFT}" y="14" font-weight="600">{escape(title)}</text>'
+    drawn = svg(
+        f"<style>{_STYLE}</style>{heading}{content}",
+        (_WIDTH + 20, height + _TOP + _BOTTOM),
+        title=title,
+        text=text,
+        attributes='xmlns="http://www.w3.org/2000/svg" style="max-width:100%"',
     )
+    return f"{drawn}\n"

@@ -200,6 +200,32 @@ def test_accelerate_refuses_to_save_what_the_monitor_was_not_told(tmp_path):
             break
 
 
+def test_accelerate_goes_on_at_the_step_of_each_checkpoint_without_a_monitor(tmp_path):
+    options = {"token_budget": 64, "window": 12, "accumulate": 2}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with configure_accelerator(accelerator, ODBDataLoader(lm.Texts(SIZE), **options)) as loader:
+        for batch in loader:
+            step, is_micro = divmod(pop_step_info(batch).step + 1, 2)
+            if not is_micro:
+                accelerator.save_state(tmp_path / f"step-{step}")
+            if step == 3:
+                break
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    monitor, loader = monitor_of(tmp_path / "run"), ODBDataLoader(lm.Texts(SIZE), **options)
+    with configure_accelerator(accelerator, loader, monitor=monitor) as loader:
+        for step in (3, 2):
+            accelerator.load_state(tmp_path / f"step-{step}")
+            for batch in loader:
+                info = pop_step_info(batch)
+                monitor.step(batch, info)
+                if info.step == 7:
+                    break
+            assert [one["step"] for one in read_run(tmp_path / "run").steps] == [
+                *range(step + 1, 5)
+            ]
+    assert [one["resumed_at"] for one in read_run(tmp_path / "run").attempts] == [3, 2]
+
+
 # --- Lightning ------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,16 @@
 """The loss of each sample: computed with the batch, kept over epochs and resumes."""
 
+import json
 import os
 
 import pytest
 import torch
+from aligned_ranks import on_ranks
 from monitors import DATA, loader_of, without_times
 from torch.nn.functional import cross_entropy
 
 from odb_nodes import ODBDataLoader, TokenBudget, pop_step_info
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.monitor import (
     Monitor,
     RowLosses,
@@ -18,6 +21,7 @@ from odb_nodes.monitor import (
     row_losses,
     worst_samples,
 )
+from odb_nodes.monitor.loss_book import LossBook
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
 SAMPLES = [
@@ -189,3 +193,63 @@ def test_a_report_names_the_worst_samples(tmp_path):
     first = text.partition("Samples with the highest loss")[2].partition("</tr>")[2]
     assert '<th scope="row">code</th><td>39</td><td>0</td>' in first.partition("</tr>")[0]
     assert "<td>2.609</td><td>2.359</td>" in first
+
+
+def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path):
+    budget = TokenBudget(tokens=48, layout="packed")
+    monitor = book(tmp_path)
+    batch = next(iter(ODBDataLoader(SAMPLES, token_budget=budget, window=6)))
+    info = pop_step_info(batch)
+    losses = row_losses(logits_of(batch), batch["labels"])
+    with pytest.raises(ValueError, match=r"each of the \d+ samples .* has 1 .*`position_ids="):
+        monitor.step(batch, info, row_losses=losses)
+
+
+def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
+    hub = InProcessHub(2, 20.0)
+
+    def run(exchange):
+        data = [{"input_ids": [1] * (n % 9 + 4)} for n in range(20)]
+        loader = ODBDataLoader(
+            data, token_budget=64, window=8, sharded=True, process_group=exchange
+        )
+        meeting = hub.exchange(exchange.rank)
+        with book(tmp_path / "run", process_group=meeting) as monitor:
+            for batch in monitor.watch(loader):
+                info = pop_step_info(batch)
+                sums = torch.tensor([1.0 + 100 * exchange.rank + key for key in info.keys])
+                targets = torch.ones(len(info.keys), dtype=torch.int64)
+                monitor.step(batch, info, row_losses=RowLosses(sums, targets))
+                Monitor(tmp_path / "other").load_state_dict(monitor.state_dict())
+
+    on_ranks(2, run)
+    found = read_losses(tmp_path / "run")
+    assert {(one.rank, one.key): one.loss for one in found} == {
+        (rank, key): 1.0 + 100 * rank + key for rank in range(2) for key in range(20)
+    }
+    assert [one[-1].rank for one in worst_samples(found, 21)] == [1] * 20 + [0]
+    report(tmp_path / "run", html=tmp_path / "r.html")
+    worst = (tmp_path / "r.html").read_text().partition("Samples with the highest loss")[2]
+    assert '<th scope="row"></th><td>1</td><td>19</td>' in worst
+
+
+def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
+    """A run of one rank begins anew in the folder of one of two, or goes on from its step 2."""
+    for begins_at, expected in ((0, {(0, 1.0)}), (2, {(0, 1.0), (1, 9.0), (1, 8.0)})):
+        folder = tmp_path / str(begins_at)
+        folder.mkdir()
+        for rank in range(2):
+            part = LossBook(folder, rank)
+            part.write([SampleLoss("", rank, 0, 0, 5, 9.0 - (rank == 0))], 0, 1)
+            part.write([SampleLoss("", rank, 0, 0, 5, 8.0)], 1, 2)
+            part.write([SampleLoss("", rank, 0, 0, 5, 7.0)], 2, 3)
+            part.close()
+        part = LossBook(folder, 0)
+        part.write([SampleLoss("", 0, 0, 0, 5, 1.0)], 0, 4)
+        part.close()
+        attempts = [
+            {"kind": "attempt", "version": 1, "step": step, "resumed_at": step, "world_size": size}
+            for step, size in ((0, 2), (begins_at, 1))
+        ]
+        (folder / "monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in attempts))
+        assert {(one.key, one.loss) for one in read_losses(folder)} == expected

@@ -1,32 +1,17 @@
-"""What a monitor writes: exact values, no step twice and none missing, on one rank or several."""
+"""What a monitor writes: exact values, and nothing that is not told."""
 
 import json
-import os
-import re
-import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
-from aligned_ranks import on_ranks
-from monitors import DATA, loader_of, loss_of, records_of, train
+from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_of, train
+from torch.utils.data import IterableDataset
 
-from odb_nodes import ODBDataLoader, PeerError, StateError, pop_step_info
-from odb_nodes.alignment.exchange.in_process import InProcessHub
-from odb_nodes.monitor import Monitor, read_run, report
-from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.window import Share, Totals
+from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
+from odb_nodes.monitor import Monitor, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
-
-
-def check_steps_follow(records):
-    """No step is in two records, and none in no record."""
-    assert [one["first_step"] for one in records[1:]] == [one["step"] + 1 for one in records[:-1]]
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -136,129 +121,6 @@ def test_a_device_is_not_waited_for_before_a_record_is_written(tmp_path):
         steps += 1
 
 
-# --- resumed runs ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [1, 3, 100])
-def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_path, every):
-    whole, states = Monitor(tmp_path / "whole", every=every), {}
-    loader = loader_of()
-
-    def keep(step):
-        states[step] = (whole.state_dict(), loader.state_dict())
-
-    train(whole, loader, epochs=2, after=keep)
-    whole.close()
-    expected = records_of(tmp_path / "whole")
-    assert len(expected[1]) == 2
-    for step, (state, position) in states.items():
-        folder = tmp_path / f"at-{step}"
-        first = Monitor(folder, every=every)
-        train(first, loader_of(), epochs=2, steps=step + 2)  # it went on after the checkpoint
-        first.close()
-        resumed, again = Monitor(folder, every=every), loader_of()
-        resumed.load_state_dict(state)
-        again.load_state_dict(position)
-        train(resumed, again, epochs=2 - state["epoch"])
-        resumed.close()
-        found = records_of(folder)
-        check_steps_follow([{"step": 0}, *found[0]])
-        assert found == expected, step
-
-
-def test_the_clock_goes_on_after_a_resume(tmp_path):
-    first, loader = Monitor(tmp_path, every=2), loader_of()
-    train(first, loader, steps=3)
-    state = first.state_dict()
-    second = Monitor(tmp_path, every=2)
-    second.load_state_dict(state)
-    first.close()
-    train(second, loader, steps=2)
-    one, other = read_run(tmp_path).steps[:2]
-    assert other["seconds"] >= one["seconds"] + state["share"]["seconds"]
-
-
-def test_a_state_that_was_changed_is_refused(tmp_path):
-    state = Monitor(tmp_path).state_dict()
-    with pytest.raises(StateError, match="damaged"):
-        Monitor(tmp_path).load_state_dict({**state, "step": 3})
-    with pytest.raises(StateError, match="saved by a Monitor"):
-        Monitor(tmp_path).load_state_dict({})
-
-
-BODY = """
-import os, sys, signal
-sys.path.insert(0, {tests!r})
-from monitors import loader_of, train
-from odb_nodes import Checkpoints
-from odb_nodes.monitor import Monitor
-monitor, loader = Monitor({folder!r} + "/run", every=3), loader_of()
-checkpoints = Checkpoints({folder!r} + "/checkpoints", dict(monitor=monitor, loader=loader))
-checkpoints.load()
-kill_at = int(sys.argv[1])
-def after(step):
-    at = monitor._at.step
-    if at % 4 == 0:
-        checkpoints.save(at)
-    if at == kill_at:
-        os.write(os.open({folder!r} + "/run/monitor.jsonl", os.O_WRONLY | os.O_APPEND), b'{{"kind"')
-        os.kill(os.getpid(), signal.SIGKILL)
-train(monitor, loader, after=after)
-monitor.close()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.workers
-def test_a_run_that_is_killed_in_mid_line_goes_on(tmp_path):
-    tests = os.path.dirname(os.path.dirname(__file__))
-    body = BODY.format(tests=tests, folder=str(tmp_path))
-    for kill_at in (7, 9, 0):
-        done = subprocess.run([sys.executable, "-c", body, str(kill_at)], timeout=120)
-        assert done.returncode == (-9 if kill_at else 0)
-    with Monitor(tmp_path / "whole", every=3) as whole:
-        train(whole, loader_of())
-    assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
-    assert [one["step"] for one in read_run(tmp_path / "run").attempts] == [0, 3, 6]
-
-
-# --- the file -------------------------------------------------------------------------------------
-
-
-def test_a_folder_has_one_monitor(tmp_path):
-    with Monitor(tmp_path, every=1) as monitor:
-        train(monitor, loader_of(), steps=1)
-        with pytest.raises(RuntimeError, match="Give each run a folder of its own"):
-            train(Monitor(tmp_path, every=1), loader_of(), steps=1)
-        train(monitor, loader_of(), steps=1)
-    train(Monitor(tmp_path, every=1), loader_of(), steps=1)
-
-
-def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch):
-    write = os.write
-
-    def full(file, data):
-        return write(file, data[:10])
-
-    with Monitor(tmp_path, every=1) as monitor:
-
-        def after(step):
-            monkeypatch.setattr(os, "write", full if step in (2, 3) else write)
-
-        with pytest.warns(UserWarning, match="cannot be written") as caught:
-            train(monitor, loader_of(), steps=6, after=after)
-    assert sum("cannot be written" in str(one.message) for one in caught) == 1
-    assert [one["step"] for one in read_run(tmp_path).steps] == [1, 2, 5, 6]
-
-
-def test_a_run_that_begins_anew_hides_the_one_before_and_says_so(tmp_path):
-    with Monitor(tmp_path, every=1) as monitor:
-        train(monitor, loader_of(), steps=5)
-    with pytest.warns(UserWarning, match="begins anew"), Monitor(tmp_path, every=1) as monitor:
-        train(monitor, loader_of(), steps=3)
-    assert [one["step"] for one in read_run(tmp_path).steps] == [1, 2, 3]
-
-
 def test_a_closed_monitor_records_nothing_until_it_is_reset(tmp_path):
     monitor = Monitor(tmp_path, every=1)
     monitor.close()
@@ -274,14 +136,6 @@ def test_an_error_in_the_block_loses_the_rest_and_nothing_else(tmp_path):
         train(monitor, loader_of(), steps=3)
         raise KeyboardInterrupt
     assert [one["step"] for one in read_run(tmp_path).steps] == [2]
-
-
-def test_records_of_a_later_version_are_refused(tmp_path):
-    (tmp_path / "monitor.jsonl").write_text('{"kind": "attempt", "version": 99, "step": 0}\n')
-    with pytest.raises(ValueError, match="version 99"):
-        read_run(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"has no `monitor.jsonl`"):
-        read_run(tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -308,107 +162,6 @@ def test_a_bar_shows_the_samples_and_the_rates_on_a_terminal(tmp_path, monkeypat
     assert "100/100" not in capsys.readouterr().err
 
 
-# --- ranks ----------------------------------------------------------------------------------------
-
-
-def samples_of(rank):
-    return [{"input_ids": [1] * (n % (9 + 7 * rank) + 2)} for n in range(30 + 20 * rank)]
-
-
-def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
-    """Two ranks with data of their own, of which one has less, and fills."""
-    hub = InProcessHub(2, 20.0)  # an exchange meets the next call of the others: one for each use
-
-    def run(exchange):
-        meeting = hub.exchange(exchange.rank)
-        loader = ODBDataLoader(
-            [*samples_of(0), *samples_of(1)], token_budget=64, window=8, process_group=exchange
-        )
-        infos = []
-        with Monitor(tmp_path, every=4, process_group=meeting, progress=False) as monitor:
-            for batch in monitor.watch(loader):
-                info = pop_step_info(batch)
-                infos.append(info)
-                loss = loss_of(info) + exchange.rank
-                monitor.step(batch, info, loss=loss, ooms=exchange.rank)
-        return infos
-
-    both = on_ranks(2, run)
-    (epoch,) = read_run(tmp_path).epochs
-    assert read_run(tmp_path).attempts[0]["world_size"] == 2
-    weighted = sum(
-        (float(loss_of(info)) + rank) * info.local_targets
-        for rank, infos in enumerate(both)
-        for info in infos
-        if info.local_targets
-    )
-    targets = sum(info.local_targets for infos in both for info in infos)
-    assert epoch["sum"]["targets"] == targets
-    assert epoch["mean"]["loss"] == pytest.approx(weighted / targets, rel=1e-14)
-    assert epoch["sum"]["samples"] == 80
-    assert epoch["sum"]["ooms"] == epoch["sum"]["optimizer_steps"] == len(both[0])
-    padded = [[info.local_padded_tokens for info in infos] for infos in both]
-    busiest = sum(map(max, *padded))
-    assert epoch["mean"]["rank_balance"] == pytest.approx(sum(map(sum, padded)) / (2 * busiest))
-
-
-def test_ranks_at_different_steps_are_an_error_on_both(tmp_path):
-    infos = []
-    for batch in loader_of(accumulate=1):
-        infos.append((batch, pop_step_info(batch)))
-
-    def run(exchange):
-        monitor = Monitor(tmp_path, every=1 + exchange.rank, process_group=exchange)
-        with pytest.raises(StateError, match="`Monitor.every` is 1 on rank 0, 2 on rank 1"):
-            for batch, info in infos:
-                monitor.step(batch, info)
-
-    on_ranks(2, run)
-
-
-def test_a_rank_that_does_not_come_is_an_error_and_no_hang(tmp_path):
-    batch = next(iter(loader_of(accumulate=1)))
-    info = pop_step_info(batch)
-
-    def run(exchange):
-        if exchange.rank == 0:
-            with pytest.raises(PeerError):
-                Monitor(tmp_path, every=1, process_group=exchange).step(batch, info)
-
-    on_ranks(2, run, timeout_s=1.0)
-
-
-# --- warnings -------------------------------------------------------------------------------------
-
-
-def test_a_loader_that_starves_the_device_is_warned_of_once(tmp_path):
-    with pytest.warns(UserWarning) as caught, Monitor(tmp_path, every=2) as monitor:
-        for batch in loader_of():
-            monitor.step(batch, pop_step_info(batch), wait_s=1.0)
-    assert sum("goes into waiting for batches" in str(one.message) for one in caught) == 1
-
-
-def test_a_loss_that_is_not_finite_is_warned_of_once(tmp_path):
-    with pytest.warns(UserWarning) as caught, Monitor(tmp_path, every=1) as monitor:
-        for number, batch in enumerate(loader_of()):
-            loss = float("nan") if number in (2, 4) else 1.0
-            monitor.step(batch, pop_step_info(batch), loss=loss, wait_s=0.0)
-    assert sum("the loss is nan in a record" in str(one.message) for one in caught) == 1
-    assert re.search(r"loss that is not finite +2\n", str(report([str(tmp_path)])))
-
-
-def test_lines_that_are_damaged_are_left_out_and_told(tmp_path):
-    with Monitor(tmp_path, every=1) as monitor:
-        for batch in loader_of():
-            monitor.step(batch, pop_step_info(batch), wait_s=0.0)
-    lines = (tmp_path / "monitor.jsonl").read_text().splitlines()
-    whole = len(read_run(tmp_path).steps)
-    lines[2], lines[3] = "garbage{", '{"kind": "steps"}'
-    (tmp_path / "monitor.jsonl").write_text("\n".join([*lines, '{"kind": "st']))
-    with pytest.warns(UserWarning, match="2 lines of .* are damaged"):
-        assert len(read_run(tmp_path).steps) == whole - 2
-
-
 def test_a_loss_of_several_numbers_and_a_file_for_a_folder_are_refused(tmp_path):
     batch = next(iter(loader_of()))
     info = pop_step_info(batch)
@@ -419,49 +172,44 @@ def test_a_loss_of_several_numbers_and_a_file_for_a_folder_are_refused(tmp_path)
         Monitor(tmp_path / "file")
 
 
-@pytest.mark.filterwarnings("error", "ignore:.*are padding")
-def test_what_is_as_it_should_be_is_not_warned_of(tmp_path):
-    with Monitor(tmp_path, every=2) as monitor:
-        for batch in loader_of():
-            monitor.step(batch, pop_step_info(batch), wait_s=0.0)
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter(DATA["web"])
 
 
-def test_a_source_that_runs_dry_is_warned_of_once(tmp_path):
-    data = {"big": [{"input_ids": [1] * 8}] * 600, "small": [{"input_ids": [1] * 8}] * 20}
-    loader = ODBDataLoader(data, token_budget=64, window=16)
-    with pytest.warns(UserWarning) as caught, Monitor(tmp_path, every=2) as monitor:
+def loader_without_length(kind, folder):
+    """A loader that does not know how many samples an epoch has."""
+    if kind == "composed":
+        return composed_loader()
+    path = folder / "web.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in DATA["web"]))
+    data = {
+        "dataset": Lines(),
+        "iterable": IterableSource(DATA["web"], 0, 1),
+        "lines": JsonlSource(path, rank=0, world_size=1),
+    }
+    return ODBDataLoader(data[kind], token_budget=96, window=12)
+
+
+@pytest.mark.parametrize("kind", ["composed", "dataset", "iterable", "lines"])
+def test_a_loader_that_does_not_know_its_length_is_watched(tmp_path, kind):
+    with Monitor(tmp_path / "run", every=2) as monitor:
+        train(monitor, loader_without_length(kind, tmp_path))
+    (epoch,) = read_run(tmp_path / "run").epochs
+    assert epoch["sum"]["samples"] == (100 if kind == "composed" else 60)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
+    data, expected = DATA["web"], 0
+    loader = ODBDataLoader(data, token_budget=TokenBudget(96, layout=layout), window=12)
+    with Monitor(tmp_path, every=100) as monitor:
         for batch in monitor.watch(loader):
-            monitor.step(batch, pop_step_info(batch), wait_s=0.0)
-    (said,) = [str(one.message) for one in caught if "ran dry" in str(one.message)]
-    assert said.startswith("source 'small' ran dry before ")
-
-
-@pytest.mark.parametrize(
-    ("waits", "said"),
-    [((0.0, 6.0), "rank 1 waits for batches 60% of its time"), ((0.0, 0.0), None)],
-)
-def test_a_rank_that_waits_more_than_the_others_is_named(waits, said):
-    shares = [
-        Share(rows=[1, 8, 8, 0, int(wait_s * 1e6)], seconds=10.0, optimizer_steps=1)
-        for wait_s in waits
-    ]
-    assert warnings_of(shares) == ([said] if said else [])
-
-
-def test_a_rank_that_comes_late_to_each_record_is_named():
-    shares = [
-        Share(rows=[1, 8, 8, 0, 0], sums={"record_wait_s": wait_s}, seconds=1.0)
-        for wait_s in (0.3, 0.0, 0.3)
-    ]
-    assert warnings_of(shares) == ["rank 1 is slower than the others"]
-
-
-def warnings_of(shares):
-    """How the warnings of three records begin that are all the same."""
-    notices = Notices()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            notices.look(shares, Totals.of(shares), None)
-    found = [str(one.message) for one in caught]
-    return [one.partition(",")[0].partition(":")[0] for one in found if one.startswith("rank")]
+            info = pop_step_info(batch)
+            lengths = [len(data[key]["input_ids"]) for key in info.keys]
+            rows = lengths if layout == "packed" else [max(lengths)] * len(lengths)
+            expected += sum(one * one for one in rows)
+            monitor.step(batch, info)
+    (one,) = read_run(tmp_path).steps
+    assert one["sum"]["dearest_squares"] == expected
+    assert one["sum"]["dearest_tokens"] == one["sum"]["padded_tokens"]

@@ -76,24 +76,25 @@ def test_the_text_has_a_column_for_each_run_and_the_audit(runs):
     assert ": OK" in text and "epoch 0: complete" in text
 
 
-class Page(HTMLParser):
-    """The elements of a page that is well-formed."""
+class WellFormed(HTMLParser):
+    """Raises where an element is not closed in its place."""
 
     EMPTY = ("meta", "line", "circle", "polyline")
 
-    def __init__(self, text):
+    def __init__(self):
         super().__init__()
-        self.found, self.open = [], []
+        self.open = []
+
+    def feed_whole(self, text):
         self.feed(text)
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
         if tag not in self.EMPTY:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        pass
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -107,12 +108,10 @@ def page_of(folder, runs):
 
 def test_a_page_is_whole_and_asks_for_nothing(tmp_path, runs):
     text = page_of(tmp_path, runs)
-    elements = Page(text).found
+    WellFormed().feed_whole(text)
     assert not re.search(r"https?:|url\(|@import|<script|<link|<img|src=", text)
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
     assert "<b>" not in text and "a &lt;b&gt;" in text
-    ids = [attrs["id"] for _, attrs in elements if "id" in attrs]
-    assert len(ids) == len({*ids})
     assert "epoch 0: complete" in text
 
 
@@ -122,9 +121,9 @@ def test_every_picture_says_what_is_in_it(tmp_path, runs):
     assert len(figures) >= 8
     for figure in figures:
         picture = xml.fromstring(re.search("<svg.*</svg>", figure, re.DOTALL)[0])
-        name, description = picture.get("aria-labelledby").split()
-        texts = {child.get("id"): child.text for child in picture if child.get("id")}
-        assert texts[name] and re.search(": (from|[0-9])", texts[description])
+        texts = {child.tag: child.text for child in picture}
+        assert texts["title"] and re.search(": (from|[0-9])", texts["desc"])
+        assert picture.get("aria-label") == f"{texts['title']}. {texts['desc']}"
         assert "<caption>" in figure or "<th" in figure
         for child in picture.iter():
             points = child.get("points")
@@ -134,7 +133,7 @@ def test_every_picture_says_what_is_in_it(tmp_path, runs):
 
 def test_a_curve_is_drawn_at_the_values_of_the_records():
     points = [(1.0, 2.0), (40.0, 7.5), (90.0, 3.25)]
-    picture = xml.fromstring(line_chart("n", "t", "d", "x", [Curve(0, points)]))
+    picture = xml.fromstring(line_chart("t", "d", "x", [Curve(0, points)]))
     (line,) = [one for one in picture.iter() if one.tag == "polyline"]
     texts = [(one.text, float(one.get("x")), float(one.get("y"))) for one in picture.iter("text")]
     x_at = {label: x for label, x, y in texts if y > HEIGHT - 40 and label != "x"}
@@ -194,7 +193,11 @@ def test_an_axis_has_all_values_between_few_ticks(values):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.0123456, "0.0123"), (950, "950"), (1234, "1,234"), (54321, "54.3k"), (2e6, "2M")],
+    [
+        *[(0, "0"), (0.0123456, "0.0123"), (950, "950"), (1234, "1,234"), (54321, "54.3k")],
+        *[(2e6, "2M"), (999_600, "1M"), (-999_600, "-1M"), (999_999_999, "1G")],
+        *[(9996, "9,996"), (9999.9, "10,000"), (999.6, "1,000"), (1234.5, "1,234")],
+    ],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
@@ -233,3 +236,42 @@ def test_the_command_prints_the_table_and_writes_the_page(tmp_path, runs):
     done = CliRunner().invoke(app, [*map(str, runs), "--html", str(page)])
     assert done.exit_code == 0 and "padding share" in done.stdout
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_mean_of_the_run_is_weighed_by_what_it_is_a_mean_over(tmp_path):
+    """Here by samples, and where only a part of the steps tells a loss, by theirs."""
+    infos = []
+    with Monitor(tmp_path, every=2) as monitor:
+        for number, batch in enumerate(monitor.watch(loader_of(accumulate=1))):
+            infos.append(pop_step_info(batch))
+            loss = float(number) if number % 3 else None
+            monitor.step(batch, infos[-1], loss=loss, loss_weight=infos[-1].local_samples)
+    told = [(number, one.local_samples) for number, one in enumerate(infos) if number % 3]
+    expected = sum(a * b for a, b in told) / sum(b for _, b in told)
+    assert read_run(tmp_path).epochs[0]["mean"]["loss"] == pytest.approx(expected)
+    assert report(tmp_path).runs[0].whole["mean"]["loss"] == pytest.approx(expected)
+
+
+def test_records_without_weights_are_weighed_by_their_targets(tmp_path, runs):
+    (tmp_path / "old").mkdir()
+    records = map(json.loads, (runs[1] / "monitor.jsonl").read_text().splitlines())
+    old = [{name: one for name, one in record.items() if name != "weight"} for record in records]
+    (tmp_path / "old/monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in old))
+    found, expected = (report(one).runs[0].whole["mean"] for one in (tmp_path / "old", runs[1]))
+    assert found == pytest.approx(expected)
+
+
+def test_a_ledger_beside_several_runs_is_of_none_of_them(tmp_path):
+    def audits(*names):
+        return [report(tmp_path / name).runs[0].audit for name in names]
+
+    loader = loader_of()
+    with Monitor(tmp_path / "one") as monitor, Ledger(tmp_path / "ledger") as ledger:
+        for batch in monitor.watch(loader):
+            info = pop_step_info(batch)
+            monitor.step(batch, info)
+            ledger.record(info)
+    assert audits("one") != [None]
+    with Monitor(tmp_path / "two") as monitor:
+        train(monitor, loader_of(), steps=2)
+    assert audits("one", "two") == [None, None]

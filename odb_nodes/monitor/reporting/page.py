@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odb_nodes._core.extras import import_extra
+from odb_nodes.monitor.loss_book import ALL_RANKS
 from odb_nodes.monitor.reporting.summary import RunSummary, thinned
 from odb_nodes.monitor.reporting.svg import Curve, line_chart, number, scatter
 from odb_nodes.monitor.reporting.template import PAGE
@@ -95,23 +96,23 @@ def facts_table(runs: Sequence[RunSummary]) -> Table:
 
 def _curve_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     over_tokens = [run.loss_over_tokens() for run in runs]
-    charts = _chart("loss-tokens", "Loss over real tokens", runs, over_tokens, "real tokens")
+    charts = _chart("Loss over real tokens", runs, over_tokens, "real tokens")
     for title, group, name, divisor in _CURVES:
         if name in _OF_RANKS and all(run.ranks == 1 for run in runs):
             continue
         curves = [
             [(step, value / divisor) for step, value in run.curve(group, name)] for run in runs
         ]
-        charts += _chart(f"{group}-{name}", title, runs, curves)
+        charts += _chart(title, runs, curves)
     return charts
 
 
 def _source_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     """Return a picture of the loss for each source and task."""
     charts = []
-    for index, name in enumerate(sorted({name for run in runs for name in run.sources()})):
+    for name in sorted({name for run in runs for name in run.sources()}):
         curves = [run.curve("mean", f"loss/{name}") for run in runs]
-        charts += _chart(f"source-{index}", f"Loss of {name}", runs, curves)
+        charts += _chart(f"Loss of {name}", runs, curves)
     return charts
 
 
@@ -120,14 +121,13 @@ def _value_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     known = {name for *_, name, _ in _CURVES}
     told = {name for run in runs for name in run.whole["last"]} - known
     charts = []
-    for index, name in enumerate(sorted(told)):
+    for name in sorted(told):
         curves = [run.curve("last", name) for run in runs]
-        charts += _chart(f"value-{index}", f"{name}, of the last step of a record", runs, curves)
+        charts += _chart(f"{name}, of the last step of a record", runs, curves)
     return charts
 
 
 def _chart(
-    name: str,
     title: str,
     runs: Sequence[RunSummary],
     curves: Sequence[Points],
@@ -154,7 +154,7 @@ def _chart(
         ],
         "" if is_whole else "Some of the records.",
     )
-    return [Chart(title, line_chart(name, title, text, x_label, drawn), text, table)]
+    return [Chart(title, line_chart(title, text, x_label, drawn), text, table)]
 
 
 def _in_words(run: str, points: Points) -> str:
@@ -188,7 +188,7 @@ def _shape_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     if not dots:
         return []
     text = " ".join(words)
-    svg = scatter("shapes", title, text, ("width, tokens", "rows"), dots)
+    svg = scatter(title, text, ("width, tokens", "rows"), dots)
     table = Table(("run, rows x width", "batches"), rows, "The most frequent ones.")
     return [Chart(title, svg, text, table)]
 
@@ -210,10 +210,13 @@ def source_table(run: RunSummary) -> Table:
 
 def _worst_table(run: RunSummary) -> Table:
     epochs = sorted({one.epoch for history in run.worst for one in history})
+    has_own = any(history[-1].rank != ALL_RANKS for history in run.worst)
     rows = []
     for history in run.worst:
         last, losses = history[-1], {one.epoch: f"{one.loss:.4g}" for one in history}
-        place = [last.source, str(last.key), str(last.repeat), f"{last.targets:,}"]
+        rank = ["" if last.rank == ALL_RANKS else str(last.rank)] if has_own else []
+        place = [last.source, *rank, str(last.key), str(last.repeat), f"{last.targets:,}"]
         rows.append((*place, *(losses.get(epoch, "") for epoch in epochs)))
-    head = ("source", "key", "repeat", "supervised tokens", *(f"epoch {one}" for one in epochs))
+    head = ["source", *["rank"] * has_own, "key", "repeat", "supervised tokens"]
+    head += [f"epoch {one}" for one in epochs]
     return Table(head, rows, f"{run.name}: mean loss, by the last epoch")

@@ -9,7 +9,7 @@ from typing import Any
 
 from odb_nodes.ledger import Audit, audit
 from odb_nodes.monitor.loss_book import SampleLoss, read_losses, worst_samples
-from odb_nodes.monitor.records import GROUPS, Record, RunRecords
+from odb_nodes.monitor.records import FILE, GROUPS, Record, RunRecords
 from odb_nodes.monitor.window import Totals
 
 _WORST = 20  # samples
@@ -48,7 +48,10 @@ class RunSummary:
     @property
     def ranks(self) -> int:
         """The number of ranks, when it was begun or resumed last."""
-        return int(self.records.attempts[-1]["world_size"])
+        if self.records.attempts:
+            return int(self.records.attempts[-1]["world_size"])
+        sums = self.records.steps[-1]["sum"]
+        return max(1, round(sums["rank_seconds"] / sums["seconds"])) if sums["seconds"] else 1
 
     def facts(self) -> dict[str, float | None]:
         """Return the figures of the run by name, for a table; None where one is not known."""
@@ -123,7 +126,7 @@ class RunSummary:
             row = {
                 name: value
                 for name, value in record.items()
-                if name not in GROUPS and name != "shapes"
+                if name not in (*GROUPS, "weight", "shapes")
             }
             for group in GROUPS:
                 row |= {f"{group}.{name}": value for name, value in record[group].items()}
@@ -157,7 +160,9 @@ def _whole(steps: Sequence[Record]) -> dict[str, dict[str, float | None]]:
     for record in steps:
         known = {name: _known(record[name]) for name in GROUPS}
         means, sums = known["mean"], known["sum"]
-        weights = {name: _weight_of(name, sums) for name in means if _is_weighed(name)}
+        weights = record.get("weight") or {
+            name: _weight_of(name, sums) for name in means if _is_weighed(name)
+        }
         totals = {name: means[name] * weight for name, weight in weights.items() if weight}
         total.add(
             Totals(
@@ -189,8 +194,10 @@ def _weight_of(name: str, sums: dict[str, float]) -> float:
 
 
 def _ledger_beside(folder: Path) -> Path | None:
-    """Return the folder of the ledger in the folder of a run, or beside it."""
-    for place in (folder, folder / "ledger", folder.parent / "ledger"):
+    """Return the folder of the ledger in the folder of a run; beside it, if of no other run."""
+    above = folder.resolve().parent
+    is_alone = all(one.parent.samefile(folder) for one in above.glob(f"*/{FILE}"))
+    for place in (folder, folder / "ledger", *[above / "ledger"] * is_alone):
         if any(place.glob("rank-*.ledger")):
             return place
     return None

@@ -72,11 +72,10 @@ class Axis:
         return (at - low) / (high - low)
 
 
-def line_chart(name: str, title: str, text: str, x_label: str, curves: Sequence[Curve]) -> str:
+def line_chart(title: str, text: str, x_label: str, curves: Sequence[Curve]) -> str:
     """Return a picture of curves over one another.
 
     Args:
-        name: what tells it from the other pictures of the page.
         title: what it is.
         text: what is to be seen in it, in words.
         x_label: what x is.
@@ -95,16 +94,16 @@ def line_chart(name: str, title: str, text: str, x_label: str, curves: Sequence[
         else:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
             marks.append(f'<polyline {look} points="{path}"/>')
-    return _svg(name, title, text, [*_grid(x_axis, y_axis, x_label, ""), *marks])
+    marks = [*_grid(x_axis, y_axis, x_label, ""), *marks]
+    return svg("".join(marks), (WIDTH, HEIGHT), title=title, text=text)
 
 
 def scatter(
-    name: str, title: str, text: str, labels: tuple[str, str], dots: Sequence[tuple[Curve, float]]
+    title: str, text: str, labels: tuple[str, str], dots: Sequence[tuple[Curve, float]]
 ) -> str:
     """Return a picture of dots over two logarithmic axes.
 
     Args:
-        name: what tells it from the other pictures of the page.
         title: what it is.
         text: what is to be seen in it, in words.
         labels: what x and y are.
@@ -117,15 +116,37 @@ def scatter(
         f'cy="{_y(y_axis, curve.points[0][1]):.1f}" r="{radius:.1f}"/>'
         for curve, radius in dots
     ]
-    return _svg(name, title, text, [*_grid(x_axis, y_axis, *labels), *marks])
+    marks = [*_grid(x_axis, y_axis, *labels), *marks]
+    return svg("".join(marks), (WIDTH, HEIGHT), title=title, text=text)
+
+
+def svg(content: str, size: tuple[int, int], *, title: str, text: str, attributes: str = "") -> str:
+    """Return a picture with its title, and with words for readers that cannot see it.
+
+    Args:
+        content: its elements.
+        size: width and height, in pixels.
+        title: what it is.
+        text: what is to be seen in it, in words.
+        attributes: further attributes of its element.
+    """
+    width, height = size
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}. '
+        f'{escape(text)}" {attributes}><title>{escape(title)}</title><desc>{escape(text)}</desc>'
+        f"{content}</svg>"
+    )
 
 
 def number(value: float) -> str:
     """Return a number in a few characters."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"
+    if abs(value) >= 1e4:
+        rounded = float(f"{value:.3g}")  # first: 999,600 is 1M, and not 1,000k
+        units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+        limit, unit = next(one for one in units if abs(rounded) >= one[0])
+        return f"{rounded / limit:.3g}{unit}"
+    is_whole = value == round(value) or abs(value) >= 999.5
+    return f"{value:,.0f}" if is_whole else f"{value:.3g}"
 
 
 def _x(axis: Axis, value: float) -> float:
@@ -156,11 +177,3 @@ def _grid(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> list[str]:
     if y_label:
         marks.append(f'<text x="4" y="{bottom_line}">{escape(y_label)} (up)</text>')
     return marks
-
-
-def _svg(name: str, title: str, text: str, marks: Iterable[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{name}-t {name}-d">'
-        f'<title id="{name}-t">{escape(title)}</title><desc id="{name}-d">{escape(text)}</desc>'
-        f"{''.join(marks)}</svg>"
-    )

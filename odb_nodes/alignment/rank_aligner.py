@@ -42,7 +42,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     that has fewer samples than there are steps fills with a real sample whose loss weighs nothing.
 
     State: the source's, the plan of the round, how many of its steps are out, and key, length and
-    digest of each sample of the others: 48 bytes per step and 16 per sample. Restoring makes these
+    digest of each sample of the others: 56 bytes per step and 16 per sample. Restoring makes these
     again, and asks no other rank. Where the source cannot make samples again by their keys, its
     state is that where the round begins, and all groups of the round are pulled again.
 

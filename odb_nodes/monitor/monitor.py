@@ -341,4 +341,5 @@ class Monitor:
             self._meet()
         if self._meeting.rank == 0 and self._totals.sums:
             self._record(EPOCH, at.epoch_written + 1, self._totals, {})
+            self._notices.look_at_epoch(at.epoch, self._totals)
         self._totals, at.epoch_written = Totals(), at.written

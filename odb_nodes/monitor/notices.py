@@ -50,6 +50,23 @@ class Notices:
         if watched is not None:
             self._look_at_sources(shares[0], watched)
 
+    def look_at_epoch(self, epoch: int, totals: Totals) -> None:
+        """Warn of tasks that an epoch had nothing of.
+
+        Args:
+            epoch: its number.
+            totals: what was counted in it.
+        """
+        for name, count in totals.sums.items():
+            kind, _, task = name.partition("/")
+            self._note(
+                f"task {task}",
+                kind == "samples" and not count,
+                f"task {task!r} had no sample in epoch {epoch}. Look at what its source yields and "
+                "`observe` returns, or leave it out of `tasks`.",
+                records=1,
+            )
+
     def _look_at_waits(self, shares: Sequence[Share], totals: Totals) -> None:
         waits = [sum(one.rows[COLUMNS - 1 :: COLUMNS]) / 1e6 for one in shares]
         parts = [wait_s / max(one.seconds, 1e-6) for wait_s, one in zip(waits, shares, strict=True)]

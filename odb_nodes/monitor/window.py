@@ -99,6 +99,8 @@ class Window:
         self.count("targets", 0 if info.is_filler else info.local_targets)
         if info.left_out:
             self.count("left_out", len(info.left_out))
+        for name in info.task_targets:
+            self.count(f"samples/{name}", 0)  # a task without a sample is told, too
         for name, (samples, tokens) in [*info.local_sources.items(), *info.local_tasks.items()]:
             self.count(f"samples/{name}", samples)
             self.count(f"tokens/{name}", tokens)

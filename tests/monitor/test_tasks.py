@@ -105,3 +105,16 @@ def test_tensorboard_has_the_tasks(run):
             if name in one[group]
         }
         assert told == expected and expected
+
+
+def test_a_task_without_a_sample_in_an_epoch_is_counted_and_warned_of(tmp_path):
+    tasks = ["long", "short", "web", "none"]
+    loader = ODBDataLoader(DATA, token_budget=96, window=12, observe=observe, tasks=tasks)
+    with pytest.warns(UserWarning) as caught, Monitor(tmp_path, every=2) as monitor:
+        for _ in range(2):
+            for batch in monitor.watch(loader):
+                monitor.step(batch, pop_step_info(batch))
+    assert sum("'none' had no sample in epoch 0" in str(one.message) for one in caught) == 1
+    assert not any("'web' had no sample" in str(one.message) for one in caught)
+    for epoch in read_run(tmp_path).epochs:
+        assert epoch["sum"]["samples/none"] == 0 < epoch["sum"]["samples/web"]

@@ -18,7 +18,7 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
-from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
@@ -153,7 +153,8 @@ def plan_steps(
         )
         reports = [rank.report(most, caps_of_round(caps, most)) for rank in ranks]
         if has_caps:
-            caps = agreed_caps([rank.offer(job.round_size) for rank in ranks])
+            offered = round_up(job.round_size, job.accumulate)
+            caps = agreed_caps([rank.offer(offered) for rank in ranks])
         plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, _FIRST_EPOCH, number))
         groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
         for step in plan.groups.T.tolist():

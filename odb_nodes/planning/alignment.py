@@ -102,7 +102,7 @@ class CostReport:
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:
         """Return the most integers in a message about a round of `steps` steps."""
-        return HEADER + (COLUMNS + tasks + 1) * steps
+        return HEADER + (COLUMNS + tasks) * steps + steps + 1
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def quantiles(costs: IntArray, count: int) -> IntArray:
 
 
 def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: int) -> IntArray:
-    """Return what a rank tells the others of its pool: (count,) int64, from the highest cost down.
+    """Return what a rank tells the others of its pool.
 
     Args:
         costs: of the groups that the pool would give, from the highest down.
@@ -45,12 +45,14 @@ def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: in
         count: number of costs to tell.
 
     Returns:
-        Nothing, (0,), where the pool is too small for caps.
+        `budget_tokens`, and the costs from the highest down, (1 + count,) int64; nothing, (0,),
+        where the pool is too small for caps.
     """
-    if pool_cost < LEAST_BUDGETS * budget_tokens:
+    if pool_cost < LEAST_BUDGETS * budget_tokens or not len(costs):
         return NO_CAPS
     offer = quantiles(costs, count)
-    return np.where(offer > _FULL * budget_tokens, budget_tokens, offer)
+    offer = np.where(offer > _FULL * budget_tokens, budget_tokens, offer)
+    return np.concatenate(([budget_tokens], offer))
 
 
 def agreed_caps(offers: list[IntArray]) -> IntArray:
@@ -60,13 +62,13 @@ def agreed_caps(offers: list[IntArray]) -> IntArray:
         offers: of each rank, what `offered_costs` has returned.
 
     Returns:
-        As many as a rank has offered; none, (0,), where fewer than half of the ranks offer some, or
-        where there is little to gain.
+        As many as a rank has offered; none, (0,), where no more than half of the ranks offer some,
+        where their budgets differ, or where there is little to gain.
     """
     given = [offer for offer in offers if len(offer)]
-    if 2 * len(given) <= len(offers):
+    if 2 * len(given) <= len(offers) or len({int(offer[0]) for offer in given}) > 1:
         return NO_CAPS
-    caps = np.median(np.stack(given), axis=0).astype(np.int64)
+    caps = np.median(np.stack(given)[:, 1:], axis=0).astype(np.int64)
     return NO_CAPS if caps.mean() > MOST_FILL * caps[0] else caps
 
 

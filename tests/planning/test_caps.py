@@ -37,7 +37,7 @@ def test_quantiles_are_interpolated_at_the_middle_of_each_part():
 def test_a_pool_offers_the_costs_of_its_full_groups():
     # From the longest down: 1 x 70, 2 x 40, 3 x 30, 10 x 10; what is left is not full.
     pool = pool_of([70, 40, 40, *[30] * 3, *[10] * 65], 100)
-    assert pool.offer(9).tolist() == [100, 100, 100, 100, 100, 100, 90, 80, 70]
+    assert pool.offer(9).tolist() == [100, 100, 100, 100, 100, 100, 100, 90, 80, 70]
 
 
 @pytest.mark.parametrize(
@@ -49,18 +49,20 @@ def test_packed_rows_and_fixed_shapes_and_small_pools_offer_nothing(budget):
 
 def test_what_is_nearly_full_counts_as_full():
     offer = offered_costs(np.array([99, 98, 50]), pool_cost=800, budget_tokens=100, count=3)
-    assert offer.tolist() == [100, 98, 50]
+    assert offer.tolist() == [100, 100, 98, 50]
     assert not len(offered_costs(np.array([99, 98, 50]), 799, 100, 3))
     assert not len(offered_costs(NO_CAPS, 900, 100, 3))
 
 
 def test_the_median_of_the_ranks_is_agreed_on_where_most_offer_something():
-    offers = [np.array([100, 90, 40]), np.array([90, 80, 50]), np.array([95, 70, 10])]
+    costs = [[100, 90, 40], [90, 80, 50], [95, 70, 10]]
+    offers = [np.array([100, *of_rank]) for of_rank in costs]
     assert agreed_caps(offers).tolist() == [95, 80, 40]
     assert agreed_caps([*offers, NO_CAPS, NO_CAPS]).tolist() == [95, 80, 40]
     assert agreed_caps([*offers, NO_CAPS, NO_CAPS, NO_CAPS]).tolist() == []
     assert agreed_caps([NO_CAPS]).tolist() == []
     assert agreed_caps([np.array([100, 100, 97])]).tolist() == []  # there is nothing to gain
+    assert agreed_caps([*offers, np.array([90, 80, 40, 10])]).tolist() == []  # another budget
     assert caps_of_round(np.array([100, 90, 40]), 3).tolist() == [40, 90, 100]
 
 

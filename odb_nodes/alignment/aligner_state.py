@@ -40,7 +40,7 @@ class AlignerState(EpochState):
         limits: the `Limits` of the groups after the first of the round, where they are tighter than
             where `source` stands.
         next_limits: likewise of the next round, and those after it.
-        caps: what `agreed_caps` gave for the groups of the round, as bytes; `None` where none.
+        caps: what the groups of the round are cut to, ascending, as bytes; `None` where nothing.
         next_caps: likewise for the next round.
         wish: the `tokens` that this rank asks all ranks for; 0 for none.
         excluded: the keys that are excluded and were not yet where `source` stands, by source.

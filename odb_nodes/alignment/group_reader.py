@@ -92,11 +92,11 @@ class GroupReader:
         groups = [] if first is None else [first]
         # After the first group, which was formed with the round before.
         self.budget.tighten(limits)
-        self._caps.use(caps, most, ahead=False)
+        self._caps.use(caps, ahead=False)
         while groups and len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
-        self._caps.use(caps, most, ahead=True)
+        self._caps.use(caps, ahead=True)
         if not self.recalls:
             self.next_state = copy_state(self.source.state_dict())
         self.ahead = self._read_one() if len(groups) == most else None
@@ -105,15 +105,16 @@ class GroupReader:
             self.left_out, self.left_out_ahead = [*self.left_out, *self.left_out_ahead], []
         return groups
 
-    def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
+    def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
         """Note what the groups of a round that begins are formed under, and agree on the next.
 
         Args:
             at: where this rank stands.
             reports: those of all ranks for the round.
+            next_steps: steps of the next round.
         """
         self.budget.settle(at, reports)
-        self._caps.settle(at, reports)
+        self._caps.settle(at, reports, next_steps)
 
     def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
         """Return what a state holds of the groups of a round, the one ahead, and the filler."""

@@ -180,7 +180,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.round_weights.follow(state)
         self._steps = state.steps(ends_alone=self.uneven == "join")
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
-        resumed.restore(self.round_size if state.drained else self._round_steps())
+        resumed.restore(self.round_size if state.drained else self._round_steps(state.round))
         self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
         self.replayed_samples = resumed.replayed_samples
 
@@ -282,7 +282,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
         with self.peers.reporting_failure(where):
-            most = self._round_steps()
+            most = self._round_steps(at.round)
             groups = [] if at.drained else self._reader.read(most, at.next_limits, at.next_caps)
             left_out = [] if at.drained else self._reader.left_out
             report, ladder = self._reader.report(groups, most, self._filler)
@@ -302,7 +302,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self.uneven == "join" and at.last:
             self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
-        self._reader.settle(at, reports)
+        self._reader.settle(at, reports, self._round_steps(at.round + 1))
         at.peers_go_on, at.splits = not plan.last, plan.splits[self.peers.rank]
         at.left_out = [*at.left_out, *left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
@@ -333,8 +333,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if not (self._reader.recalls or at.drained):  # Else the filler comes from the same place.
             at.source, at.excluded = self._reader.next_state, {}
 
-    def _round_steps(self) -> int:
-        return round_steps(self._at.round, self.rule.world_size, self.round_size, self.accumulate)
+    def _round_steps(self, number: int) -> int:
+        return round_steps(number, self.rule.world_size, self.round_size, self.accumulate)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -9,7 +9,6 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.aligner_state import AlignerState
-from odb_nodes.contract.graph import walk
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.group_costs import BudgetCost, CostFn
@@ -20,7 +19,8 @@ class RoundCaps:
     """Lets the groups of all ranks be cut to the same costs; see `odb_nodes.planning.caps`.
 
     Args:
-        source: the node that yields the groups: a `WindowBucketer`, or a node over one.
+        source: the node that yields the groups. With caps if it is the `WindowBucketer` itself: a
+            node between might read ahead, and groups then depend on how far it has come.
         cost_fn: what the groups of a step are matched by. Caps are for the cost under the budget.
         round_size: steps of a full round; as many costs are offered.
         world_size: number of ranks. A single one has nobody to be level with.
@@ -29,9 +29,8 @@ class RoundCaps:
     def __init__(
         self, source: BaseNode[Any], cost_fn: CostFn, round_size: int, world_size: int
     ) -> None:
-        nodes: list[Any] = [one for one in walk(source) if hasattr(one, "offer_costs")]
-        can = len(nodes) == 1 and world_size > 1 and type(cost_fn) is BudgetCost
-        self._node = nodes[0] if can else None
+        can = hasattr(source, "offer_costs") and world_size > 1 and type(cost_fn) is BudgetCost
+        self._node: Any = source if can else None
         self._round_size = round_size
 
     def offer(self) -> IntArray:
@@ -41,27 +40,27 @@ class RoundCaps:
         offer: IntArray = self._node.offer_costs(self._round_size)
         return offer
 
-    def use(self, agreed: bytes | None, steps: int, *, ahead: bool) -> None:
+    def use(self, caps: bytes | None, *, ahead: bool) -> None:
         """Cut the next groups to caps.
 
         Args:
-            agreed: what the state of the aligner has of the round.
-            steps: of the round.
+            caps: what the state of the aligner has of the round.
             ahead: the next group is the first of the round after; before, those of this one. That
                 group gets the largest cap on all ranks, so that a round has the same caps on all.
         """
         if self._node is not None:
-            curve = np.frombuffer(agreed or b"", np.int64)
-            caps = caps_of_round(curve, steps)
-            self._node.use_caps(caps[-1:] if ahead else caps[:-1])
+            found = np.frombuffer(caps or b"", np.int64)
+            self._node.use_caps(found[-1:] if ahead else found[:-1])
 
-    def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
+    def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
         """Note the caps of a round that begins, and agree on those of the next one.
 
         Args:
             at: where this rank stands.
             reports: those of all ranks for the round.
+            next_steps: steps of the next round.
         """
         if not at.drained:  # Else `source` stands in the last round that had groups.
             at.caps = at.next_caps
-        at.next_caps = agreed_caps([report.offer for report in reports]).tobytes() or None
+        agreed = agreed_caps([report.offer for report in reports])
+        at.next_caps = caps_of_round(agreed, next_steps).tobytes() or None

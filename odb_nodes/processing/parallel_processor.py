@@ -55,9 +55,8 @@ class ProcessorState(EpochState):
     def validate(self) -> None:
         """Check that what is out of the chunk is out of the epoch."""
         if self.taken > self.position:
-            raise ValueError(
-                f"`taken` must be at most `position`, {self.position}, but is {self.taken}."
-            )
+            most = self.position
+            raise ValueError(f"`taken` must be at most `position`, {most}, but is {self.taken}.")
 
 
 class ParallelProcessor(EpochNode[T, ProcessorState]):

@@ -97,10 +97,11 @@ class WeightSchedule:
 
     def scaled(self, factor: float) -> WeightSchedule:
         """Return the schedule for data of which there is `factor` times as much."""
-        places: dict[int, Shares] = {}
+        places: list[tuple[int, Shares]] = []
         for place, shares in self.places:
-            places[round(place * factor)] = shares  # of places that meet, the last one counts
-        return WeightSchedule(tuple(places.items()), self.ramp)
+            after = places[-1][0] + 1 if places else 0  # Places that would meet stay apart.
+            places.append((max(round(place * factor), after), shares))
+        return WeightSchedule(tuple(places), self.ramp)
 
     def fingerprint(self) -> list[Any]:
         """Return what decides the draws, as plain data."""

@@ -40,7 +40,8 @@ class GradNorm:
     the mean pull x (relative inverse rate) ** `alpha`, where a task whose loss has fallen less than
     those of others has a rate above 1. `"ratio"` multiplies each weight by (mean pull / pull) **
     `alpha`, whatever the losses. Weights then add up to what they did. A task without targets in
-    the step keeps its weight.
+    the step, or without a gradient, keeps its weight; all do where a loss or gradient of the step
+    is not finite.
 
     State: the weights, the first loss of each task, and the number of the step: plain data.
 
@@ -99,35 +100,49 @@ class GradNorm:
     ) -> None:
         """Measure the gradients of a batch, before its `backward`, if a change is due.
 
+        Call it for each batch on each rank, in filler steps too.
+
         Args:
             losses: of each token, see `TaskWeights.loss`.
             info: the `StepInfo` of the batch.
             position_ids: of a packed batch.
 
         Raises:
-            ValueError: see `TaskWeights.loss`.
+            ValueError: see `TaskWeights.loss`; or a task does not use the shared parameters.
         """
-        if (self._steps + 1) % self._every == 0:
+        if self._is_due:
             self._gradients.add(losses, info, position_ids)
 
     def step(self) -> None:
-        """End an optimizer step: change the weights, if a change is due. All ranks call it."""
-        self._steps += 1
-        gradients, targets_of = self._gradients.take(), self._gradients.targets
+        """End an optimizer step: change the weights, if a change is due. All ranks call it.
+
+        Raises:
+            RuntimeError: a change is due, but this rank has not called `observe`.
+        """
+        is_due, self._steps = self._is_due, self._steps + 1
+        if not is_due:
+            return
+        gradients, targets_of = self._gradients.take("observe"), self._gradients.targets
         rows = {task: row for row, task in enumerate(self._weights) if targets_of.get(task)}
-        if gradients is None or not rows:
+        if not rows:
             return
         targets = gradients.new_tensor([targets_of[task] for task in rows])
         means = gradients[[*rows.values()]] / targets[:, None]
-        norms = dict(zip(rows, means[:, :-1].norm(dim=1).tolist(), strict=True))
+        if not means.isfinite().all():
+            return
+        measured = dict(zip(rows, means[:, :-1].norm(dim=1).tolist(), strict=True))
         losses = dict(zip(rows, means[:, -1].tolist(), strict=True))
         for task, loss in losses.items():
             self._first.setdefault(task, loss)
-        self.norms = {task: self._weights[task] * norm for task, norm in norms.items()}
-        if len(rows) > 1 and all(self.norms.values()):
-            before = {task: self._weights[task] for task in rows}
-            moved = self._ratio() if self._rule == "ratio" else self._moved(norms, losses)
-            self._weights.set(self._bounded(moved, sum(before.values())))
+        self.norms = {task: self._weights[task] * norm for task, norm in measured.items()}
+        norms = {task: norm for task, norm in measured.items() if norm}
+        if len(norms) > 1:
+            moved = self._ratio(norms) if self._rule == "ratio" else self._moved(norms, losses)
+            self._weights.set(self._bounded(moved, sum(self._weights[task] for task in norms)))
+
+    @property
+    def _is_due(self) -> bool:
+        return (self._steps + 1) % self._every == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, first losses and the number of the step.
@@ -156,18 +171,18 @@ class GradNorm:
         self._steps, self._first = steps, first
         self._gradients.clear()
 
-    def _ratio(self) -> dict[str, float]:
-        mean = sum(self.norms.values()) / len(self.norms)
+    def _ratio(self, norms: Mapping[str, float]) -> dict[str, float]:
+        pulls = {task: self.norms[task] for task in norms}
+        mean = sum(pulls.values()) / len(pulls)
         return {
-            task: self._weights[task] * (mean / pull) ** self._alpha
-            for task, pull in self.norms.items()
+            task: self._weights[task] * (mean / pull) ** self._alpha for task, pull in pulls.items()
         }
 
     def _moved(self, norms: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
         """Return weights after a step down the sum of |pull - wanted pull|."""
-        left = {task: loss / (self._first[task] or 1.0) for task, loss in losses.items()}
+        left = {task: losses[task] / (self._first[task] or 1.0) for task in norms}
         mean_left = sum(left.values()) / len(left) or 1.0
-        mean_pull = sum(self.norms.values()) / len(norms)
+        mean_pull = sum(self.norms[task] for task in norms) / len(norms)
         mean_norm = sum(norms.values()) / len(norms)
         moved = {}
         for task, norm in norms.items():

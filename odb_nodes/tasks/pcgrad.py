@@ -63,7 +63,7 @@ class PCGrad:
         *,
         position_ids: torch.Tensor | None = None,
     ) -> None:
-        """Add the gradients of a batch.
+        """Add the gradients of a batch; call it on each rank, in filler steps too.
 
         Args:
             losses: of each token, see `TaskWeights.loss`.
@@ -71,16 +71,19 @@ class PCGrad:
             position_ids: of a packed batch.
 
         Raises:
-            ValueError: see `TaskWeights.loss`.
+            ValueError: see `TaskWeights.loss`; or a task uses none of the parameters.
         """
         self._gradients.add(losses, info, position_ids)
         self._info = info
 
     def step(self) -> None:
-        """End an optimizer step: set `grad` of all parameters. All ranks call it."""
-        sums, info = self._gradients.take(), self._info
-        if sums is None or info is None:
-            return
+        """End an optimizer step: set `grad` of all parameters. All ranks call it.
+
+        Raises:
+            RuntimeError: this rank has not called `backward`.
+        """
+        sums, info = self._gradients.take("backward"), self._info
+        assert info is not None
         factors = sums.new_tensor([*self._weights.values()])
         scale = self._weights.scale(info) / info.world_size  # 1 / sum of weight x targets
         own = sums[:, :-1] * factors[:, None] * scale
@@ -94,4 +97,4 @@ class PCGrad:
                     gradient -= conflict / own[other].square().sum() * own[other]
         sizes = [one.numel() for one in self._gradients.parameters]
         for one, grad in zip(self._gradients.parameters, free.sum(0).split(sizes), strict=True):
-            one.grad = grad.view_as(one).clone()
+            one.grad = grad.view_as(one).to(one.dtype, copy=True)

@@ -47,7 +47,7 @@ class TaskGradients:
                 "FSDP leaves alone."
             )
         self.targets: Mapping[str, int] = {}
-        self._weights = weights
+        self._weights, self._option = weights, option
         self._process_group = process_group
         self._sums: torch.Tensor | None = None
 
@@ -60,11 +60,12 @@ class TaskGradients:
         """Add the gradients of a batch; its graph is kept.
 
         Raises:
-            ValueError: see `TaskWeights.loss`.
+            ValueError: see `TaskWeights.loss`; or the losses of a task use no parameter.
         """
         if self._sums is None:
-            size = sum(one.numel() for one in self.parameters) + 1
-            self._sums = self.parameters[0].new_zeros((len(self._weights), size))
+            size, first = sum(one.numel() for one in self.parameters) + 1, self.parameters[0]
+            dtype = torch.promote_types(first.dtype, torch.float32)  # for sums of many
+            self._sums = first.new_zeros((len(self._weights), size), dtype=dtype)
         self._weights.scale(info)  # checks that the targets of all tasks are counted
         self.targets = info.task_targets
         found = self._weights.by_task(losses, info, position_ids=position_ids)
@@ -73,21 +74,37 @@ class TaskGradients:
                 grads = torch.autograd.grad(
                     total, self.parameters, retain_graph=True, allow_unused=True
                 )
+                if all(grad is None for grad in grads):
+                    raise ValueError(
+                        f"`{self._option}` must hold parameters that the losses of all tasks "
+                        f"depend on, but those of {task!r} depend on none of them."
+                    )
                 flat = [
                     torch.zeros_like(one).flatten() if grad is None else grad.detach().flatten()
                     for one, grad in zip(self.parameters, grads, strict=True)
                 ]
                 self._sums[row] += torch.cat([*flat, total.detach()[None]])
 
-    def take(self) -> torch.Tensor | None:
+    def take(self, method: str) -> torch.Tensor:
         """Return what was added on all ranks, and begin anew. All ranks call it.
 
+        Args:
+            method: what the caller adds by, for the error.
+
         Returns:
-            (tasks, elements of the parameters + 1): gradient of a task's sum of losses, and in the
-            last column that sum; `None` where nothing was added.
+            (tasks, elements of the parameters + 1), at least float32: gradient of a task's sum of
+            losses, and in the last column that sum.
+
+        Raises:
+            RuntimeError: nothing was added on this rank.
         """
         sums, self._sums = self._sums, None
-        if sums is not None and dist.is_available() and dist.is_initialized():
+        if sums is None:
+            raise RuntimeError(
+                f"`step` came without `{method}`: call `{method}` for each batch of the optimizer "
+                "step, on all ranks and in filler steps too."
+            )
+        if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums, group=self._process_group)
         return sums
 

@@ -31,9 +31,10 @@ class MultiImageCollate(StepImages):
     """Pads the text of samples as `PaddingCollate` does, and pads or resizes their images.
 
     A sample with images has `pixel_values`: a sequence of images, each (C, H, W), or of volumes,
-    each (C, H, W, D); or one array of several, (n, C, H, W) or (n, C, H, W, D). All images of a
-    batch have the same number of dimensions, channels and dtype. Other keys, such as `id` and
-    `task`, become a tensor of B numbers or a list of B values. Beside these a batch has:
+    each (C, H, W, D); or one array of several, (n, C, H, W) or (n, C, H, W, D): of a single volume,
+    give a list. All images of a batch have the same number of dimensions, channels and dtype. Other
+    keys, such as `id` and `task`, become a tensor of B numbers or a list of B values. Beside these
+    a batch has:
 
     - `pixel_values`: (B, most images, C, H, W) or (B, most images, C, H, W, D), of the images'
       dtype: the largest of each side, padded with 0, or the size `resize`. Left out of a batch

@@ -243,3 +243,9 @@ def test_a_schedule_for_part_of_the_data_has_its_places_there():
     scaled = Schedule(PLACES).scaled(0.01)
     assert [place for place, _ in scaled.places] == [0, 40, 90, 150]
     assert [shares for _, shares in scaled.places] == [one for _, one in Schedule(PLACES).places]
+
+
+def test_places_that_would_meet_in_a_smaller_sample_stay_apart():
+    schedule = Schedule([(0, {"a": 1, "b": 0}), (400, {"a": 0, "b": 1}), (900, {"b": 1, "a": 1})])
+    assert [place for place, _ in schedule.scaled(0.001).places] == [0, 1, 2]
+    assert [place for place, _ in schedule.scaled(0.5).places] == [0, 200, 450]

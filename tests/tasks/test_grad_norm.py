@@ -9,7 +9,7 @@ from rank_jobs import run_ranks
 from task_models import NEAR_FAR, Model, joint_batches, loader_of, regression, train
 
 from odb_nodes import StateError, pop_step_info
-from odb_nodes.tasks import GradNorm, TaskWeights
+from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
 
 
 def test_observing_is_before_and_leaves_the_gradients_alone():
@@ -139,3 +139,56 @@ def test_what_cannot_be_is_refused():
     balance.observe(model.losses(batch), info)
     with pytest.raises(StateError, match="no state within an optimizer step"):
         balance.state_dict()
+
+
+@pytest.mark.parametrize("rule", ["gradnorm", "ratio"])
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_loss_that_is_not_finite_moves_no_weight_and_leaves_no_trace(place, rule):
+    def weights_of(broken):
+        model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+        balance = GradNorm(weights, model.trunk.parameters(), rule=rule)
+        found = []
+        for number, batch in enumerate(loader_of(regression(120))):
+            info = pop_step_info(batch)
+            losses = model.losses(batch)
+            if number == place and broken:
+                losses = losses * float("nan")
+            balance.observe(losses, info)
+            balance.step()
+            found.append(dict(weights))
+        return found
+
+    whole, broken = weights_of(False), weights_of(True)
+    assert broken[:place] == whole[:place]
+    assert broken[place] == (broken[place - 1] if place else dict.fromkeys(NEAR_FAR, 1.0))
+    assert broken[-1] != broken[place]
+    assert all(weight == weight for weight in broken[-1].values())
+
+
+def test_shared_parameters_that_the_losses_do_not_use_are_refused():
+    model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    balance = GradNorm(weights, [torch.nn.Parameter(torch.ones(2))])
+    batch = next(iter(loader_of(regression(120))))
+    with pytest.raises(ValueError, match="depend on, but those of '(near|far)' depend on none"):
+        balance.observe(model.losses(batch), pop_step_info(batch))
+
+
+@pytest.mark.parametrize("kind", [GradNorm, PCGrad])
+def test_a_step_without_its_batches_is_an_error(kind):
+    weights = TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    found = kind(weights, Model().trunk.parameters())
+    with pytest.raises(RuntimeError, match="on all ranks and in filler steps too"):
+        found.step()
+
+
+def test_sums_of_half_precision_are_kept_in_float32():
+    weights = TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    at = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    projected = PCGrad(weights, [at])
+    batch = next(iter(loader_of([row for row in regression(120) if row["task"] == 0])))
+    info = pop_step_info(batch)
+    for _ in range(1000):
+        projected.backward(at.expand(len(info.row_tasks)) + 1, info)
+    projected.step()
+    assert at.grad.dtype == torch.bfloat16
+    assert float(at.grad) == 1000.0

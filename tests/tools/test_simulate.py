@@ -110,11 +110,15 @@ def test_the_steps_are_those_of_real_ranks(lengths, **options):
     assert [indices(step) for step in steps_of(lengths, **options)] == expected
 
 
-def test_the_steps_are_those_of_real_ranks_over_many_rounds():
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_steps_are_those_of_real_ranks_over_many_rounds(accumulate):
     lengths = lognormal_lengths(3_000, cv=1.0).tolist()
-    options = {"world_size": 8, "budget": 16_384, "window": 32, "round_size": 16, "seed": 3}
+    options = {"world_size": 8, "budget": 4096, "window": 64, "round_size": 16, "seed": 3}
+    options |= {"accumulate": accumulate}
     expected = real_steps(lengths, **options)
     assert len(expected) > 4 + 8 + 16
+    without_caps = steps_of(lengths, **options, cost_fn=padded_tokens)
+    assert [indices(step) for step in without_caps] != expected
     assert [indices(step) for step in steps_of(lengths, **options)] == expected
 
 

@@ -66,7 +66,7 @@ class LengthRuns:
         """Return the costs that groups of a pool would have, as `offered_costs` does."""
         if self._budget.shapes is not None or not table.shape[1]:
             return NO_CAPS  # Groups of one shape cost the same.
-        first, costs = self._runs(table)
+        first, costs, _ = self._runs(table)
         found, stop = [], len(first)
         while stop and (start := int(first[stop - 1])):  # The last one is not full.
             found.append(int(costs[stop - 1]))
@@ -107,7 +107,7 @@ class LengthRuns:
 
     def _full(self, table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Return first index, stop and cost of the longest run that ends with each sample."""
-        first, costs = self._runs(table)
+        first, costs, _ = self._runs(table)
         return first, np.arange(1, len(first) + 1), costs
 
     def _capped(
@@ -117,18 +117,26 @@ class LengthRuns:
 
         The costs are mostly those of the caps, which other ranks fill.
         """
-        first, costs = self._runs(table)
-        stop = np.arange(1, len(first) + 1)
+        first, _, row_costs = self._runs(table)
+        stop, largest = np.arange(1, len(first) + 1), len(caps) - 1
         most = stop - first
-        row_costs = costs // most
-        rows = np.clip(caps[-1] // row_costs, 1, most)
-        next_cap = caps[np.maximum(np.searchsorted(caps, rows * row_costs) - 1, 0)]
-        rows = np.concatenate((rows, np.clip(next_cap // row_costs, 1, most)))
-        rows = allowed_rows(rows, self._budget.row_sizes)
-        costs, stop = rows * np.tile(row_costs, 2), np.tile(stop, 2)
-        at = np.minimum(np.searchsorted(caps, costs), len(caps) - 1)
-        wanted = np.maximum(caps[at], costs)  # A sample alone may cost more than any cap.
-        return stop - rows, stop, CAP_SHARE * wanted + (1 - CAP_SHARE) * costs
+        rows = self._allowed(np.minimum(caps[-1] // row_costs, most))
+        costs = rows * row_costs
+        above = np.searchsorted(caps, costs)
+        next_cap = caps[np.maximum(above - 1, 0)]
+        fewer = self._allowed(np.minimum(next_cap // row_costs, most))
+        lower_costs = fewer * row_costs
+        above = np.concatenate((above, np.searchsorted(caps, lower_costs)))
+        costs = np.concatenate((costs, lower_costs))
+        # A sample alone may cost more than any cap.
+        wanted = np.maximum(caps[np.minimum(above, largest)], costs)
+        start = np.concatenate((stop - rows, stop - fewer))
+        stop = np.concatenate((stop, stop))
+        return start, stop, CAP_SHARE * wanted + (1 - CAP_SHARE) * costs
+
+    def _allowed(self, rows: IntArray) -> IntArray:
+        """Return numbers of rows that a group may have: at least 1."""
+        return allowed_rows(np.maximum(rows, 1), self._budget.row_sizes)
 
     def _best_mixed(
         self, tasks: IntArray, first: IntArray, stop: IntArray, score: NDArray[np.float64]
@@ -143,8 +151,8 @@ class LengthRuns:
         score[both < both.max()] = -1.0
         return int(allowed[score.argmax()])
 
-    def _runs(self, table: IntArray) -> tuple[IntArray, IntArray]:
-        """Return, for each sample, the first index and the cost of the longest run it ends."""
+    def _runs(self, table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Return, for each sample, first index and cost of the longest run it ends, and of a row."""
         tokens, patches = table[TOKENS], table[PATCHES]
         budget = self._budget
         widths, capacities = self._shapes(tokens)
@@ -161,7 +169,8 @@ class LengthRuns:
         else:
             # On a ladder, a run that does not fill its shape costs as much as one that does.
             rows = capacities
-        return first, rows * with_attention(widths, budget.attention_tokens)
+        row_costs = with_attention(widths, budget.attention_tokens)
+        return first, rows * row_costs, row_costs
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Return, for each sample, the width and most samples of a group of which it is longest."""

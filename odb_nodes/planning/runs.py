@@ -152,7 +152,7 @@ class LengthRuns:
         return int(allowed[score.argmax()])
 
     def _runs(self, table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return, for each sample, first index and cost of the longest run it ends, and of a row."""
+        """Return, by sample, first index and cost of the longest run that it ends, and of a row."""
         tokens, patches = table[TOKENS], table[PATCHES]
         budget = self._budget
         widths, capacities = self._shapes(tokens)

@@ -57,11 +57,11 @@ class Notices:
             epoch: its number.
             totals: what was counted in it.
         """
-        for name, count in totals.sums.items():
-            kind, _, task = name.partition("/")
+        counts = {name: count for name, count in totals.sums.items() if name.startswith("samples/")}
+        for task in (name.removeprefix("samples/") for name, count in counts.items() if not count):
             self._note(
                 f"task {task}",
-                kind == "samples" and not count,
+                True,
                 f"task {task!r} had no sample in epoch {epoch}. Look at what its source yields and "
                 "`observe` returns, or leave it out of `tasks`.",
                 records=1,

@@ -114,7 +114,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._exclusions.budget = self._limits.of_samples(self._budget)
 
     def offer_costs(self, count: int) -> IntArray:
-        """Return `count` costs that groups of the pool would have, or none; see `RoundCaps`."""
+        """Return what is offered for the caps of the next round; see `offered_costs`."""
         return NO_CAPS if self._ended else self._pool.offer(count)
 
     def use_caps(self, caps: IntArray) -> None:
@@ -179,6 +179,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         as_saved = state.has_own_limits or smaller_budget_is_allowed()
         self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
         self._clear()
+        self.replayed_samples = 0
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '

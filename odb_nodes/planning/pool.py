@@ -52,7 +52,7 @@ class RollingPool(Generic[T]):
         """Samples of the stream so far, dropped ones included, and so the ordinal of the next one.
         The caller counts them."""
         self.caps = NO_CAPS
-        """What further groups may cost, ascending, one cap for each; see `caps`."""
+        """What further groups may cost, ascending, one cap for each; see `planning.caps`."""
         self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
         self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
 
@@ -72,10 +72,7 @@ class RollingPool(Generic[T]):
         self._tail = None
 
     def offer(self, count: int) -> IntArray:
-        """Return `count` costs that groups of the pool would have, from the highest down, or none.
-
-        See `odb_nodes.planning.caps`.
-        """
+        """Return what is offered for the caps of the next round; see `offered_costs`."""
         return self._grouping.offer(self._table, count)
 
     def room(self) -> int:

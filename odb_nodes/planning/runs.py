@@ -63,7 +63,7 @@ class LengthRuns:
         return slice(int(first[best]), int(stop[best]))
 
     def offer(self, table: IntArray, count: int) -> IntArray:
-        """Return the costs that groups of a pool would have, as `offered_costs` does."""
+        """Return what is offered for the caps of the next round; see `offered_costs`."""
         if self._budget.shapes is not None or not table.shape[1]:
             return NO_CAPS  # Groups of one shape cost the same.
         first, costs, _ = self._runs(table)

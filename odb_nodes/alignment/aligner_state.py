@@ -28,6 +28,7 @@ class AlignerState(EpochState):
         splits: how many of this rank's groups were split in the round.
         last: there is no round after this one.
         drained: the source had no groups left for this round.
+        shares_rest: the next round is the last, of all that is left, which ranks share out.
         filler: the sample that this rank fills with, encoded, where it came from another rank.
         unemitted_samples: the samples that `uneven="stop"` left over.
         peers_go_on: other ranks have rounds after this rank's last.
@@ -61,6 +62,7 @@ class AlignerState(EpochState):
     splits: Count = 0
     last: bool = False
     drained: bool = False
+    shares_rest: Annotated[bool, Sparse()] = False
     filler: bytes | None = None
     unemitted_samples: Count = 0
     peers_go_on: bool = False
@@ -110,7 +112,11 @@ class AlignerState(EpochState):
         """Return what ranks that go on from the same place have agreed on."""
         weights = {"weights of the mixture": self.weights} if self.weights else {}
         caps = [] if self.next_caps is None else np.frombuffer(self.next_caps, np.int64).tolist()
-        terms = {"limits of the next round": self.next_limits, "caps of the next round": caps}
+        terms = {
+            "limits of the next round": self.next_limits,
+            "caps of the next round": caps,
+            "whether ranks share out the rest": self.shares_rest,
+        }
         return {"step": self.step, **terms, **weights}
 
     @property

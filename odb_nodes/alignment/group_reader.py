@@ -11,6 +11,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.held_samples import HeldSamples
+from odb_nodes.alignment.last_round import LastRound
 from odb_nodes.alignment.round_budget import RoundBudget
 from odb_nodes.alignment.round_caps import RoundCaps
 from odb_nodes.alignment.round_weights import RoundWeights
@@ -37,6 +38,7 @@ from odb_nodes.planning.group_costs import (
     padded_tokens,
     tokens_of,
 )
+from odb_nodes.planning.levelling import begins_last_round
 from odb_nodes.sample import LeftOut, Sample
 
 
@@ -52,6 +54,7 @@ class GroupReader:
         budget: what groups are formed under.
         caps: what they are cut to.
         weights: what a mixture below draws by.
+        last_round: shares out what is left with the other ranks.
         may_split: groups may be split where there are fewer than steps.
     """
 
@@ -62,10 +65,12 @@ class GroupReader:
         budget: RoundBudget,
         caps: RoundCaps,
         weights: RoundWeights,
+        last_round: LastRound,
         may_split: bool,
     ) -> None:
         self.source, self.budget, self._weights = source, budget, weights
         self._caps = caps
+        self._last_round = last_round
         self.measure, self._may_split = measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
@@ -105,6 +110,24 @@ class GroupReader:
             self.left_out, self.left_out_ahead = [*self.left_out, *self.left_out_ahead], []
         return groups
 
+    def read_rest(self, limits: LimitsState | None, where: str) -> tuple[list[list[Sample]], int]:
+        """Share out what is left with the other ranks; see `LastRound.groups`.
+
+        Args:
+            limits: what groups are formed under.
+            where: the place that errors name.
+        """
+        return self._last_round.groups(lambda: self._take_rest(limits), where)
+
+    def _take_rest(self, limits: LimitsState | None) -> list[Sample]:
+        """Return all samples that this rank has left."""
+        self.budget.tighten(limits)
+        ahead, self.ahead = self.ahead or [], None
+        rest = [*ahead, *self.source.take_rest()]  # type: ignore[attr-defined]
+        self.left_out = [*self.left_out_ahead, *self._take_left_out()]
+        self.left_out_ahead = []
+        return rest
+
     def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
         """Note what the groups of a round that begins are formed under, and agree on the next.
 
@@ -115,6 +138,7 @@ class GroupReader:
         """
         self.budget.settle(at, reports)
         self._caps.settle(at, reports, next_steps)
+        at.shares_rest = begins_last_round(reports, next_steps)
 
     def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
         """Return what a state holds of the groups of a round, the one ahead, and the filler."""
@@ -256,7 +280,10 @@ class GroupReader:
             tasks=len(self.measure.tasks),
         )
         weights, offer = self._weights.digest(), self._caps.offer()
-        return replace(report, wish=self.budget.wish, weights=weights, offer=offer), ladder
+        left = self._last_round.left(self.ahead)
+        return replace(
+            report, wish=self.budget.wish, weights=weights, left=left, offer=offer
+        ), ladder
 
     def check_has_samples(self, reports: Sequence[CostReport], epoch: int) -> None:
         """Raise a `SampleError` where no rank has a sample in the first round of an epoch."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_seconds
@@ -48,7 +49,7 @@ class Peers:
         check_seconds("timeout_s", timeout_s)
         self._process_group = process_group
         self._timeout_s = timeout_s
-        self._tasks = tasks
+        self._tasks, self._round_size = tasks, round_size
         self._capacity = CostReport.message_size(round_size, tasks)
         self._use(LocalExchange())
         self._thread: threading.Thread | None = None  # that speaks for this rank
@@ -139,14 +140,43 @@ class Peers:
         alike = _nodes_alike(source) if sharing else {}
         self._channel.agree({**config, **shared, **alike})
 
-    def reports(self, own: CostReport, where: str) -> list[CostReport]:
+    def reports(self, own: CostReport, where: str, steps: int = 0) -> list[CostReport]:
         """Return the reports of all ranks for a round, this one's included.
+
+        Args:
+            own: that of this rank.
+            where: the place that errors name.
+            steps: the most groups that a rank may report, the same on all of them, where that may
+                be more than `round_size`.
 
         Raises:
             PeerError: a rank failed, left, or did not come.
         """
-        messages = self._channel.gather(own.to_message(), where)
-        return [CostReport.from_message(message, self._tasks) for message in messages]
+        message = own.to_message()
+        if steps <= self._round_size:
+            messages = [*self._channel.gather(message, where)]
+        else:
+            parts = self._channel.gather_bytes(message.astype("<i8").tobytes(), where)
+            messages = [np.frombuffer(one, "<i8").astype(np.int64) for one in parts]
+        return [CostReport.from_message(one, self._tasks) for one in messages]
+
+    def gather(self, numbers: Sequence[int], where: str) -> list[list[int]]:
+        """Return a few numbers of each rank.
+
+        Raises:
+            PeerError: a rank failed, left, or did not come.
+        """
+        rows = self._channel.gather(np.array(numbers, dtype=np.int64), where)
+        found: list[list[int]] = rows[:, : len(numbers)].tolist()
+        return found
+
+    def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
+        """Return the bytes of each rank, however many.
+
+        Raises:
+            PeerError: a rank failed, left, or did not come.
+        """
+        return self._channel.gather_bytes(data, where)
 
     def fail(self, error: BaseException, where: str) -> None:
         """Tell the others, in place of this rank's part of an exchange, why it fails.
@@ -192,7 +222,7 @@ class Peers:
         if self.rank == donor and own is not None:
             with self.reporting_failure(f"{where}, sending a sample to a rank that has none"):
                 data = encode_sample(own)
-        received = self._channel.gather_bytes(data, where)[donor]
+        received = self.gather_bytes(data, where)[donor]
         if reports[self.rank].has_filler:
             return own
         at.filler = received

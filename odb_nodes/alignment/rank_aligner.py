@@ -14,6 +14,7 @@ from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScalin
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.held_samples import HeldSamples
+from odb_nodes.alignment.last_round import LastRound
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
 from odb_nodes.alignment.round_budget import RoundBudget
@@ -156,7 +157,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._at = AlignerState()
         caps = RoundCaps(self.source, self.measure.cost_fn, self.round_size, self.rule.world_size)
         terms = self.round_budget, caps, self.round_weights
-        self._reader = GroupReader(self.source, self.measure, *terms, self.uneven == "fill")
+        fills = self.uneven == "fill"
+        last_round = LastRound(self.source if fills else None, self.peers)
+        self._reader = GroupReader(self.source, self.measure, *terms, last_round, fills)
         self._steps = AlignedRound(tasks=len(self.measure.tasks))
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
@@ -281,13 +284,18 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 self.peers.answer_until_all_end(self._reader.report([], 0, self._filler)[0])
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
+        groups, left_out, most = list[list[Sample]](), list[LeftOut](), self._round_steps(at.round)
+        if at.shares_rest:
+            self._agree()
+            groups, most = self._reader.read_rest(at.next_limits, where)
         with self.peers.reporting_failure(where):
-            most = self._round_steps(at.round)
-            groups = [] if at.drained else self._reader.read(most, at.next_limits, at.next_caps)
-            left_out = [] if at.drained else self._reader.left_out
+            if not (at.drained or at.shares_rest):
+                groups = self._reader.read(most, at.next_limits, at.next_caps)
+            if not at.drained or at.shares_rest:
+                left_out = self._reader.left_out
             report, ladder = self._reader.report(groups, most, self._filler)
         self._agree()
-        reports = self.peers.reports(report, where)
+        reports = self.peers.reports(report, where, most)
         self.round_weights.settle(reports, where)
         if not at.step:
             self._reader.check_has_samples(reports, self._epochs.epoch)

@@ -153,7 +153,7 @@ class ResumedRound:
             report = report_steps(
                 groups, self._reader.measure, ended=at.last, has_filler=self.filler is not None
             )
-        reports = peers.reports(report, where)
+        reports = peers.reports(report, where, len(groups))
         if not self._joins:  # A rank that has ended before others only answers reports.
             self.filler = peers.share_filler(reports, at, self.filler, where)
         steps.filler, at.unsettled = self.filler, False

@@ -13,7 +13,7 @@ from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
-from odb_nodes.contract.graph import length_of
+from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
@@ -134,6 +134,31 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         except TypeError:
             unpulled = 0
         return len(self._pool) + unpulled
+
+    @property
+    def known_remaining_samples(self) -> int | None:
+        """Samples of this epoch in the pool and not yet pulled; `None` where that is not known.
+
+        Unlike `remaining_samples`, it never depends on what an epoch before has found out.
+        """
+        if self._ended:
+            return len(self._pool)
+        if any(getattr(node, "learns_length", False) for node in walk(self.source)):
+            return None
+        try:
+            return len(self._pool) + max(0, length_of(self.source) - self._pool.pulled)
+        except TypeError:
+            return None
+
+    def take_rest(self) -> list[Sample]:
+        """Return all samples that are left of the epoch, oldest first, and stand at its end."""
+        self._refilling = True
+        self._refill(everything=True)
+        rest = self._pool.remove([*self._pool.items()])
+        self._end()
+        self._exclusions.check_not_all(self._pool.pulled)
+        self._refilling = False
+        return rest
 
     @property
     def recalls(self) -> bool:
@@ -268,13 +293,17 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """The first sample of the epoch that a restore has to pull again."""
         return self._pool.pulled if self._keeps_present else self._pool.oldest
 
-    def _refill(self) -> None:
-        """Pull until the pool is full, or as full as the age of its oldest sample allows."""
+    def _refill(self, *, everything: bool = False) -> None:
+        """Pull until the pool is full, or as full as the age of its oldest sample allows.
+
+        Args:
+            everything: pull until the source ends.
+        """
         filling = None
         if not self._pool.pulled:
             most = min(self._window, self.remaining_samples or self._window)
             filling = SlowProgress("samples in the pool before the first batch", most)
-        while not self._ended and (room := self._pool.room()) > 0:
+        while not self._ended and (room := self._window if everything else self._pool.room()) > 0:
             ordinals: list[int] = []
             samples: list[Sample] = []
             try:

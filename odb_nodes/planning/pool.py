@@ -67,8 +67,7 @@ class RollingPool(Generic[T]):
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
         budget = limits.of_groups(self._budget)
-        packed = budget.layout == "packed"
-        self._grouping = Packing(budget) if packed else LengthRuns(budget, self._diversity)
+        self._grouping = grouping_of(budget, self._diversity)
         self._tail = None
 
     def offer(self, count: int) -> IntArray:
@@ -170,3 +169,8 @@ class RollingPool(Generic[T]):
         if dearest:
             index = next(at for at, group in enumerate(self._tail) if longest in group)
         return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop(index)))
+
+
+def grouping_of(budget: TokenBudget, diversity: float = 0.0) -> Packing | LengthRuns:
+    """Return how groups of a budget are formed."""
+    return Packing(budget) if budget.layout == "packed" else LengthRuns(budget, diversity)

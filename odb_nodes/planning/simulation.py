@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
@@ -22,6 +22,7 @@ from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
+from odb_nodes.planning.levelling import Rest, begins_last_round, gifts, receivers, work_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.rounds import round_steps
@@ -120,7 +121,11 @@ def steps_of(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
 
 
 def plan_steps(
-    samples: SampleCosts, shards: Sequence[IntArray], job: SimulationOptions
+    samples: SampleCosts,
+    shards: Sequence[IntArray],
+    job: SimulationOptions,
+    *,
+    shares_rest: bool = True,
 ) -> Iterator[Step]:
     """Yield the steps of an epoch whose samples each rank reads in an order of its own.
 
@@ -129,6 +134,7 @@ def plan_steps(
         shards: of each rank, the rows of `samples` that it reads, in their order. They are the
             `data` of the samples in the steps.
         job: the other options of the job.
+        shares_rest: whether ranks know how much they have left, and can give it to others.
 
     Raises:
         SampleError: a sample is too long under `oversize="error"`.
@@ -143,7 +149,8 @@ def plan_steps(
     cost_fn = job.cost_fn or BudgetCost(budget)
     ranks = [_Rank(samples, shard, job, cost_fn) for shard in shards]
     has_caps = job.world_size > 1 and job.cost_fn is None
-    caps = NO_CAPS
+    shares_rest = shares_rest and job.uneven == "fill"
+    caps, is_last = NO_CAPS, False
     for number in count():
         most = round_steps(
             number,
@@ -151,7 +158,10 @@ def plan_steps(
             round_size=job.round_size,
             accumulate=job.accumulate,
         )
-        reports = [rank.report(most, caps_of_round(caps, most)) for rank in ranks]
+        if is_last:
+            reports = _report_rest(ranks)
+        else:
+            reports = [rank.report(most, caps_of_round(caps, most)) for rank in ranks]
         if has_caps:
             offered = round_up(job.round_size, job.accumulate)
             caps = agreed_caps([rank.offer(offered) for rank in ranks])
@@ -164,6 +174,33 @@ def plan_steps(
             ]
         if plan.last:
             return
+        next_steps = round_steps(number + 1, job.world_size, job.round_size, job.accumulate)
+        is_last = shares_rest and begins_last_round(reports, next_steps)
+
+
+def _report_rest(ranks: Sequence[_Rank]) -> list[CostReport]:
+    """Let ranks share out what is left, and return the costs of the last round's groups."""
+    budget = ranks[0].budget
+    rests = [rank.take_rest() for rank in ranks]
+    works = [work_of(map(tokens_of, rest), budget) for rest in rests]
+    totals = [int(work.sum()) for work in works]
+    given = [gifts(work, work.sum() - sum(totals) / len(totals)) for work in works]
+    costs = [work[chosen] for work, chosen in zip(works, given, strict=True)]
+    shares = [
+        [sample for index, sample in enumerate(rest) if index not in {*chosen}]
+        for rest, chosen in zip(rests, given, strict=True)
+    ]
+    for rest, *moves in zip(rests, given, receivers(totals, costs), strict=True):
+        for index, receiver in zip(*moves, strict=True):
+            shares[receiver].append(rest[index])
+    cuts = [Rest(share, budget) for share in shares]
+    steps = max(cut.fewest for cut in cuts)
+    return [
+        rank.report_groups(
+            [[share[index] for index in group] for group in cut.groups(steps)], steps
+        )
+        for rank, share, cut in zip(ranks, shares, cuts, strict=True)
+    ]
 
 
 class _Rank:
@@ -175,14 +212,14 @@ class _Rank:
         self._shard = shard
         columns = (column[shard] for column in samples)
         self._tokens, self._targets, self._patches, self._tasks = columns
-        self._budget = TokenBudget.of(job.budget)
+        self.budget = TokenBudget.of(job.budget)
         self._left_out = self._tokens == 0
-        if self._budget.oversize == "drop":
-            self._left_out |= samples.are_oversize(self._budget)[shard]
+        if self.budget.oversize == "drop":
+            self._left_out |= samples.are_oversize(self.budget)[shard]
         self._estimator = GroupCostEstimator(cost_fn, {})
         self._dearest_left = job.dearest_first
         self._pool: RollingPool[int] = RollingPool(  # of places in the shard
-            self._budget, job.window, job.diversity
+            self.budget, job.window, job.diversity
         )
         self._ahead: list[Sample] | None = None
         self._ended = False  # As in a node, known only when a pull finds nothing.
@@ -201,10 +238,26 @@ class _Rank:
             groups.append(group)
         self._pool.caps = caps[-1:]
         self._ahead = self._take() if len(groups) == most else None
+        return self.report_groups(groups, most)
+
+    def report_groups(self, groups: list[list[Sample]], most: int) -> CostReport:
+        """Return the costs of groups, at most `most`, which are those of the next round."""
         report, self._ladder = make_report(
             groups, most=most, ended=self._ahead is None, measure=self._estimator, tokens=tokens_of
         )
-        return report
+        left = 0
+        if self._ahead is not None:
+            left = len(self._ahead) + len(self._pool) + len(self._shard) - self._pool.pulled
+        return replace(report, left=left)
+
+    def take_rest(self) -> list[Sample]:
+        """Return all samples that are left."""
+        pool = self._pool
+        unpulled = np.flatnonzero(~self._left_out[pool.pulled :]) + pool.pulled
+        ahead, self._ahead = self._ahead or [], None
+        pooled = pool.remove([*pool.items()])
+        pool.pulled, self._ended = len(self._shard), True
+        return [*ahead, *self._samples([*pooled, *unpulled])]
 
     def offer(self, count: int) -> IntArray:
         """Return what the rank tells of its pool."""

@@ -75,6 +75,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
 
     STATE = JsonlState
     retries_errors = True  # the file may be mended meanwhile
+    learns_length = True  # which another process, after a resume, has not
 
     def __init__(
         self,

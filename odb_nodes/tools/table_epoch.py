@@ -75,7 +75,8 @@ class TableEpoch:
     def steps(self, job: SimulationOptions) -> Iterator[Step]:
         """Yield the steps. The `data` of a sample is its row in the table of `order(job)`."""
         table, shards = self.order(job)
-        return plan_steps(table.costs, shards, job)
+        ends_known = not table.streams and Mixing.of(self.weights).stop == "all_exhausted"
+        return plan_steps(table.costs, shards, job, shares_rest=ends_known)
 
     def report(self, job: SimulationOptions) -> SimulationReport:
         """Return the report of the steps, with the counts of the whole dataset.

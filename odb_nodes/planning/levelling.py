@@ -1,0 +1,148 @@
+"""The end of an epoch on many ranks: what is left is shared out evenly, for one last round.
+
+Shards of the same number of samples differ in tokens by chance, so their ranks would end at
+different steps. Before that, each rank reads what is left of its shard. Ranks with more than the
+average then give some samples, by their keys, to ranks with less; and all of them cut what they
+have into the same number of groups.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from odb_nodes.planning.alignment import SAMPLES, CostReport
+from odb_nodes.planning.attention import with_attention
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.pool import grouping_of
+from odb_nodes.planning.table import TOKENS, IntArray
+from odb_nodes.sample import Sample
+
+UNKNOWN_LEFT = 2**62
+"""Stands for the samples that are left where a source does not know its length."""
+
+LEAST_ROUNDS = 2
+"""The last round begins when a rank has less than this left for, in rounds."""
+MOST_ROUNDS = 4
+"""It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
+
+_STRIDE = 8  # between samples that are given away, in order of length
+
+
+def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
+    """Tell whether the next round is to be the last, of all that is left.
+
+    Args:
+        reports: those of all ranks for the present round.
+        next_steps: steps of the next one.
+    """
+    left = [report.left for report in reports]
+    groups = sum(report.groups for report in reports)
+    if len(reports) == 1 or min(left) < 0 or not any(left) or not groups:
+        return False
+    samples = sum(int(report.table[: report.groups, SAMPLES].sum()) for report in reports)
+    of_a_round = next_steps * samples / groups
+    return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
+
+
+def work_of(tokens: Iterable[int], budget: TokenBudget) -> IntArray:
+    """Return what samples of some lengths cost under a budget without padding, (n,) int64."""
+    return with_attention(np.array([*tokens], dtype=np.int64), budget.attention_tokens)
+
+
+def gifts(work: IntArray, surplus: float) -> list[int]:
+    """Return which samples a rank gives away: long ones, so that they are few.
+
+    It keeps seven of eight in order of length, so its lengths stay spread as those of others.
+
+    Args:
+        work: what each of its samples costs, (n,) int64.
+        surplus: what it has more than the average; less than 0 where it has less.
+    """
+    longest_first = np.argsort(-work, kind="stable")
+    given = []
+    for start in range(_STRIDE):
+        for index in longest_first[start::_STRIDE].tolist():
+            if work[index] <= surplus:
+                surplus -= work[index]
+                given.append(index)
+    return given
+
+
+def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int]]:
+    """Return to which rank each given sample goes: the largest first, to whom has the least.
+
+    Args:
+        totals: what all samples of each rank cost, those included that it gives.
+        given: what those cost that each rank gives, (n,) int64 each.
+
+    Returns:
+        Of each rank, and each sample that it gives, the rank that receives it.
+    """
+    kept = [int(total - work.sum()) for total, work in zip(totals, given, strict=True)]
+    heap = [(total, rank) for rank, total in enumerate(kept)]
+    heapq.heapify(heap)
+    chosen = [[0] * len(work) for work in given]
+    every = [
+        (-cost, rank, index)
+        for rank, work in enumerate(given)
+        for index, cost in enumerate(work.tolist())
+    ]
+    for minus_cost, rank, index in sorted(every):
+        total, receiver = heap[0]
+        heapq.heapreplace(heap, (total - minus_cost, receiver))
+        chosen[rank][index] = receiver
+    return chosen
+
+
+class Rest:
+    """The samples that a rank has for the last round, as they are cut into groups.
+
+    Args:
+        samples: the samples.
+        budget: what a group may cost.
+    """
+
+    def __init__(self, samples: Sequence[Sample], budget: TokenBudget) -> None:
+        rows = [
+            [one.tokens for one in samples],
+            range(len(samples)),
+            [one.patches for one in samples],
+        ]
+        table = np.array(rows, dtype=np.int64)
+        self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
+        self._budget = budget
+        self._fewest = self._cut(budget)
+
+    @property
+    def fewest(self) -> int:
+        """The number of groups that the budget needs."""
+        return len(self._fewest)
+
+    def groups(self, most: int) -> list[list[int]]:
+        """Return the indices of the samples of each group: at most `most`, of the least cost.
+
+        Raises:
+            ValueError: `most` is less than `fewest`.
+        """
+        if most < self.fewest:
+            raise ValueError(f"`most` must be at least {self.fewest}, but is {most} instead.")
+        budget, found = self._budget, self._fewest
+        if found and budget.shapes is None:  # Groups of one shape cost the same.
+            multiple = budget.pad_to_multiple_of
+            longest = -(-int(self._table[TOKENS, -1]) // multiple) * multiple
+            low, high = budget.row_cost(longest), budget.tokens
+            while low < high:
+                middle = (low + high) // 2
+                groups = self._cut(replace(budget, tokens=middle))
+                if len(groups) <= most:
+                    found, high = groups, middle
+                else:
+                    low = middle + 1
+        return [sorted(group.tolist()) for group in found]
+
+    def _cut(self, budget: TokenBudget) -> list[IntArray]:
+        return grouping_of(budget).partition(self._table) if self._table.shape[1] else []

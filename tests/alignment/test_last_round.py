@@ -1,0 +1,238 @@
+"""The last round of an epoch, for which ranks share out what is left: once each, and exactly."""
+
+import random
+import threading
+import warnings
+from collections import Counter
+
+import pytest
+from aligned_ranks import TIMEOUT_S, on_ranks
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import (
+    LengthObserver,
+    Loader,
+    ParallelProcessor,
+    PeerError,
+    RankAligner,
+    SampleError,
+    ShardedSampler,
+    Skipped,
+    SourceMixer,
+    TokenBudget,
+    WindowBucketer,
+)
+from odb_nodes.nodes.read_ahead import ReadAhead
+
+SAMPLES = 700  # of all ranks
+
+
+def sample(index, ranks):
+    """A sample, longer on rank 0: ranks with equal numbers of samples would end far apart."""
+    most = 60 if index % ranks == 0 else 52
+    return {"input_ids": [1] * random.Random(index).randint(1, most), "id": index}
+
+
+def loader_of(exchange, kind="keys", budget=100, process=sample, **options):
+    rank, ranks = exchange.rank, exchange.world_size
+
+    def shard(size, make):
+        sampler = ShardedSampler(size, shuffle=False, rank=rank, world_size=ranks)
+        return ParallelProcessor(sampler, make, rank=rank, world_size=ranks)
+
+    if kind == "mixture":
+        half = SAMPLES // 2 // ranks * ranks
+        source = SourceMixer(
+            {
+                "a": LengthObserver(shard(half, lambda at: process(at, ranks))),
+                "b": LengthObserver(shard(SAMPLES - half, lambda at: process(half + at, ranks))),
+            },
+            stop="all_exhausted",
+            world_size=ranks,
+        )
+    elif kind == "iterable":
+        found = [process(index, ranks) for index in range(rank, SAMPLES, ranks)]
+        source = LengthObserver(IterableWrapper(found))
+    else:
+        source = LengthObserver(shard(SAMPLES, lambda at: process(at, ranks)))
+    groups = WindowBucketer(source, budget, 64)
+    if kind == "reads ahead":
+        groups = ReadAhead(groups, 4)
+    options = {"round_size": 8, "timeout_s": TIMEOUT_S, **options}
+    return Loader(RankAligner(groups, exchange, **options))
+
+
+def described(item):
+    return item.info.step, item.info.is_filler, [one.data["id"] for one in item.samples]
+
+
+def epoch(ranks, **options):
+    """Of each rank: its steps, and the states before and after them."""
+
+    def run(exchange):
+        loader = loader_of(exchange, **options)
+        steps, states = [], [loader.state_dict()]
+        for item in loader:
+            steps.append(described(item))
+            states.append(loader.state_dict())
+        return steps, states
+
+    return on_ranks(ranks, run)
+
+
+def given_away(whole):
+    """Ids of samples that came out on another rank than the one that their shard is of."""
+    ranks = len(whole)
+    return [
+        index
+        for rank, (steps, _) in enumerate(whole)
+        for _, is_filler, ids in steps
+        for index in ids
+        if index % ranks != rank and not is_filler
+    ]
+
+
+def ids_of(steps):
+    return [index for _, is_filler, ids in steps if not is_filler for index in ids]
+
+
+@pytest.mark.parametrize("kind", ["keys", "mixture"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_end_together_and_each_sample_comes_once(ranks, kind):
+    whole = epoch(ranks, kind=kind)
+    assert Counter(index for steps, _ in whole for index in ids_of(steps)) == Counter(
+        range(SAMPLES)
+    )
+    assert len({len(steps) for steps, _ in whole}) == 1
+    assert not any(is_filler for steps, _ in whole for _, is_filler, _ in steps)
+    assert 0 < len(given_away(whole)) < SAMPLES / 10
+    lengths = {index: len(sample(index, ranks)["input_ids"]) for index in range(SAMPLES)}
+    tokens = [sum(lengths[index] for index in ids_of(steps)) for steps, _ in whole]
+    assert max(tokens) - min(tokens) < 0.1 * max(tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "mixture"},
+        {"accumulate": 3},
+        {"budget": TokenBudget(100, layout="packed", max_samples=20)},
+        {"budget": TokenBudget(100, shapes=4)},
+    ],
+    ids=["", "mixture", "accumulate", "packed", "shapes"],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_step_resumes_with_the_same_groups(ranks, options, sampled):
+    whole = epoch(ranks, **options)
+    assert given_away(whole)
+    steps = len(whole[0][0])
+    # All places of the last round, and of the one before: what is left comes with the last.
+    for place in [
+        *range(0, steps - 50, sampled(every=9).get("every", 1)),
+        *range(steps - 50, steps),
+    ]:
+
+        def run(exchange, place=place):
+            steps, states = whole[exchange.rank]
+            loader = loader_of(exchange, **options)
+            loader.load_state_dict(states[place])
+            same = loader.state_dict() == states[place]
+            return same, [*map(described, loader)] == steps[place:]
+
+        assert on_ranks(ranks, run) == [(True, True)] * ranks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "iterable"}, {"kind": "reads ahead"}, {"uneven": "join"}, {"uneven": "stop"}],
+    ids=str,
+)
+def test_nothing_is_given_away_where_it_cannot_be_made_again_or_ranks_end_apart(options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what "stop" leaves over
+        assert not given_away(epoch(2, **options))
+
+
+def test_ranks_with_other_budgets_give_nothing_away_and_still_end_together():
+    whole = on_ranks(
+        2, lambda exchange: [*map(described, loader_of(exchange, budget=100 + exchange.rank))]
+    )
+    assert not given_away([(steps, None) for steps in whole])
+    assert len(whole[0]) == len(whole[1])
+    assert Counter(index for steps in whole for index in ids_of(steps)) == Counter(range(SAMPLES))
+
+
+def test_an_error_while_the_rest_is_read_loses_nothing():
+    fails = {"now": True}
+
+    def process(index, ranks):
+        if index == SAMPLES - 2 and fails["now"]:
+            raise OSError("the disk is away")
+        return sample(index, ranks)
+
+    def run(exchange):
+        loader = loader_of(exchange, process=process)
+        found = []
+        expected = SampleError if exchange.rank == 0 else PeerError
+        with pytest.raises(expected, match="the disk is away"):
+            for item in loader:
+                found.append(described(item))
+        state = loader.state_dict()
+        barrier.wait(TIMEOUT_S)
+        fails["now"] = False
+        again = loader_of(exchange, process=process)
+        again.load_state_dict(state)
+        return found + [*map(described, again)]
+
+    barrier = threading.Barrier(2)
+    whole = epoch(2)
+    assert on_ranks(2, run) == [steps for steps, _ in whole]
+
+
+def test_a_sample_that_another_rank_cannot_make_is_an_error_on_all():
+    moved = {*given_away(epoch(2))}
+
+    def run(exchange):
+        def process(index, ranks):
+            if index in moved and index % 2 != exchange.rank:
+                return Skipped("not here")
+            return sample(index, ranks)
+
+        with pytest.raises((SampleError, PeerError), match="but is skipped here"):
+            [*loader_of(exchange, process=process)]
+
+    on_ranks(2, run)
+
+
+def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
+    moved = {*given_away(epoch(2))}
+
+    def run(exchange):
+        def process(index, ranks):
+            found = sample(index, ranks)
+            if index in moved and index % 2 != exchange.rank:
+                found["input_ids"] = [2] * len(found["input_ids"])
+            return found
+
+        return [*map(described, loader_of(exchange, process=process))]
+
+    with pytest.warns(UserWarning, match="the ranks have not the same data in the same order"):
+        on_ranks(2, run)
+
+
+def test_samples_are_excluded_within_the_last_round():
+    whole = epoch(2)
+    steps = len(whole[0][0])
+    place = steps - 20
+    gone = {ids[0] for rank in whole for _, _, ids in rank[0][place + 3 :: 4]}
+
+    def run(exchange):
+        loader = loader_of(exchange)
+        loader.root.source.exclude = type(loader.root.source.exclude).of([*gone])
+        loader.load_state_dict(whole[exchange.rank][1][place])
+        return [*map(described, loader)]
+
+    rests = on_ranks(2, run)
+    for rest, (before, _) in zip(rests, whole, strict=True):
+        assert ids_of(rest) == [one for one in ids_of(before[place:]) if one not in gone]

@@ -14,6 +14,7 @@ from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_budget import RoundBudget
 from odb_nodes.alignment.round_caps import RoundCaps
 from odb_nodes.alignment.round_weights import RoundWeights
+from odb_nodes.alignment.round_window import RoundWindow
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples
 from odb_nodes.contract.node import call_member
@@ -65,7 +66,7 @@ class GroupReader:
         may_split: bool,
     ) -> None:
         self.source, self.budget, self._weights = source, budget, weights
-        self._caps = caps
+        self._caps, self._window = caps, RoundWindow(source)
         self.measure, self._may_split = measure, may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
@@ -78,8 +79,31 @@ class GroupReader:
         self.left_out_ahead: list[LeftOut] = []
         """Those that come with the first group of the next round."""
 
+    def begin_epoch(self, at: AlignerState, limits: LimitsState | None, window: int) -> None:
+        """Begin an epoch as the one before went on.
+
+        Args:
+            at: where this rank stands.
+            limits: what groups were formed under.
+            window: the samples of an `"auto"` window, 0 where none was chosen.
+        """
+        self.budget.tighten(limits)
+        self._window.use(window)
+        at.next_window = window
+
+    def read_next(self, at: AlignerState, most: int) -> list[list[Sample]]:
+        """Return the groups of a round that begins; none where the source had ended before it."""
+        if at.drained:
+            return []
+        window = self._window.of_next_round(at)
+        return self.read(most, at.next_limits, at.next_caps, window)
+
     def read(
-        self, most: int, limits: LimitsState | None = None, caps: bytes | None = None
+        self,
+        most: int,
+        limits: LimitsState | None = None,
+        caps: bytes | None = None,
+        window: int = 0,
     ) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left.
 
@@ -87,11 +111,13 @@ class GroupReader:
             most: how many.
             limits: what all of them but the first are formed under.
             caps: what these are cut to, see `RoundCaps.use`.
+            window: samples that wait, see `RoundWindow.use`.
         """
         first = self._read_one() if self.ahead is None else self.ahead
         groups = [] if first is None else [first]
         # After the first group, which was formed with the round before.
         self.budget.tighten(limits)
+        self._window.use(window)
         self._caps.use(caps, ahead=False)
         while groups and len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
@@ -115,6 +141,7 @@ class GroupReader:
         """
         self.budget.settle(at, reports)
         self._caps.settle(at, reports, next_steps)
+        self._window.settle(at, reports)
 
     def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
         """Return what a state holds of the groups of a round, the one ahead, and the filler."""
@@ -214,7 +241,7 @@ class GroupReader:
         Raises:
             StateError: the source does not yield as many again.
         """
-        groups = self.read(most, at.limits, at.caps)
+        groups = self.read(most, at.limits, at.caps, at.window)
         least = 1 if at.drained else needed - at.splits
         if len(groups) < least:
             raise StateError(
@@ -256,7 +283,8 @@ class GroupReader:
             tasks=len(self.measure.tasks),
         )
         weights, offer = self._weights.digest(), self._caps.offer()
-        return replace(report, wish=self.budget.wish, weights=weights, offer=offer), ladder
+        told = replace(report, wish=self.budget.wish, weights=weights, offer=offer)
+        return replace(told, lengths=self._window.report()), ladder
 
     def check_has_samples(self, reports: Sequence[CostReport], epoch: int) -> None:
         """Raise a `SampleError` where no rank has a sample in the first round of an epoch."""

@@ -152,7 +152,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.peers.check_source(self.source)
 
     def _clear(self) -> None:
-        self._kept_limits = self._at.next_limits
+        self._kept = self._at.next_limits, self._at.next_window
         self._at = AlignerState()
         caps = RoundCaps(self.source, self.measure.cost_fn, self.round_size, self.rule.world_size)
         terms = self.round_budget, caps, self.round_weights
@@ -164,7 +164,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
-        self.round_budget.tighten(self._kept_limits)
+        self._reader.begin_epoch(self._at, *self._kept)
         self.round_weights.begin_epoch(self._at)
         self.source.reset(None)
         self._at.source = copy_state(self.source.state_dict())
@@ -283,7 +283,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
         with self.peers.reporting_failure(where):
             most = self._round_steps(at.round)
-            groups = [] if at.drained else self._reader.read(most, at.next_limits, at.next_caps)
+            groups = self._reader.read_next(at, most)
             left_out = [] if at.drained else self._reader.left_out
             report, ladder = self._reader.report(groups, most, self._filler)
         self._agree()

@@ -23,18 +23,18 @@ from odb_nodes.nodes.exclusions import CountsExclusions, ExclusionCounter
 from odb_nodes.nodes.payload import encode_samples
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
+from odb_nodes.nodes.pool_window import PoolWindow
 from odb_nodes.nodes.replay import expect_end, pooled_again
 from odb_nodes.nodes.sample_records import NO_RECORDS
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
-
-_SNAPSHOTS_PER_WINDOW = 4
 
 
 class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]):
@@ -56,6 +56,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             counted and left out.
         budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
+            `"auto"`: as many as fill 32 groups, see `PoolWindow`.
         state: `"replay"` or `"payload"`.
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
         dearest_first: number of groups at the beginning of each epoch that are made of the longest
@@ -71,7 +72,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self,
         source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
-        window: int = PlanOptions.window,
+        window: WindowSize = PlanOptions.window,
         state: PoolState = "replay",
         exclude: Exclude = None,
         dearest_first: int = PlanOptions.dearest_first,
@@ -83,12 +84,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self.source = source
         self._budget = TokenBudget.of(budget)
         self._limits = Limits.of(self._budget)
-        self._window = check_count("window", window)
+        self.window = PoolWindow(window, self._budget)
+        """How many samples wait in the pool: `window.samples`."""
         self._dearest_first = check_count("dearest_first", dearest_first, 0)
         self._diversity = check_diversity(diversity, self._budget)
         self._mode = state
         self._name = type(self).__name__
-        self._pool_check = PoolCheck(self._budget, self._window)
+        self._pool_check = PoolCheck(self._budget)
         self.exclude = ExcludedKeys.of(exclude)
         """The keys that the argument names. A state may name others beside them."""
         self._exclusions = ExclusionCounter(self._budget, self.exclude)
@@ -120,6 +122,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     def use_caps(self, caps: IntArray) -> None:
         """Cut further groups to these costs, ascending, one each; a state keeps them."""
         self._pool.caps = caps
+
+    def use_window(self, samples: int) -> None:
+        """Let so many samples wait from now on, where the window is `"auto"`; 0: as before."""
+        if samples:
+            self.window.use(samples)
+            self._pool.window = self.window.samples
+            self._snapshots.interval = self.window.snapshot_interval
 
     @property
     def pulled_samples(self) -> int:
@@ -165,6 +174,8 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with an empty pool."""
+        self.use_window(self.window.choose_alone())  # if the epoch before had but one group
+        self.window.begin_epoch()
         self._clear()
         self.source.reset(None)
         self._snapshots.take(0)
@@ -178,6 +189,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         # Groups that are formed again are formed under the limits of then.
         as_saved = state.has_own_limits or smaller_budget_is_allowed()
         self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
+        self.window.restore(state.window)
         self._clear()
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
             raise StateError(
@@ -219,6 +231,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             payload=None if replay else self._encoded(),
             dearest_groups=self._dearest_groups,
             caps=pool.caps.tobytes() or None,
+            window=self.window.save(),
             **self._exclusions.to_state(),
         )
 
@@ -230,6 +243,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 the epoch ends, and all of it was dropped or skipped. This, and whatever the source
                 raises, is raised again until the next reset.
         """
+        self.use_window(self.window.choose_alone())
         self._refilling = True  # Should the source raise, it may stand after an item that is lost.
         self._refill()
         if not len(self._pool):
@@ -241,17 +255,18 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         dearest = self._dearest_groups < self._dearest_first
         group = self._pool.take(draining=self._ended, dearest=dearest)
         self._dearest_groups += dearest
-        if not self._ended and not dearest:
-            self._pool_check.note(group)
+        if not self._ended and not dearest and self.window.is_chosen:
+            self._pool_check.note(group, self.window.samples)
         if self._ended and not len(self._pool):
             self._end()
         self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
         return group
 
     def _clear(self) -> None:
-        self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window, self._diversity)
+        window = self.window.samples
+        self._pool: RollingPool[Sample] = RollingPool(self._budget, window, self._diversity)
         self._pool.limit(self._limits)
-        self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
+        self._snapshots = Snapshots(self.source, self.window.snapshot_interval)
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
         self._dearest_groups = 0
@@ -271,7 +286,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Pull until the pool is full, or as full as the age of its oldest sample allows."""
         filling = None
         if not self._pool.pulled:
-            most = min(self._window, self.remaining_samples or self._window)
+            most = min(self.window.samples, self.remaining_samples or self.window.samples)
             filling = SlowProgress("samples in the pool before the first batch", most)
         while not self._ended and (room := self._pool.room()) > 0:
             ordinals: list[int] = []
@@ -289,6 +304,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 self._ended = True
             finally:
                 self._add(ordinals, samples)
+                self.window.note(samples)
 
     def _pull(self) -> Sample | Skipped:
         self._snapshots.take_if_due(self._pool.pulled)
@@ -325,7 +341,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Return what decides the output: a state fits only where it is equal."""
         return {
             **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
-            "window": self._window,
+            "window": self.window.given,
             "state": self._mode,
             # Absent where unset, as in states that were saved before they existed.
             **({"dearest_first": self._dearest_first} if self._dearest_first else {}),

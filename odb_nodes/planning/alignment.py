@@ -25,7 +25,7 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report, before those of tasks."""
-HEADER = 7
+HEADER = 9
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -69,6 +69,7 @@ class CostReport:
         weights: a digest of the weights of a mixture that were set on it, for all ranks from this
             round on; 0 for none.
         offer: what it offers for the caps of the next round, see `offered_costs`, (n,) int64.
+        lengths: what it tells of the lengths so far, see `PulledLengths.report`.
     """
 
     table: IntArray
@@ -78,10 +79,11 @@ class CostReport:
     wish: int = 0
     weights: int = 0
     offer: IntArray = field(default_factory=lambda: NO_CAPS)
+    lengths: tuple[int, int] = (0, 0)
 
     def to_message(self) -> IntArray:
-        """Return the report as (7 + (5 + tasks) * rows + n,) int64."""
-        told = (self.groups, self.ended, self.has_filler, self.wish, self.weights)
+        """Return the report as (9 + (5 + tasks) * rows + n,) int64."""
+        told = (self.groups, self.ended, self.has_filler, self.wish, self.weights, *self.lengths)
         header = np.array((len(self.table), len(self.offer), *told), dtype=np.int64)
         return np.concatenate((header, self.table.ravel(), self.offer))
 
@@ -93,11 +95,12 @@ class CostReport:
             message: what `to_message` has returned, and anything after it.
             tasks: number of tasks.
         """
-        rows, offered, groups, ended, has_filler, wish, weights = message[:HEADER].tolist()
+        rows, offered, groups, ended, has_filler, wish, weights, *told = message[:HEADER].tolist()
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
         table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
-        return cls(table, groups, bool(ended), bool(has_filler), wish, weights, offer)
+        ended, has_filler, lengths = bool(ended), bool(has_filler), (told[0], told[1])
+        return cls(table, groups, ended, has_filler, wish, weights, offer, lengths)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:

@@ -18,6 +18,13 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
+from odb_nodes.planning.auto_window import (
+    AUTO,
+    LEAST_WINDOW,
+    PulledLengths,
+    WindowSize,
+    chosen_window,
+)
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
@@ -93,7 +100,7 @@ class _JobKeywords(TypedDict):
 class SimulationKeywords(_JobKeywords, total=False):
     """The fields of `SimulationOptions`, as the types of keyword arguments."""
 
-    window: int
+    window: WindowSize
     round_size: int
     uneven: Uneven
     dearest_first: int
@@ -143,7 +150,7 @@ def plan_steps(
     cost_fn = job.cost_fn or BudgetCost(budget)
     ranks = [_Rank(samples, shard, job, cost_fn) for shard in shards]
     has_caps = job.world_size > 1 and job.cost_fn is None
-    caps = NO_CAPS
+    caps, window = NO_CAPS, 0
     for number in count():
         most = round_steps(
             number,
@@ -151,7 +158,9 @@ def plan_steps(
             round_size=job.round_size,
             accumulate=job.accumulate,
         )
-        reports = [rank.report(most, caps_of_round(caps, most)) for rank in ranks]
+        reports = [rank.report(most, caps_of_round(caps, most), window) for rank in ranks]
+        if job.window == AUTO and not window:
+            window = chosen_window([rank.pulled.report(budget) for rank in ranks])
         if has_caps:
             offered = round_up(job.round_size, job.accumulate)
             caps = agreed_caps([rank.offer(offered) for rank in ranks])
@@ -181,20 +190,26 @@ class _Rank:
             self._left_out |= samples.are_oversize(self._budget)[shard]
         self._estimator = GroupCostEstimator(cost_fn, {})
         self._dearest_left = job.dearest_first
+        window = LEAST_WINDOW if job.window == AUTO else job.window
         self._pool: RollingPool[int] = RollingPool(  # of places in the shard
-            self._budget, job.window, job.diversity
+            self._budget, window, job.diversity
         )
+        self.pulled = PulledLengths()  # as long as the window is to be chosen
+        self._notes_lengths = job.window == AUTO
         self._ahead: list[Sample] | None = None
         self._ended = False  # As in a node, known only when a pull finds nothing.
 
-    def report(self, most: int, caps: IntArray) -> CostReport:
+    def report(self, most: int, caps: IntArray, window: int) -> CostReport:
         """Return the costs of the next round's groups, and form the one after them.
 
         Args:
             most: number of groups.
             caps: what the groups after the first, and the one after them, may cost.
+            window: samples that wait after the first group; 0 for as many as before.
         """
         first = self._ahead or self._take()
+        if window:
+            self._pool.window, self._notes_lengths = window, False
         groups = [] if first is None else [first]
         self._pool.caps = caps[:-1]
         while groups and len(groups) < most and (group := self._take()):
@@ -234,6 +249,8 @@ class _Rank:
             of_each = (self._tokens, self._patches, self._tasks)
             tokens, patches, tasks = (column[places].tolist() for column in of_each)
             pool.add(kept, tokens, patches, kept, tasks)
+            if self._notes_lengths:
+                self.pulled = self.pulled.and_of(self._budget, tokens, patches)
         return len(pool) > 0
 
     def _samples(self, places: list[int]) -> list[Sample]:

@@ -1,0 +1,62 @@
+"""The window of the pools below a `RankAligner`, which all ranks choose together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.planning.alignment import CostReport
+from odb_nodes.planning.auto_window import chosen_window
+
+
+class RoundWindow:
+    """Lets the pools of all ranks have the same `"auto"` window.
+
+    The first round of an epoch tells it: each rank says what it has pulled so far. The window is in
+    force from the second group of the next round on, and the next epoch begins with it.
+
+    Args:
+        source: the node that yields the groups. Ranks choose together if it is the `WindowBucketer`
+            itself: a node between might read ahead, and groups then depend on how far it has come.
+    """
+
+    def __init__(self, source: BaseNode[Any]) -> None:
+        node: Any = source
+        self._node: Any = node if hasattr(node, "use_window") else None
+        if self._node is not None:
+            self._node.window.follows_ranks = True  # and so does not choose by itself
+
+    def report(self) -> tuple[int, int]:
+        """Return what this rank tells of its lengths; see `PulledLengths.report`."""
+        if self._node is None:
+            return 0, 0
+        report: tuple[int, int] = self._node.window.report()
+        return report
+
+    def use(self, window: int) -> None:
+        """Let pools hold so many samples from now on.
+
+        Args:
+            window: what the state of the aligner has of the round; 0 where nothing is chosen yet.
+        """
+        if self._node is not None and window:
+            self._node.use_window(window)
+
+    def of_next_round(self, at: AlignerState) -> int:
+        """Return the window for a round that begins; 0 in the first, which goes on as it began."""
+        return at.next_window if at.round else 0
+
+    def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
+        """Note the window of a round that begins; in the first one, choose that of the others.
+
+        Args:
+            at: where this rank stands.
+            reports: those of all ranks for the round.
+        """
+        if not at.drained:  # Else `source` stands in the last round that had groups.
+            at.window = self.of_next_round(at)
+        if not (at.round and at.next_window):
+            at.next_window = chosen_window([one.lengths for one in reports]) or at.next_window

@@ -45,7 +45,7 @@ class AlignerState(EpochState):
         next_caps: likewise for the next round.
         window: the samples of an `"auto"` window after the first group of the round; 0 where that
             did not change it.
-        next_window: likewise after the first group of the next round; the next epoch begins with it.
+        next_window: likewise for the next round; the next epoch begins with it.
         wish: the `tokens` that this rank asks all ranks for; 0 for none.
         excluded: the keys that are excluded and were not yet where `source` stands, by source.
         excluded_samples: samples that were left out of the groups of rounds by their keys.

@@ -49,7 +49,7 @@ class PoolCheck:
         enough = math.ceil(_GOOD_BUDGETS * limit / mean_cost)
         warnings.warn(
             f"{padding:.0%} of the tokens of the first {_GROUPS} batches are padding: the pool of "
-            f"`window={window}` samples, {mean:.0f} tokens long on average, holds no more "
+            f"{window} samples, {mean:.0f} tokens long on average, holds no more "
             f"than {pooled:.1f} budgets of {self._budget.tokens} tokens, from which no group of "
             f"like lengths can be chosen. Raise it to `window={enough}`, or lower the budget.",
             stacklevel=4,

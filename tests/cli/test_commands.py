@@ -78,7 +78,7 @@ def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
     assert re.fullmatch(r"auto \(\d+\)", auto) and few == "16"
     assert run("simulate", *options, "--timeline", "-") == 0  # the default
     out = capsys.readouterr().out
-    assert [row["window"] for row in cells(out)] == [auto]
+    assert f"| 1 | {auto} |" in re.sub(" +", " ", out)
     assert f"1 rank, window {auto[6:-1]}, " in out
     assert run("profile", *options) == 0
     assert f"odb_nodes | {auto} |" in re.sub(" +", " ", capsys.readouterr().out)

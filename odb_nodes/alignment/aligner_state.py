@@ -43,8 +43,8 @@ class AlignerState(EpochState):
         next_limits: likewise of the next round, and those after it.
         caps: what the groups of the round are cut to, ascending, as bytes; `None` where nothing.
         next_caps: likewise for the next round.
-        window: the samples of an `"auto"` window after the first group of the round; 0 where that
-            did not change it.
+        window: the samples of an `"auto"` window after the first group of the round; 0 in the first
+            round of an epoch, which goes on as it began.
         next_window: likewise for the next round; the next epoch begins with it.
         wish: the `tokens` that this rank asks all ranks for; 0 for none.
         excluded: the keys that are excluded and were not yet where `source` stands, by source.

@@ -79,24 +79,21 @@ class GroupReader:
         self.left_out_ahead: list[LeftOut] = []
         """Those that come with the first group of the next round."""
 
-    def begin_epoch(self, at: AlignerState, limits: LimitsState | None, window: int) -> None:
+    def begin_epoch(self, limits: LimitsState | None, window: int) -> None:
         """Begin an epoch as the one before went on.
 
         Args:
-            at: where this rank stands.
             limits: what groups were formed under.
             window: the samples of an `"auto"` window, 0 where none was chosen.
         """
         self.budget.tighten(limits)
         self._window.use(window)
-        at.next_window = window
 
     def read_next(self, at: AlignerState, most: int) -> list[list[Sample]]:
         """Return the groups of a round that begins; none where the source had ended before it."""
         if at.drained:
             return []
-        window = self._window.of_next_round(at)
-        return self.read(most, at.next_limits, at.next_caps, window)
+        return self.read(most, at.next_limits, at.next_caps, at.next_window)
 
     def read(
         self,

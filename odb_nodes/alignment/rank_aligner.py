@@ -164,7 +164,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
-        self._reader.begin_epoch(self._at, *self._kept)
+        self._reader.begin_epoch(*self._kept)
         self.round_weights.begin_epoch(self._at)
         self.source.reset(None)
         self._at.source = copy_state(self.source.state_dict())

@@ -40,14 +40,10 @@ class RoundWindow:
         """Let pools hold so many samples from now on.
 
         Args:
-            window: what the state of the aligner has of the round; 0 where nothing is chosen yet.
+            window: what the state of the aligner has of the round; 0 in the first: as before.
         """
-        if self._node is not None and window:
+        if self._node is not None:
             self._node.use_window(window)
-
-    def of_next_round(self, at: AlignerState) -> int:
-        """Return the window for a round that begins; 0 in the first, which goes on as it began."""
-        return at.next_window if at.round else 0
 
     def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
         """Note the window of a round that begins; in the first one, choose that of the others.
@@ -57,6 +53,5 @@ class RoundWindow:
             reports: those of all ranks for the round.
         """
         if not at.drained:  # Else `source` stands in the last round that had groups.
-            at.window = self.of_next_round(at)
-        if not (at.round and at.next_window):
-            at.next_window = chosen_window([one.lengths for one in reports]) or at.next_window
+            at.window = at.next_window
+        at.next_window = at.next_window or chosen_window([one.lengths for one in reports])

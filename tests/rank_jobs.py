@@ -22,7 +22,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.alignment.exchange.in_process import InProcessHub
-from odb_nodes.contract.graph import walk  # noqa: F401
+from odb_nodes.contract.graph import walk
 from odb_nodes.nodes.read_ahead import ReadAhead
 
 WARM = ("torch.distributed.checkpoint", "torchdata.nodes", "odb_nodes", "psutil")
@@ -155,6 +155,12 @@ def loader_over(samples, *, read_ahead=0, timeout_s=60.0, budget=60, window=8, *
 
 def bucketer_over(samples, budget=60, window=8):
     return WindowBucketer(LengthObserver(IterableWrapper(samples)), budget, window)
+
+
+def window_of(loader):
+    """Samples that wait on this rank."""
+    (bucketer,) = (node for node in walk(loader.root) if isinstance(node, WindowBucketer))
+    return bucketer.window.samples
 
 
 def groups_alone(samples):

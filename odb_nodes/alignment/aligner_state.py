@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import numpy as np
 
 from odb_nodes.alignment.aligned_round import AlignedRound
-from odb_nodes.contract import Count, EpochState, RowsOf, SourceState, Sparse
+from odb_nodes.contract import Count, EpochState, InRange, RowsOf, SourceState, Sparse
 from odb_nodes.nodes.bucketer_state import LimitsState
 from odb_nodes.nodes.excluded_keys import ExcludedState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
+from odb_nodes.planning.auto_window import MOST_WINDOW
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,9 @@ class AlignerState(EpochState):
         next_limits: likewise of the next round, and those after it.
         caps: what the groups of the round are cut to, ascending, as bytes; `None` where nothing.
         next_caps: likewise for the next round.
+        window: the samples of an `"auto"` window after the first group of the round; 0 in the first
+            round of an epoch, which goes on as it began.
+        next_window: likewise for the next round; the next epoch begins with it.
         wish: the `tokens` that this rank asks all ranks for; 0 for none.
         excluded: the keys that are excluded and were not yet where `source` stands, by source.
         excluded_samples: samples that were left out of the groups of rounds by their keys.
@@ -74,6 +78,8 @@ class AlignerState(EpochState):
     next_limits: LimitsState | None = None
     caps: Annotated[bytes | None, RowsOf(8), Sparse()] = None
     next_caps: Annotated[bytes | None, RowsOf(8), Sparse()] = None
+    window: Annotated[int, InRange(0, MOST_WINDOW), Sparse()] = 0
+    next_window: Annotated[int, InRange(0, MOST_WINDOW), Sparse()] = 0
     wish: Count = 0
     excluded: ExcludedState = field(default_factory=dict)
     excluded_samples: Count = 0
@@ -115,6 +121,7 @@ class AlignerState(EpochState):
         terms = {
             "limits of the next round": self.next_limits,
             "caps of the next round": caps,
+            "window of the next round": self.next_window,
             "whether ranks share out the rest": self.shares_rest,
         }
         return {"step": self.step, **terms, **weights}

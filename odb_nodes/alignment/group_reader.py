@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.held_samples import HeldSamples
-from odb_nodes.alignment.last_round import LastRound
-from odb_nodes.alignment.round_budget import RoundBudget
-from odb_nodes.alignment.round_caps import RoundCaps
-from odb_nodes.alignment.round_weights import RoundWeights
+from odb_nodes.alignment.round_terms import RoundTerms
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples
 from odb_nodes.contract.node import call_member
@@ -38,7 +34,6 @@ from odb_nodes.planning.group_costs import (
     padded_tokens,
     tokens_of,
 )
-from odb_nodes.planning.levelling import begins_last_round
 from odb_nodes.sample import LeftOut, Sample
 
 
@@ -51,10 +46,7 @@ class GroupReader:
     Args:
         source: node that yields groups, `list[Sample]`.
         measure: tells what groups cost.
-        budget: what groups are formed under.
-        caps: what they are cut to.
-        weights: what a mixture below draws by.
-        last_round: shares out what is left with the other ranks.
+        terms: what groups are formed by.
         may_split: groups may be split where there are fewer than steps.
     """
 
@@ -62,16 +54,11 @@ class GroupReader:
         self,
         source: BaseNode[list[Sample]],
         measure: GroupCostEstimator,
-        budget: RoundBudget,
-        caps: RoundCaps,
-        weights: RoundWeights,
-        last_round: LastRound,
+        terms: RoundTerms,
         may_split: bool,
     ) -> None:
-        self.source, self.budget, self._weights = source, budget, weights
-        self._caps = caps
-        self._last_round = last_round
-        self.measure, self._may_split = measure, may_split
+        self.source, self.measure, self.terms = source, measure, terms
+        self._may_split = may_split
         self.recalls = recalls(source)
         """Whether the source can make samples again by their keys."""
         self.ahead: list[Sample] | None = None
@@ -83,8 +70,19 @@ class GroupReader:
         self.left_out_ahead: list[LeftOut] = []
         """Those that come with the first group of the next round."""
 
+    def read_next(self, at: AlignerState, most: int) -> list[list[Sample]]:
+        """Return the groups of a round that begins; none where the source had ended before it."""
+        if at.drained:
+            self.left_out = []
+            return []
+        return self.read(most, at.next_limits, at.next_caps, at.next_window)
+
     def read(
-        self, most: int, limits: LimitsState | None = None, caps: bytes | None = None
+        self,
+        most: int,
+        limits: LimitsState | None = None,
+        caps: bytes | None = None,
+        window: int = 0,
     ) -> list[list[Sample]]:
         """Return the next groups, `most` of them, or all that are left.
 
@@ -92,16 +90,15 @@ class GroupReader:
             most: how many.
             limits: what all of them but the first are formed under.
             caps: what these are cut to, see `RoundCaps.use`.
+            window: samples that wait, see `RoundWindow.use`.
         """
         first = self._read_one() if self.ahead is None else self.ahead
         groups = [] if first is None else [first]
-        # After the first group, which was formed with the round before.
-        self.budget.tighten(limits)
-        self._caps.use(caps, ahead=False)
+        self.terms.use(limits, caps, window)
         while groups and len(groups) < most and (group := self._read_one()) is not None:
             groups.append(group)
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
-        self._caps.use(caps, ahead=True)
+        self.terms.caps.use(caps, ahead=True)
         if not self.recalls:
             self.next_state = copy_state(self.source.state_dict())
         self.ahead = self._read_one() if len(groups) == most else None
@@ -110,35 +107,19 @@ class GroupReader:
             self.left_out, self.left_out_ahead = [*self.left_out, *self.left_out_ahead], []
         return groups
 
-    def read_rest(self, limits: LimitsState | None, where: str) -> tuple[list[list[Sample]], int]:
-        """Share out what is left with the other ranks; see `LastRound.groups`.
+    def read_rest(self, at: AlignerState, where: str) -> tuple[list[list[Sample]], int]:
+        """Share out what is left of the epoch with the other ranks; see `LastRound.groups`."""
+        return self.terms.last_round.groups(lambda: self._take_rest(at), where)
 
-        Args:
-            limits: what groups are formed under.
-            where: the place that errors name.
-        """
-        return self._last_round.groups(lambda: self._take_rest(limits), where)
-
-    def _take_rest(self, limits: LimitsState | None) -> list[Sample]:
+    def _take_rest(self, at: AlignerState) -> list[Sample]:
         """Return all samples that this rank has left."""
-        self.budget.tighten(limits)
-        ahead, self.ahead = self.ahead or [], None
-        rest = [*ahead, *self.source.take_rest()]  # type: ignore[attr-defined]
+        self.terms.use(at.next_limits, None, at.next_window)
+        rest, self.ahead = self.ahead or [], None
+        while (group := self._read_one()) is not None:
+            rest = [*rest, *group]
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
         self.left_out_ahead = []
         return rest
-
-    def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
-        """Note what the groups of a round that begins are formed under, and agree on the next.
-
-        Args:
-            at: where this rank stands.
-            reports: those of all ranks for the round.
-            next_steps: steps of the next round.
-        """
-        self.budget.settle(at, reports)
-        self._caps.settle(at, reports, next_steps)
-        at.shares_rest = begins_last_round(reports, next_steps)
 
     def held(self, groups: list[list[Sample]], filler: Sample | None) -> HeldSamples:
         """Return what a state holds of the groups of a round, the one ahead, and the filler."""
@@ -238,7 +219,7 @@ class GroupReader:
         Raises:
             StateError: the source does not yield as many again.
         """
-        groups = self.read(most, at.limits, at.caps)
+        groups = self.read(most, at.limits, at.caps, at.window)
         least = 1 if at.drained else needed - at.splits
         if len(groups) < least:
             raise StateError(
@@ -279,11 +260,7 @@ class GroupReader:
             tokens=tokens_of,
             tasks=len(self.measure.tasks),
         )
-        weights, offer = self._weights.digest(), self._caps.offer()
-        left = self._last_round.left(self.ahead)
-        return replace(
-            report, wish=self.budget.wish, weights=weights, left=left, offer=offer
-        ), ladder
+        return self.terms.complete(report, self.ahead), ladder
 
     def check_has_samples(self, reports: Sequence[CostReport], epoch: int) -> None:
         """Raise a `SampleError` where no rank has a sample in the first round of an epoch."""

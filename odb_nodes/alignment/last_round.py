@@ -33,7 +33,7 @@ class LastRound:
     """
 
     def __init__(self, source: BaseNode[list[Sample]] | None, peers: Peers) -> None:
-        can = source is not None and hasattr(source, "take_rest") and recalls(source)
+        can = source is not None and hasattr(source, "known_remaining_samples") and recalls(source)
         self._source: Any = source if can else None
         self._peers = peers
 

@@ -14,12 +14,9 @@ from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScalin
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.group_reader import GroupReader, cost_below
 from odb_nodes.alignment.held_samples import HeldSamples
-from odb_nodes.alignment.last_round import LastRound
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
-from odb_nodes.alignment.round_budget import RoundBudget
-from odb_nodes.alignment.round_caps import RoundCaps
-from odb_nodes.alignment.round_weights import RoundWeights
+from odb_nodes.alignment.round_terms import RoundTerms
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.node import check_node
 from odb_nodes.planning.alignment import Uneven, plan_round
@@ -101,8 +98,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         self.peers = Peers(process_group, timeout_s, self.round_size, len(self.measure.tasks))
-        self.round_budget = RoundBudget(source)
-        self.round_weights = RoundWeights(source)
+        cost_fn, fills = self.measure.cost_fn, uneven == "fill"
+        self.terms = RoundTerms(source, self.peers, cost_fn, self.round_size, fills)
         self.replayed_samples = 0
         """Samples of the round that the last restore processed again."""
         self._at = AlignerState()
@@ -153,13 +150,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.peers.check_source(self.source)
 
     def _clear(self) -> None:
-        self._kept_limits = self._at.next_limits
-        self._at = AlignerState()
-        caps = RoundCaps(self.source, self.measure.cost_fn, self.round_size, self.rule.world_size)
-        terms = self.round_budget, caps, self.round_weights
-        fills = self.uneven == "fill"
-        last_round = LastRound(self.source if fills else None, self.peers)
-        self._reader = GroupReader(self.source, self.measure, *terms, last_round, fills)
+        self._before, self._at = self._at, AlignerState()
+        may_split = self.uneven == "fill"
+        self._reader = GroupReader(self.source, self.measure, self.terms, may_split)
         self._steps = AlignedRound(tasks=len(self.measure.tasks))
         self._filler: Sample | None = None
         self._held: HeldSamples | None = None  # what the next state holds
@@ -167,8 +160,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
-        self.round_budget.tighten(self._kept_limits)
-        self.round_weights.begin_epoch(self._at)
+        self.terms.begin_epoch(self._at, self._before)
         self.source.reset(None)
         self._at.source = copy_state(self.source.state_dict())
 
@@ -179,8 +171,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             StateError: the source does not yield it again.
         """
         self._at, accumulate = state, self.rule.accumulate
-        self.round_budget.wish = state.wish
-        self.round_weights.follow(state)
+        self.terms.follow(state)
         self._steps = state.steps(ends_alone=self.uneven == "join")
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
         resumed.restore(self.round_size if state.drained else self._round_steps(state.round))
@@ -190,7 +181,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
         at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
-        at.wish, at.tasks = self.round_budget.wish, len(self.measure.tasks)
+        at.wish, at.tasks = self.terms.budget.wish, len(self.measure.tasks)
         at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
             self._held.put_into(at)
@@ -225,7 +216,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             epoch=self._epochs.epoch,
             ends_epoch=at.is_at_end(self._steps),
             left_out=tuple(self.take_left_out()),
-            source_shares=self.round_weights.shares(),
+            source_shares=self.terms.weights.shares(),
         )
         if self._held is not None:
             self._held = self._held.after(1)
@@ -284,19 +275,17 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 self.peers.answer_until_all_end(self._reader.report([], 0, self._filler)[0])
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
-        groups, left_out, most = list[list[Sample]](), list[LeftOut](), self._round_steps(at.round)
+        most = self._round_steps(at.round)
         if at.shares_rest:
             self._agree()
-            groups, most = self._reader.read_rest(at.next_limits, where)
+            groups, most = self._reader.read_rest(at, where)
         with self.peers.reporting_failure(where):
-            if not (at.drained or at.shares_rest):
-                groups = self._reader.read(most, at.next_limits, at.next_caps)
-            if not at.drained or at.shares_rest:
-                left_out = self._reader.left_out
+            if not at.shares_rest:
+                groups = self._reader.read_next(at, most)
             report, ladder = self._reader.report(groups, most, self._filler)
         self._agree()
         reports = self.peers.reports(report, where, most)
-        self.round_weights.settle(reports, where)
+        self.terms.weights.settle(reports, where)
         if not at.step:
             self._reader.check_has_samples(reports, self._epochs.epoch)
         key = hash_ints(self._seed, self._epochs.epoch, at.round)
@@ -310,9 +299,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self.uneven == "join" and at.last:
             self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
-        self._reader.settle(at, reports, self._round_steps(at.round + 1))
+        self.terms.settle(at, reports, self._round_steps(at.round + 1))
         at.peers_go_on, at.splits = not plan.last, plan.splits[self.peers.rank]
-        at.left_out = [*at.left_out, *left_out]
+        at.left_out = [*at.left_out, *self._reader.left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
         if self.uneven == "stop" and plan.last:
             whose = f"of rank {self.peers.rank} are not emitted in epoch {self._epochs.epoch}"

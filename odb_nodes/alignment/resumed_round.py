@@ -74,7 +74,7 @@ class ResumedRound:
             self._reader.source.reset(copy_state(at.source))
         if not at_end:
             self._form(most)
-        self._reader.budget.change(at)
+        self._reader.terms.budget.change(at)
         self._exclude(at_end)
 
     def _form(self, most: int) -> None:

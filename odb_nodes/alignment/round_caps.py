@@ -23,13 +23,10 @@ class RoundCaps:
             node between might read ahead, and groups then depend on how far it has come.
         cost_fn: what the groups of a step are matched by. Caps are for the cost under the budget.
         round_size: steps of a full round; as many costs are offered.
-        world_size: number of ranks. A single one has nobody to be level with.
     """
 
-    def __init__(
-        self, source: BaseNode[Any], cost_fn: CostFn, round_size: int, world_size: int
-    ) -> None:
-        can = hasattr(source, "offer_costs") and world_size > 1 and type(cost_fn) is BudgetCost
+    def __init__(self, source: BaseNode[Any], cost_fn: CostFn, round_size: int) -> None:
+        can = hasattr(source, "offer_costs") and type(cost_fn) is BudgetCost
         self._node: Any = source if can else None
         self._round_size = round_size
 

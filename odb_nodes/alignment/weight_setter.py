@@ -53,7 +53,7 @@ class WeightSetter(StatefulNode[T, SetterState]):
     def __init__(self, source: BaseNode[T], aligner: RankAligner, read_ahead: int) -> None:
         super().__init__()
         self.source = source
-        self._weights, self._round_size = aligner.round_weights, aligner.round_size
+        self._weights, self._round_size = aligner.terms.weights, aligner.round_size
         self._read_ahead = read_ahead
         self._step = self._number = 0
         self._calls: list[WeightsCall] = []

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
+from odb_nodes.planning.auto_window import AUTO
 
 __all__ = ["COMMANDS", "run"]
 
@@ -53,7 +54,7 @@ def run(arguments: list[str]) -> int:
 
 
 class _Command(TyperCommand):
-    """A command in which one `--ranks` or `--window` may have several numbers: `--ranks 1 8`."""
+    """A command in which one `--ranks` or `--window` may have several values: `--ranks 1 8`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line."""
@@ -62,13 +63,14 @@ class _Command(TyperCommand):
 
 
 def _spread(arguments: list[str], several: set[str]) -> Iterator[str]:
-    """Yield a command line in which each number of these options has its option before it."""
+    """Yield a command line in which each value of these options has its option before it."""
     option = None
     for place, one in enumerate(arguments):
         is_value = place > 0 and arguments[place - 1] == option  # the first one
-        if one.isdecimal() and option is not None and not is_value:
+        is_one_of_several = one.isdecimal() or one == AUTO
+        if is_one_of_several and option is not None and not is_value:
             yield option
-        elif not one.isdecimal():
+        elif not is_one_of_several:
             name = one.partition("=")[0]
             option = name if name in several else None
         yield one

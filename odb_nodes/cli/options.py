@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from odb_nodes._core.writable_path import check_is_writable
+from odb_nodes.planning.auto_window import parse_window
 
 __all__ = [
     "Accumulate",
@@ -72,7 +73,12 @@ SaveLengths = Annotated[
     str | None, typer.Option(help="File to write the lengths to.", callback=to_write)
 ]
 Ranks = Annotated[list[int], typer.Option(min=1, help="Number of ranks, or several.")]
-Window = Annotated[list[int], typer.Option(min=1, help="Samples that wait, or several.")]
+Window = Annotated[
+    list[Any],
+    typer.Option(
+        parser=parse_window, metavar="SAMPLES", help="Samples that wait, or auto; or several."
+    ),
+]
 RoundSize = Annotated[int, typer.Option(min=1, help="Steps between messages of ranks.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")]
 Budget = Annotated[int, typer.Option(min=1, help="Padded tokens of a batch.")]

@@ -19,6 +19,7 @@ __all__ = [
     "budget_below",
     "close_nodes",
     "has_threads",
+    "known_length_of",
     "length_of",
     "remaining_samples",
     "stop_threads",
@@ -118,6 +119,16 @@ def budget_below(source: BaseNode[Any]) -> TokenBudget | None:
         if isinstance(budget := getattr(node, "budget", None), TokenBudget):
             return budget
     return None
+
+
+def known_length_of(source: BaseNode[Any]) -> int | None:
+    """Return how many items a node yields per epoch; `None` where it does not know that at once."""
+    if any(getattr(node, "learns_length", False) for node in walk(source)):
+        return None
+    try:
+        return length_of(source)
+    except TypeError:
+        return None
 
 
 def remaining_samples(source: BaseNode[Any]) -> int:

@@ -31,6 +31,7 @@ from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
+from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
@@ -61,7 +62,7 @@ class ODBDataLoader(OptionGuard):
             processing and of `collate_fn`.
         num_workers: number of worker processes; 0 processes in the trainer's own thread, and starts
             no other thread either.
-        window: number of samples that wait in the pool to be grouped, on each rank.
+        window: samples that wait in the pool, on each rank; `"auto"`: as many as fill 32 batches.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
             Where `dataset` is a dict, one function for all, or a dict with one for each. Default:
             the items are processed samples already.
@@ -69,7 +70,7 @@ class ODBDataLoader(OptionGuard):
         prefetch: number of batches that a thread makes ahead, where there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
         workers: all options of the workers, in place of `num_workers`. By default at least
-            `window` samples are in flight, so that a refill of the pool never waits for one sample.
+            `window` samples (1024 for `"auto"`) are in flight: a refill never waits for one.
         sampler: iterable of indices into a map-style dataset, in place of `shuffle`. It must yield
             the same order when it is iterated again.
         pin_memory: whether to pin batches, for faster copies to the accelerator.
@@ -110,7 +111,7 @@ class ODBDataLoader(OptionGuard):
         shuffle: bool | None = None,
         seed: int = LoaderOptions.seed,
         num_workers: int = LoaderOptions.num_workers,
-        window: int = LoaderOptions.window,
+        window: WindowSize = LoaderOptions.window,
         process_fn: ProcessFn | Mapping[str, ProcessFn] = None,
         observe: Observe | None = None,
         prefetch: int = LoaderOptions.prefetch,

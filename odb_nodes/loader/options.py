@@ -21,6 +21,7 @@ from odb_nodes.collate.protocol import Collate
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.auto_window import AUTO
 from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
@@ -29,6 +30,8 @@ from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 
 ProcessFn = Callable[[Any], Any] | None
+
+_IN_FLIGHT_OF_AUTO = 1024  # samples: the window is not known when workers start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +124,10 @@ class LoaderOptions(BatchOptions, JobOptions):
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options
-        ahead = max(self.window, 4 * options.chunk_size * options.num_workers)
+        window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
+        ahead = max(window, 4 * options.chunk_size * options.num_workers)
         if Mixing.of(self.weights).settable:
-            ahead = self.window
+            ahead = window
         return replace(options, in_flight_samples=ahead)
 
 

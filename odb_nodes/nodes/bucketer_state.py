@@ -9,6 +9,7 @@ import numpy as np
 
 from odb_nodes.contract import Count, NodeState, RowsOf, SourceState, Sparse
 from odb_nodes.nodes.excluded_keys import ExcludedState
+from odb_nodes.nodes.pool_window import WindowState
 from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 
 PoolState = Literal["replay", "payload"]
@@ -44,6 +45,7 @@ class BucketerState(NodeState):
         caps: what further groups are cut to, ascending, as bytes; `None` for nothing.
         dearest_groups: of the groups that `dearest_first` puts first in the epoch, those that are
             out.
+        window: the window, and what it is chosen by; `None` where it is a number of samples.
     """
 
     source: SourceState
@@ -64,6 +66,7 @@ class BucketerState(NodeState):
     left_out: list[tuple[int | None, str, str]]
     dearest_groups: Count
     caps: Annotated[bytes | None, RowsOf(8), Sparse()] = None
+    window: Annotated[WindowState | None, Sparse()] = None
 
     def validate(self) -> None:
         """Check that what is pooled was pulled."""

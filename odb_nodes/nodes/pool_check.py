@@ -19,16 +19,14 @@ class PoolCheck:
 
     Args:
         budget: the budget that groups are formed under.
-        window: number of samples that wait in the pool.
     """
 
-    def __init__(self, budget: TokenBudget, window: int) -> None:
+    def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget
-        self._window = window
         self._groups = self._samples = self._real_tokens = self._padded_tokens = self._cost = 0
 
-    def note(self, group: list[Sample]) -> None:
-        """Take a group into account that was formed from a full pool."""
+    def note(self, group: list[Sample], window: int) -> None:
+        """Take a group into account that was formed from a full pool of `window` samples."""
         if self._groups == _GROUPS:
             return
         tokens = [sample.tokens for sample in group]
@@ -38,21 +36,21 @@ class PoolCheck:
         self._padded_tokens += self._budget.padded_tokens(tokens)
         self._cost += sum(map(self._budget.row_cost, tokens))
         if self._groups == _GROUPS and self._budget.layout == "padded":
-            self._judge()
+            self._judge(window)
 
-    def _judge(self) -> None:
+    def _judge(self, window: int) -> None:
         mean, mean_cost = self._real_tokens / self._samples, self._cost / self._samples
         most = self._budget.max_samples
         limit = min(self._budget.tokens, math.inf if most is None else most * mean_cost)
-        pooled = self._window * mean_cost / limit
+        pooled = window * mean_cost / limit
         padding = 1 - self._real_tokens / self._padded_tokens
         if pooled >= _LEAST_BUDGETS or padding <= _MOST_PADDING:
             return
-        window = math.ceil(_GOOD_BUDGETS * limit / mean_cost)
+        enough = math.ceil(_GOOD_BUDGETS * limit / mean_cost)
         warnings.warn(
             f"{padding:.0%} of the tokens of the first {_GROUPS} batches are padding: the pool of "
-            f"`window={self._window}` samples, {mean:.0f} tokens long on average, holds no more "
+            f"{window} samples, {mean:.0f} tokens long on average, holds no more "
             f"than {pooled:.1f} budgets of {self._budget.tokens} tokens, from which no group of "
-            f"like lengths can be chosen. Raise it to `window={window}`, or lower the budget.",
+            f"like lengths can be chosen. Raise it to `window={enough}`, or lower the budget.",
             stacklevel=4,
         )

@@ -20,7 +20,8 @@ class Snapshots:
 
     def __init__(self, source: BaseNode[Any], interval: int) -> None:
         self._source = source
-        self._interval = interval
+        self.interval = interval
+        """Samples between two of them."""
         self._taken: deque[tuple[int, Any]] = deque()
 
     def put(self, ordinal: int, state: Any) -> None:
@@ -40,7 +41,7 @@ class Snapshots:
 
     def take_if_due(self, ordinal: int) -> None:
         """Keep the present state if the last one kept is an interval old."""
-        if ordinal >= self._taken[-1][0] + self._interval:
+        if ordinal >= self._taken[-1][0] + self.interval:
             self.take(ordinal)
 
     def at_or_before(self, ordinal: int) -> tuple[int, Any]:

@@ -13,7 +13,7 @@ from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
-from odb_nodes.contract.graph import length_of, walk
+from odb_nodes.contract.graph import known_length_of
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
@@ -23,18 +23,18 @@ from odb_nodes.nodes.exclusions import CountsExclusions, ExclusionCounter
 from odb_nodes.nodes.payload import encode_samples
 from odb_nodes.nodes.pool_check import PoolCheck
 from odb_nodes.nodes.pool_records import PoolRecords
+from odb_nodes.nodes.pool_window import PoolWindow
 from odb_nodes.nodes.replay import expect_end, pooled_again
 from odb_nodes.nodes.sample_records import NO_RECORDS
 from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
-
-_SNAPSHOTS_PER_WINDOW = 4
 
 
 class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]):
@@ -56,6 +56,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             counted and left out.
         budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
+            `"auto"`: as many as fill 32 groups, see `PoolWindow`.
         state: `"replay"` or `"payload"`.
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
         dearest_first: number of groups at the beginning of each epoch that are made of the longest
@@ -71,7 +72,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self,
         source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
-        window: int = PlanOptions.window,
+        window: WindowSize = PlanOptions.window,
         state: PoolState = "replay",
         exclude: Exclude = None,
         dearest_first: int = PlanOptions.dearest_first,
@@ -83,12 +84,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self.source = source
         self._budget = TokenBudget.of(budget)
         self._limits = Limits.of(self._budget)
-        self._window = check_count("window", window)
+        self.window = PoolWindow(window, self._budget)
+        """How many samples wait in the pool: `window.samples`."""
         self._dearest_first = check_count("dearest_first", dearest_first, 0)
         self._diversity = check_diversity(diversity, self._budget)
         self._mode = state
         self._name = type(self).__name__
-        self._pool_check = PoolCheck(self._budget, self._window)
+        self._pool_check = PoolCheck(self._budget)
         self.exclude = ExcludedKeys.of(exclude)
         """The keys that the argument names. A state may name others beside them."""
         self._exclusions = ExclusionCounter(self._budget, self.exclude)
@@ -121,6 +123,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Cut further groups to these costs, ascending, one each; a state keeps them."""
         self._pool.caps = caps
 
+    def use_window(self, samples: int) -> None:
+        """Let so many samples wait from now on, where the window is `"auto"`; 0: as before."""
+        if samples:
+            self.window.use(samples)
+            self._pool.window = self.window.samples
+            self._snapshots.interval = self.window.snapshot_interval
+
     @property
     def pulled_samples(self) -> int:
         """Samples of this epoch that were pulled so far, those that were left out included."""
@@ -129,36 +138,14 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     @property
     def remaining_samples(self) -> int:
         """Samples of this epoch in the pool, and those not yet pulled where that is known."""
-        try:
-            unpulled = length_of(self.source) - self._pool.pulled
-        except TypeError:
-            unpulled = 0
-        return len(self._pool) + unpulled
+        known = self.known_remaining_samples
+        return len(self._pool) if known is None else known
 
     @property
     def known_remaining_samples(self) -> int | None:
-        """Samples of this epoch in the pool and not yet pulled; `None` where that is not known.
-
-        Unlike `remaining_samples`, it never depends on what an epoch before has found out.
-        """
-        if self._ended:
-            return len(self._pool)
-        if any(getattr(node, "learns_length", False) for node in walk(self.source)):
-            return None
-        try:
-            return len(self._pool) + max(0, length_of(self.source) - self._pool.pulled)
-        except TypeError:
-            return None
-
-    def take_rest(self) -> list[Sample]:
-        """Return all samples that are left of the epoch, oldest first, and stand at its end."""
-        self._refilling = True
-        self._refill(everything=True)
-        rest = self._pool.remove([*self._pool.items()])
-        self._end()
-        self._exclusions.check_not_all(self._pool.pulled)
-        self._refilling = False
-        return rest
+        """The same; `None` where it is not known, whatever an epoch before has found out."""
+        length = self._pool.pulled if self._ended else known_length_of(self.source)
+        return None if length is None else len(self._pool) + max(0, length - self._pool.pulled)
 
     @property
     def recalls(self) -> bool:
@@ -171,8 +158,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     def leave_rest(self) -> list[LeftOut]:
         """Return the pooled samples as what is left out, where no further group is asked for."""
-        pooled = self._pool.items().values()
-        return [LeftOut(sample.key, sample.source, "unemitted") for sample in pooled]
+        return [LeftOut(one.key, one.source, "unemitted") for one in self._pool.items().values()]
 
     def exclude_more(self, keys: ExcludedKeys | None = None, *, pooled: bool = True) -> None:
         """Exclude what the argument names, and further keys.
@@ -184,12 +170,15 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         counter = self._exclusions
         counter.keys = counter.keys | self.exclude | (keys or ExcludedKeys())
         if pooled and counter.keys:
-            waiting = self._pool.items().items()
-            gone = [ordinal for ordinal, sample in waiting if sample in counter.keys]
-            counter.exclude(self._pool.remove(gone))
+            waiting = self._pool.items()
+            counter.exclude(
+                self._pool.remove([at for at in waiting if waiting[at] in counter.keys])
+            )
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with an empty pool."""
+        self.use_window(self.window.choose_alone())  # if the epoch before had but one group
+        self.window.begin_epoch()
         self._clear()
         self.source.reset(None)
         self._snapshots.take(0)
@@ -203,6 +192,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         # Groups that are formed again are formed under the limits of then.
         as_saved = state.has_own_limits or smaller_budget_is_allowed()
         self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
+        self.window.restore(state.window)
         self._clear()
         self.replayed_samples = 0
         if self._mode == "replay" and state.payload:  # loaded with `strict=False`
@@ -245,6 +235,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             payload=None if replay else self._encoded(),
             dearest_groups=self._dearest_groups,
             caps=pool.caps.tobytes() or None,
+            window=self.window.save(),
             **self._exclusions.to_state(),
         )
 
@@ -256,6 +247,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 the epoch ends, and all of it was dropped or skipped. This, and whatever the source
                 raises, is raised again until the next reset.
         """
+        self.use_window(self.window.choose_alone())
         self._refilling = True  # Should the source raise, it may stand after an item that is lost.
         self._refill()
         if not len(self._pool):
@@ -267,17 +259,17 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         dearest = self._dearest_groups < self._dearest_first
         group = self._pool.take(draining=self._ended, dearest=dearest)
         self._dearest_groups += dearest
-        if not self._ended and not dearest:
-            self._pool_check.note(group)
+        if not self._ended and not dearest and self.window.is_chosen:
+            self._pool_check.note(group, self.window.samples)
         if self._ended and not len(self._pool):
             self._end()
         self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
         return group
 
     def _clear(self) -> None:
-        self._pool: RollingPool[Sample] = RollingPool(self._budget, self._window, self._diversity)
+        self._pool = RollingPool[Sample](self._budget, self.window.samples, self._diversity)
         self._pool.limit(self._limits)
-        self._snapshots = Snapshots(self.source, max(1, self._window // _SNAPSHOTS_PER_WINDOW))
+        self._snapshots = Snapshots(self.source, self.window.snapshot_interval)
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
         self._dearest_groups = 0
@@ -293,17 +285,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """The first sample of the epoch that a restore has to pull again."""
         return self._pool.pulled if self._keeps_present else self._pool.oldest
 
-    def _refill(self, *, everything: bool = False) -> None:
-        """Pull until the pool is full, or as full as the age of its oldest sample allows.
-
-        Args:
-            everything: pull until the source ends.
-        """
+    def _refill(self) -> None:
+        """Pull until the pool is full, or as full as the age of its oldest sample allows."""
         filling = None
         if not self._pool.pulled:
-            most = min(self._window, self.remaining_samples or self._window)
+            most = min(self.window.samples, self.remaining_samples or self.window.samples)
             filling = SlowProgress("samples in the pool before the first batch", most)
-        while not self._ended and (room := self._window if everything else self._pool.room()) > 0:
+        while not self._ended and (room := self._pool.room()) > 0:
             ordinals: list[int] = []
             samples: list[Sample] = []
             try:
@@ -319,6 +307,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 self._ended = True
             finally:
                 self._add(ordinals, samples)
+                self.window.note(samples)
 
     def _pull(self) -> Sample | Skipped:
         self._snapshots.take_if_due(self._pool.pulled)
@@ -355,7 +344,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Return what decides the output: a state fits only where it is equal."""
         return {
             **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
-            "window": self._window,
+            "window": self.window.given,
             "state": self._mode,
             # Absent where unset, as in states that were saved before they existed.
             **({"dearest_first": self._dearest_first} if self._dearest_first else {}),

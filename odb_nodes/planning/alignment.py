@@ -25,7 +25,7 @@ Uneven = Literal["fill", "join", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report, before those of tasks."""
-HEADER = 8
+HEADER = 10
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -71,6 +71,7 @@ class CostReport:
         left: samples that it has after these groups, as far as it knows; -1 where it cannot share
             them with other ranks. See `odb_nodes.planning.levelling`.
         offer: what it offers for the caps of the next round, see `offered_costs`, (n,) int64.
+        lengths: what it tells of the lengths so far, see `PulledLengths.report`.
     """
 
     table: IntArray
@@ -81,10 +82,12 @@ class CostReport:
     weights: int = 0
     left: int = -1
     offer: IntArray = field(default_factory=lambda: NO_CAPS)
+    lengths: tuple[int, int] = (0, 0)
 
     def to_message(self) -> IntArray:
-        """Return the report as (8 + (5 + tasks) * rows + n,) int64."""
-        told = (self.groups, self.ended, self.has_filler, self.wish, self.weights, self.left)
+        """Return the report as (10 + (5 + tasks) * rows + n,) int64."""
+        agreed_on = (self.wish, self.weights, self.left, *self.lengths)
+        told = (self.groups, self.ended, self.has_filler, *agreed_on)
         header = np.array((len(self.table), len(self.offer), *told), dtype=np.int64)
         return np.concatenate((header, self.table.ravel(), self.offer))
 
@@ -100,8 +103,9 @@ class CostReport:
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
         table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
-        wish, weights, left = told
-        return cls(table, groups, bool(ended), bool(has_filler), wish, weights, left, offer)
+        wish, weights, left, *lengths = told
+        told = {"wish": wish, "weights": weights, "left": left, "lengths": (*lengths,)}
+        return cls(table, groups, bool(ended), bool(has_filler), offer=offer, **told)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:

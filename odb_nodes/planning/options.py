@@ -7,6 +7,7 @@ from typing import get_args
 
 from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_integer
 from odb_nodes.planning.alignment import Uneven
+from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +18,14 @@ class PlanOptions:
         TypeError, ValueError: names the field that is not valid.
     """
 
-    window: int = 1024
+    window: WindowSize = AUTO
     round_size: int = 32
     uneven: Uneven = "fill"
     dearest_first: int = 0
     diversity: float = 0.0
 
     def __post_init__(self) -> None:
-        check_count("window", self.window)
+        check_window("window", self.window)
         check_count("round_size", self.round_size)
         check_choice("uneven", self.uneven, get_args(Uneven))
         check_count("dearest_first", self.dearest_first, 0)

@@ -38,13 +38,13 @@ class RollingPool(Generic[T]):
 
     Args:
         budget: the budget that groups are formed under.
-        window: number of samples that wait in the pool.
+        window: number of samples that wait in the pool; may be changed.
         diversity: weight, in 0..1, of an even mix of tasks in the choice of a padded group.
     """
 
     def __init__(self, budget: TokenBudget, window: int, diversity: float = 0.0) -> None:
         self._budget = budget
-        self._window = window
+        self.window = window
         self._diversity = diversity
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
         self.limit(Limits.of(budget))
@@ -76,8 +76,8 @@ class RollingPool(Generic[T]):
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""
-        youngest_allowed = self.oldest + MAX_AGE_WINDOWS * self._window
-        return min(self._window - len(self._items), youngest_allowed - self.pulled)
+        youngest_allowed = self.oldest + MAX_AGE_WINDOWS * self.window
+        return min(self.window - len(self._items), youngest_allowed - self.pulled)
 
     def table(self) -> IntArray:
         """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.
@@ -145,7 +145,7 @@ class RollingPool(Generic[T]):
 
     def _choose(self, dearest: bool) -> IntArray | slice:
         self._tail = None
-        is_forced = self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self._window
+        is_forced = self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self.window
         if dearest and not is_forced:
             return self._grouping.dearest(self._table)
         anchors = 1 if is_forced else min(ANCHORS, len(self._items))

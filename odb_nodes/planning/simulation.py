@@ -18,6 +18,13 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
+from odb_nodes.planning.auto_window import (
+    AUTO,
+    LEAST_WINDOW,
+    PulledLengths,
+    WindowSize,
+    chosen_window,
+)
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
@@ -94,7 +101,7 @@ class _JobKeywords(TypedDict):
 class SimulationKeywords(_JobKeywords, total=False):
     """The fields of `SimulationOptions`, as the types of keyword arguments."""
 
-    window: int
+    window: WindowSize
     round_size: int
     uneven: Uneven
     dearest_first: int
@@ -150,7 +157,7 @@ def plan_steps(
     ranks = [_Rank(samples, shard, job, cost_fn) for shard in shards]
     has_caps = job.world_size > 1 and job.cost_fn is None
     shares_rest = shares_rest and job.uneven == "fill"
-    caps, is_last = NO_CAPS, False
+    caps, window, is_last = NO_CAPS, 0, False
     for number in count():
         most = round_steps(
             number,
@@ -161,7 +168,9 @@ def plan_steps(
         if is_last:
             reports = _report_rest(ranks)
         else:
-            reports = [rank.report(most, caps_of_round(caps, most)) for rank in ranks]
+            reports = [rank.report(most, caps_of_round(caps, most), window) for rank in ranks]
+        if job.window == AUTO and not window:
+            window = chosen_window([rank.pulled.report(budget) for rank in ranks])
         if has_caps:
             offered = round_up(job.round_size, job.accumulate)
             caps = agreed_caps([rank.offer(offered) for rank in ranks])
@@ -218,20 +227,26 @@ class _Rank:
             self._left_out |= samples.are_oversize(self.budget)[shard]
         self._estimator = GroupCostEstimator(cost_fn, {})
         self._dearest_left = job.dearest_first
+        window = LEAST_WINDOW if job.window == AUTO else job.window
         self._pool: RollingPool[int] = RollingPool(  # of places in the shard
-            self.budget, job.window, job.diversity
+            self.budget, window, job.diversity
         )
+        self.pulled = PulledLengths()  # as long as the window is to be chosen
+        self._notes_lengths = job.window == AUTO
         self._ahead: list[Sample] | None = None
         self._ended = False  # As in a node, known only when a pull finds nothing.
 
-    def report(self, most: int, caps: IntArray) -> CostReport:
+    def report(self, most: int, caps: IntArray, window: int) -> CostReport:
         """Return the costs of the next round's groups, and form the one after them.
 
         Args:
             most: number of groups.
             caps: what the groups after the first, and the one after them, may cost.
+            window: samples that wait after the first group; 0 for as many as before.
         """
         first = self._ahead or self._take()
+        if window:
+            self._pool.window, self._notes_lengths = window, False
         groups = [] if first is None else [first]
         self._pool.caps = caps[:-1]
         while groups and len(groups) < most and (group := self._take()):
@@ -252,12 +267,11 @@ class _Rank:
 
     def take_rest(self) -> list[Sample]:
         """Return all samples that are left."""
-        pool = self._pool
-        unpulled = np.flatnonzero(~self._left_out[pool.pulled :]) + pool.pulled
-        ahead, self._ahead = self._ahead or [], None
-        pooled = pool.remove([*pool.items()])
-        pool.pulled, self._ended = len(self._shard), True
-        return [*ahead, *self._samples([*pooled, *unpulled])]
+        rest, self._ahead = self._ahead or [], None
+        self._pool.caps = NO_CAPS
+        while group := self._take():
+            rest = [*rest, *group]
+        return rest
 
     def offer(self, count: int) -> IntArray:
         """Return what the rank tells of its pool."""
@@ -287,6 +301,8 @@ class _Rank:
             of_each = (self._tokens, self._patches, self._tasks)
             tokens, patches, tasks = (column[places].tolist() for column in of_each)
             pool.add(kept, tokens, patches, kept, tasks)
+            if self._notes_lengths:
+                self.pulled = self.pulled.and_of(self.budget, tokens, patches)
         return len(pool) > 0
 
     def _samples(self, places: list[int]) -> list[Sample]:

@@ -89,7 +89,7 @@ class Baselines:
         table = table.kept(budget)
         if strategy == "sorted windows":
             read = [shard[table.tokens[shard] > 0] for shard in shards]
-            ranks = [_windows(table, shard, budget, job.window) for shard in read]
+            ranks = [_windows(table, shard, budget, self.epoch.window(job)) for shard in read]
             return shapes_of_lengths(zip_longest(*ranks, fillvalue=()), budget)
         drawn = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
         drawn = drawn[table.tokens[drawn] > 0]

@@ -13,6 +13,7 @@ import numpy as np
 from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
@@ -98,6 +99,7 @@ class Comparison:
         world_size: number of ranks.
         strategy: one of `odb_nodes.tools.baselines.STRATEGIES`.
         window: samples that wait on each rank; `None` where the strategy has no window.
+        is_auto: the window is what `"auto"` comes to.
         figures: what it comes to.
     """
 
@@ -105,10 +107,12 @@ class Comparison:
     strategy: Strategy
     window: int | None
     figures: Figures
+    is_auto: bool = False
 
     def as_row(self) -> dict[str, str]:
         """Return the formatted figures as a row of a table: title -> cell."""
-        window = "" if self.window is None else f"{self.window:,}"
+        given = AUTO if self.is_auto else self.window
+        window = "" if self.window is None or given is None else shown(given, self.window)
         row = {"ranks": str(self.world_size), "batches": self.strategy, "window": window}
         return row | self.figures.as_row()
 
@@ -175,7 +179,7 @@ def profile(
     *,
     budget: int | TokenBudget,
     world_sizes: Sequence[int] = (1,),
-    windows: Sequence[int] = (SimulationOptions.window,),
+    windows: Sequence[WindowSize] = (SimulationOptions.window,),
     accumulate: int = SimulationOptions.accumulate,
     batch_size: int | None = None,
     weights: Weights | Mixing = None,
@@ -187,7 +191,7 @@ def profile(
         table: the lengths of its samples. Where these are some of them, the steps are estimates.
         budget: padded tokens of a batch, or a `TokenBudget`.
         world_sizes: numbers of ranks.
-        windows: numbers of samples that wait on each rank.
+        windows: numbers of samples that wait on each rank, or `"auto"`.
         accumulate: batches of an optimizer step.
         batch_size: samples of a fixed batch; default: as many of the longest as the budget holds.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
@@ -197,7 +201,7 @@ def profile(
         TypeError, ValueError: an option is not valid, or there is no step.
     """
     baselines = Baselines(epoch=TableEpoch(table=table, weights=weights), batch_size=batch_size)
-    wanted: list[tuple[int, Strategy, int | None]] = [
+    wanted: list[tuple[int, Strategy, WindowSize | None]] = [
         (world_size, strategy, window)
         for world_size in world_sizes
         for strategy in STRATEGIES
@@ -214,7 +218,11 @@ def profile(
         )
         figures = baselines.figures(strategy, job)
         comparison = Comparison(
-            world_size=world_size, strategy=strategy, window=window, figures=figures
+            world_size=world_size,
+            strategy=strategy,
+            window=None if window is None else baselines.epoch.window(job),
+            figures=figures,
+            is_auto=window == AUTO,
         )
         comparisons.append(comparison)
     return Profile(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
+from odb_nodes.planning.auto_window import parse_window, shown, window_samples
 from odb_nodes.planning.budget import Layout
 from odb_nodes.planning.row_sizes import RowSizes
 from odb_nodes.planning.simulation import SimulationKeywords, steps_of
@@ -109,9 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for shapes in ([None] if args.shapes is None else [args.shapes, None])
     ]
     for cv, ranks, window, round_size in product(args.cv, args.ranks, args.window, args.round_size):
+        lengths = lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed)
         report, *any_shape = (
             simulate(
-                lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed),
+                lengths,
                 world_size=ranks,
                 budget=budget,
                 window=window,
@@ -122,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             for budget in budgets
         )
-        run = {"CV": cv, "ranks": ranks, "window": window, "round": round_size}
+        samples = shown(window, window_samples(window, budgets[0], lengths))
+        run = {"CV": cv, "ranks": ranks, "window": samples, "round": round_size}
         row = {key: str(value) for key, value in run.items()} | report.as_row()
         for other in any_shape:
             row["extra padding"] = f"{report.padded_tokens / other.padded_tokens - 1:.1%}"
@@ -133,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="odb_nodes.tools.simulate", description=main.__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    parser.add_argument("--window", type=int, nargs="+", help="samples per rank")
+    parser.add_argument("--window", type=parse_window, nargs="+", help="samples per rank, or auto")
     parser.add_argument("--cv", type=float, nargs="+", default=[1.0], help="of the lengths")
     parser.add_argument("--round-size", type=int, nargs="+", help="steps")
     parser.add_argument("--accumulate", type=int, help="steps of an optimizer step")

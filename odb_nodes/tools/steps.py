@@ -169,7 +169,7 @@ class _Graph:
         """Tell the aligner of the weights that were set before a state, and not agreed on yet."""
         if self.aligner is not None:
             calls = _part(state, WeightSetter.__name__).get("calls", ())
-            self.aligner.round_weights.calls = [WeightsCall(*call) for call in calls]
+            self.aligner.terms.weights.calls = [WeightsCall(*call) for call in calls]
 
     def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
         """Return the samples of a step of this rank."""

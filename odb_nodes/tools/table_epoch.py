@@ -13,6 +13,7 @@ from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning.auto_window import window_samples
 from odb_nodes.planning.simulation import Step, plan_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Observation, Sample, Skipped
@@ -62,7 +63,7 @@ class TableEpoch:
                 f"{job.world_size}."
             )
         if not table.is_whole:
-            least = self.least_windows * job.window * job.world_size
+            least = self.least_windows * self.window(job) * job.world_size
             samples = min(table.num_samples, max(self.most_drawn, least))
         key = samples, job.seed, job.world_size  # jobs that differ in others read alike
         if key not in self._orders:
@@ -71,6 +72,13 @@ class TableEpoch:
             shards = _shards(table, job, self.shuffle, mixing)
             self._orders[key] = table, shards
         return self._orders[key]
+
+    def window(self, job: SimulationOptions) -> int:
+        """Return the window in samples: of `"auto"`, what the lengths of all samples come to."""
+        budget = TokenBudget.of(job.budget)
+        costs = self.table.kept(budget).costs
+        read = costs.tokens > 0
+        return window_samples(job.window, budget, costs.tokens[read], costs.patches[read])
 
     def steps(self, job: SimulationOptions) -> Iterator[Step]:
         """Yield the steps. The `data` of a sample is its row in the table of `order(job)`."""

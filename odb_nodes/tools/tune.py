@@ -14,6 +14,7 @@ from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
@@ -32,7 +33,6 @@ AS_FAST = 0.01
 _MOST_SAMPLES = 20_000  # of a simulation
 _LEAST_OF_RANK = 2_048  # samples; more where there are many ranks
 _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
-_LEAST_WINDOW, _MOST_WINDOW = 128, 4096
 _ROUNDS = (16, 32, 64)
 _MOST_BUDGETS = 5  # of at most 64 choices with 4 windows and 3 rounds
 _AT_ONCE = 2
@@ -145,11 +145,13 @@ def tune(
     front = sorted(_front(tried), key=lambda one: one.epoch_s)
     near = [one for one in front if one.epoch_s <= (1 + AS_FAST) * front[0].epoch_s]
     best = min(near, key=lambda one: (one.held_samples, one.epoch_s))
+    auto = replace(job, budget=best.choice.budget, window=AUTO)
     why = (
         f"Of {len(tried)} choices, {len(front)} are not worse than another one in all of time, "
         f"balance, samples held and replay. {len(near)} of them are within {AS_FAST:.0%} of the "
         f"shortest time; the arrow marks the one of these that holds the fewest samples. Times are "
-        f"estimates ({step_time.origin}), without waiting for data."
+        f"estimates ({step_time.origin}), without waiting for data. Under its budget "
+        f'`window="auto"` comes to {epoch.window(auto):,} samples.'
     )
     return Tuning(
         about=about,
@@ -215,7 +217,7 @@ def _windows(budget: TokenBudget, table: LengthTable) -> list[int]:
     lengths = table.lengths()
     mean = (lengths + lengths**2 / (budget.attention_tokens or math.inf)).mean()
     windows = [2 ** round(math.log2(pool * budget.tokens / mean)) for pool in _POOLS]
-    return sorted({min(max(one, _LEAST_WINDOW), _MOST_WINDOW) for one in windows})
+    return sorted({min(max(one, LEAST_WINDOW), MOST_WINDOW) for one in windows})
 
 
 def _outcomes(simulator: Simulator, choices: list[Choice]) -> Iterator[Outcome]:

@@ -183,7 +183,7 @@ def test_an_error_while_the_rest_is_read_loses_nothing():
         fails["now"] = False
         again = loader_of(exchange, process=process)
         again.load_state_dict(state)
-        return found + [*map(described, again)]
+        return [*found, *map(described, again)]
 
     barrier = threading.Barrier(2)
     whole = epoch(2)

@@ -74,7 +74,7 @@ class Job:
             ids = [] if info.is_filler else batch["id"].tolist()
             for step, rank, tokens in asks:
                 if (step, rank) == (info.step, exchange.rank):
-                    aligner.round_budget.ask_for(tokens)
+                    aligner.terms.budget.ask_for(tokens)
             found.append((ids, info, loader.state_dict()))
         return found
 
@@ -274,7 +274,7 @@ def test_the_next_epoch_goes_on_with_the_smaller_budget():
     def run(exchange):
         loader, aligner = job.loader(exchange)
         epochs = [[pop_step_info(batch) for batch in loader]]
-        aligner.round_budget.ask_for(SMALLER)
+        aligner.terms.budget.ask_for(SMALLER)
         epochs += [[pop_step_info(batch) for batch in loader] for _ in range(2)]
         return epochs, loader.state_dict()
 

@@ -1,6 +1,7 @@
 """What each command does, apart from the figures, which have tests of their own."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -68,6 +69,21 @@ def test_an_option_that_is_repeated_takes_several_numbers(capsys, table, ranks):
     assert run("simulate", *options) == 0
     found = [(row["ranks"], row["window"]) for row in cells(capsys.readouterr().out)]
     assert found == [("1", "16"), ("1", "32"), ("2", "16"), ("2", "32")]
+
+
+def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
+    options = ["--lengths", table, "--budget", 1500]
+    assert run("simulate", *options, "--window", "auto", 16) == 0
+    auto, few = (row["window"] for row in cells(capsys.readouterr().out))
+    assert re.fullmatch(r"auto \(\d+\)", auto) and few == "16"
+    assert run("simulate", *options, "--timeline", "-") == 0  # the default
+    out = capsys.readouterr().out
+    assert f"| 1 | {auto} |" in re.sub(" +", " ", out)
+    assert f"1 rank, window {auto[6:-1]}, " in out
+    assert run("profile", *options) == 0
+    assert f"odb_nodes | {auto} |" in re.sub(" +", " ", capsys.readouterr().out)
+    assert run("simulate", *options, "--window", "Auto") == 2
+    assert '`window` must be "auto" or a number' in capsys.readouterr().err
 
 
 def test_simulate_draws_a_timeline(capsys, table, tmp_path):

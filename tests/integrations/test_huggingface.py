@@ -744,6 +744,10 @@ def test_the_config_is_keyword_only_and_frozen():
 INVALID = [
     ("token_budget", 0, ValueError),
     ("window", 0, ValueError),
+    ("window", -1, ValueError),
+    ("window", 1.5, TypeError),
+    ("window", True, TypeError),
+    ("window", "Auto", ValueError),
     ("round_size", 0, ValueError),
     ("uneven", "join", ValueError),
     ("collate_fn", 3, TypeError),

@@ -419,6 +419,45 @@ def test_a_pool_is_large_enough_where_its_samples_fill_budgets_with_what_attenti
     assert 4 * windows[1] < windows[0]
 
 
+def test_an_auto_window_is_told_of_where_the_most_samples_are_too_few():
+    lengths = [1 + length // 8 for length in lognormal(30_000)]
+    (message,) = warnings_of(WindowBucketer(samples(lengths), 12_000), epochs=2)
+    assert "the pool of 4096 samples" in message
+    enough = int(re.search(r"Raise it to `window=(\d+)`", message)[1])
+    assert 4096 < enough < 40_000
+    assert warnings_of(WindowBucketer(samples(lengths), 2000)) == []
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("state", ["replay", "payload"])
+def test_alone_it_chooses_its_window_after_the_first_group(layout, state, sampled):
+    lengths = [1 + min(length, 300) // 4 for length in lognormal(400)]
+    budget = TokenBudget(100, layout=layout)
+
+    def make():
+        return Loader(WindowBucketer(samples(lengths), budget, state=state))
+
+    assert_resumes_exactly(make, epochs=2, **sampled(every=2, horizon=10, chain=1))
+    loader = make()
+    pulled, windows = [], []
+    for _ in loader:
+        pulled.append(loader.root.pulled_samples)
+        windows.append(loader.root.window.samples)
+    assert windows[0] == pulled[0] == 128
+    assert pulled[1] > windows[1] == windows[-1] > 128
+    assert windows[1] == round(32 * 100 * 128 / sum(lengths[:128]))
+    next(iter(loader))
+    assert loader.root.pulled_samples == windows[-1]  # the next epoch begins with it
+
+
+def test_no_pooled_sample_gets_older_than_5_windows_while_the_window_grows():
+    lengths = [100, *[10] * 3000]
+    node = bucketer(lengths, budget=100, window="auto")
+    for group in node:
+        age = node.pulled_samples - min(sample.data for sample in group)
+        assert age <= 5 * node.window.samples
+
+
 @pytest.mark.parametrize("oversize", ["alone", "drop"])
 def test_an_epoch_ends_with_a_summary_of_samples_that_are_too_large(oversize):
     lengths = [90, 10, 10, 95, 10, 99, 10]

@@ -69,8 +69,9 @@ def test_without_a_conflict_the_gradient_is_that_of_the_weighted_mean():
 
 def test_the_order_of_the_others_depends_on_seed_and_step_alone():
     pulls = {"a": [1.0, 2.0], "b": [-2.0, 1.0], "c": [0.5, -3.0]}
-    options = {"token_budget": 400, "observe": observe, "tasks": TASKS, "shuffle": False}
-    infos = [pop_step_info(one) for one in ODBDataLoader(samples_of(0, 200), **options)]
+    options = {"token_budget": 400, "window": 1024, "observe": observe, "tasks": TASKS}
+    loader = ODBDataLoader(samples_of(0, 200), shuffle=False, **options)
+    infos = [pop_step_info(one) for one in loader]
     one = next(info for info in infos if {*info.row_tasks} == {*TASKS})
 
     def gradient(seed, step):

@@ -58,6 +58,18 @@ def test_the_comparisons_are_those_of_the_baselines(made):
     assert made.batch_size == 1500 // LENGTHS.max()
 
 
+def test_an_auto_window_is_shown_in_samples():
+    made = profile(mixed_table(), budget=1500, world_sizes=(2,))
+    samples = round(32 * 1500 / np.delete(LENGTHS, 17).mean())
+    by_name = {one.strategy: one for one in made.comparisons}
+    windows = {name: one.window for name, one in by_name.items()}
+    assert windows["odb_nodes"] == windows["sorted windows"] == samples
+    assert windows["random"] is None and not by_name["random"].is_auto
+    assert f"| 2 | odb_nodes | auto ({samples}) |" in str(made)
+    report = TableEpoch(table=mixed_table()).report(SimulationOptions(world_size=2, budget=1500))
+    assert by_name["odb_nodes"].figures.steps == report.steps
+
+
 def test_of_some_samples_the_steps_are_those_of_all():
     some = LengthTable.of(LENGTHS).rows(np.arange(0, 600, 2))
     whole, part = (
@@ -133,6 +145,7 @@ def test_a_profile_of_many_sources_stays_small():
         ({"budget": 0}, "`budget`"),
         ({"world_sizes": (0,)}, "`world_size`"),
         ({"windows": (0,)}, "`window`"),
+        ({"windows": ("Auto",)}, "`window`"),
         ({"batch_size": 0}, "`batch_size`"),
         ({"accumulate": 0}, "`accumulate`"),
         ({"weights": {"a": 1}}, "`weights`"),

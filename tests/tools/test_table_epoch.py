@@ -95,8 +95,9 @@ BUDGETS = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", BUDGETS)
-def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size):
-    dataset, options = make_dataset(500), {"window": 40, "seed": 3, "round_size": 8}
+@pytest.mark.parametrize("window", [40, "auto"])
+def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size, window):
+    dataset, options = make_dataset(500), {"window": window, "seed": 3, "round_size": 8}
     expected = real_steps(dataset, world_size, token_budget=BUDGETS[name], **options)
     table = observe_lengths(dataset, process_fn=process, observe=observe)
     steps = planned_steps(table, world_size, BUDGETS[name], **options)

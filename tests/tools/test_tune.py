@@ -116,6 +116,11 @@ def test_the_best_holds_least_of_the_fastest(tuned):
     assert f"Of {len(tuned.tried)} choices" in tuned.why and "estimates (assumed" in tuned.why
 
 
+def test_it_says_what_an_auto_window_comes_to(tuned):
+    samples = round(32 * tuned.best.choice.budget.tokens / LENGTHS.mean())
+    assert f'`window="auto"` comes to {min(max(samples, 128), 4096):,} samples' in tuned.why
+
+
 def test_the_code_keeps_weights_and_seed(tuned):
     assert "weights" not in tuned.code() and "seed" not in tuned.code()
     sources = np.arange(2_000) % 2

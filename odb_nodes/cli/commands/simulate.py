@@ -12,6 +12,7 @@ from odb_nodes.cli import options as cli
 from odb_nodes.cli.data import DataOptions, read_table, with_data
 from odb_nodes.cli.tables import print_rows
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven
+from odb_nodes.planning.auto_window import shown
 from odb_nodes.planning.budget import Layout
 from odb_nodes.planning.row_sizes import RowSizes
 from odb_nodes.tools.length_table import LengthTable
@@ -79,11 +80,11 @@ def simulate(
             uneven=cast(Uneven, uneven),
             seed=what.seed,
         )
-        run = {"ranks": str(world_size), "window": str(one_window)}
+        run = {"ranks": str(world_size), "window": shown(one_window, epoch.window(job))}
         rows.append(run | epoch.report(job).as_row())
     print_rows(rows)
     if timeline is not None:
-        drawn = Timeline.of(epoch.steps(job), tokens, job.window)
+        drawn = Timeline.of(epoch.steps(job), tokens, epoch.window(job))
         if timeline == "-":
             print(f"\n{drawn}")
         else:

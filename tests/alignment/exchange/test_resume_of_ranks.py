@@ -85,21 +85,30 @@ def test_killing_all_ranks_and_starting_again_from_files(kill_after, tmp_path):
         assert rest == whole[-len(rest) :]
 
 
-def test_a_distributed_checkpoint(tmp_path):
+@pytest.mark.parametrize(("sizes", "window"), [([60, 45], 8), ([500, 420], "auto")])
+def test_a_distributed_checkpoint(sizes, window, tmp_path):
     body = """
     import torch.distributed.checkpoint as dcp
     from odb_nodes import DistributedState
     def loader():
-        return r.make_loader([60, 45][rank])
+        sizes, window = json.loads(sys.argv[2])
+        return r.make_loader(sizes[rank], window=window)
     whole = loader()
     iterator = iter(whole)
     for _ in range(7):
         next(iterator)
     dcp.save({"loader": DistributedState(whole)}, checkpoint_id=sys.argv[1])
     left = [r.describe(batch) for batch in iterator]
+    left += [r.describe(batch) for batch in whole]
     resumed = loader()
     dcp.load({"loader": DistributedState(resumed)}, checkpoint_id=sys.argv[1])
-    assert [r.describe(batch) for batch in resumed] == left
-    r.finish(len(left))
+    assert [r.describe(batch) for _ in range(2) for batch in resumed] == left
+    windows = r.gathered(r.window_of(resumed))
+    r.finish([len(left), *windows])
     """
-    assert min(run_ranks(tmp_path, body, 2, tmp_path / "checkpoint")) > 3
+    given = json.dumps([sizes, window])
+    found = run_ranks(tmp_path, body, 2, tmp_path / "checkpoint", given)
+    (steps, first, second), _ = found
+    assert found == [[steps, first, second]] * 2 and steps > 3
+    assert (first == 8) if window == 8 else first > 128
+    assert first == second

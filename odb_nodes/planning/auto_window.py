@@ -1,0 +1,128 @@
+"""The window that suits the lengths of the samples: as many as fill 32 groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes._core.checks import check_count
+from odb_nodes.planning.attention import with_attention
+from odb_nodes.planning.budget import TokenBudget
+
+AUTO: Literal["auto"] = "auto"
+WindowSize = int | Literal["auto"]
+"""Samples that wait in a pool; or `"auto"`, as many as suit their lengths."""
+
+LEAST_WINDOW, MOST_WINDOW = 128, 4096
+"""Samples: the limits of `"auto"`. A first epoch begins with the fewer, so that its first batch is
+early."""
+POOLED_BUDGETS = 32
+"""Groups that a pool holds, without padding: with more of them, little padding is saved."""
+_PARTS = 2**20  # of a budget, so that ranks tell each other integers
+
+
+class PulledLengths(NamedTuple):
+    """What the samples that were pulled cost.
+
+    Attributes:
+        samples: their number.
+        cost: tokens without padding, and what attention adds; a sample that exceeds the budget on
+            its own counts as one budget.
+        patches: image patches.
+    """
+
+    samples: int = 0
+    cost: int = 0
+    patches: int = 0
+
+    def and_of(
+        self, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike
+    ) -> PulledLengths:
+        """Return this and what further samples cost.
+
+        Args:
+            budget: the budget that they are grouped under.
+            tokens: length of each, (n,).
+            patches: image patches of each, (n,).
+        """
+        lengths = np.asarray(tokens, dtype=np.int64)
+        costs = np.minimum(with_attention(lengths, budget.attention_tokens), budget.tokens)
+        all_patches = self.patches + int(np.sum(patches, dtype=np.int64))
+        return PulledLengths(self.samples + len(lengths), self.cost + int(costs.sum()), all_patches)
+
+    def report(self, budget: TokenBudget) -> tuple[int, int]:
+        """Return the number of samples, and the budgets that they fill, in parts of 2**-20.
+
+        A group is full where it has as many tokens, samples or patches as it may have; what fills
+        most groups counts.
+        """
+        limits = (budget.tokens, budget.max_samples, budget.max_patches)
+        counts = (self.cost, self.samples, self.patches)
+        filled = (
+            _PARTS * count // most
+            for count, most in zip(counts, limits, strict=True)
+            if most is not None
+        )
+        return self.samples, max(filled)
+
+
+def chosen_window(reports: Iterable[Sequence[int]]) -> int:
+    """Return the window that suits what all ranks have pulled; 0 where none has any sample.
+
+    Args:
+        reports: of each rank, what `PulledLengths.report` has returned.
+    """
+    samples, parts = (sum(column) for column in zip(*reports, strict=True))
+    if not samples:
+        return 0
+    window: int = (POOLED_BUDGETS * _PARTS * samples + parts // 2) // max(parts, 1)
+    return min(max(window, LEAST_WINDOW), MOST_WINDOW)
+
+
+def window_samples(
+    window: WindowSize, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike = ()
+) -> int:
+    """Return a window in samples: itself, or what `"auto"` comes to for all samples of a dataset.
+
+    Args:
+        window: the window.
+        budget: the budget that the samples are grouped under.
+        tokens: length of each, (n,).
+        patches: image patches of each, (n,).
+    """
+    if window != AUTO:
+        return window
+    return chosen_window([PulledLengths().and_of(budget, tokens, patches).report(budget)])
+
+
+def shown(window: WindowSize, samples: int) -> str:
+    """Return a window, and of `"auto"` the samples that it comes to, for a table."""
+    return f"auto ({samples:,})" if window == AUTO else f"{samples:,}"
+
+
+def parse_window(text: str) -> WindowSize:
+    """Return the window that a command line names.
+
+    Raises:
+        ValueError: it is neither `auto` nor a number of samples.
+    """
+    return check_window("window", int(text) if text.lstrip("+-").isdecimal() else text)
+
+
+def check_window(name: str, window: object) -> WindowSize:
+    """Return a window.
+
+    Raises:
+        TypeError: it is no integer, or a bool.
+        ValueError: it is an integer below 1, or another string than `"auto"`.
+    """
+    if isinstance(window, str):
+        if window != AUTO:
+            raise ValueError(
+                f'`{name}` must be "auto" or a number of samples, but is {window!r:.80} instead.'
+            )
+        return AUTO
+    return check_count(name, window)

@@ -1,0 +1,206 @@
+"""A window that all ranks choose by the lengths of all, through resumes and epochs."""
+
+import random
+
+import pytest
+from aligned_ranks import TIMEOUT_S, on_ranks
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    ParallelProcessor,
+    RankAligner,
+    ShardedSampler,
+    StateError,
+    WindowBucketer,
+)
+from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.testing import assert_resumes_exactly
+
+SAMPLES = 300
+BUDGET = 100
+
+
+def sample(index):
+    return {"input_ids": [1] * random.Random(index).randint(1, 32), "id": index}
+
+
+def loader_of(exchange=None, kind="keys", size=SAMPLES, window="auto", read_ahead=0, **options):
+    first = 0 if exchange is None else 10_000 * exchange.rank
+    ids = range(first, first + size)
+    if kind == "keys":
+        sampler = ShardedSampler(size, rank=0, world_size=1)
+        source = ParallelProcessor(sampler, lambda at: sample(ids[at]))
+    else:
+        source = IterableWrapper([sample(index) for index in ids])
+    state = "payload" if kind == "payload" else "replay"
+    groups = WindowBucketer(LengthObserver(source), BUDGET, window, state)
+    options = {"round_size": 8, "timeout_s": TIMEOUT_S, **options}
+    node = GroupCollator(RankAligner(groups, exchange, **options), described)
+    return Loader(ReadAhead(node, read_ahead) if read_ahead else node)
+
+
+def described(samples):
+    return {"ids": [one["id"] for one in samples]}
+
+
+def bucketer_of(loader):
+    node = loader.root
+    while not isinstance(node, WindowBucketer):
+        node = node.source
+    return node
+
+
+def window_of(loader):
+    return bucketer_of(loader).window.samples
+
+
+def chosen_in(state):
+    """The window that the state of an aligner has of the next round."""
+    while "next_limits" not in state:
+        state = state["root" if "root" in state else "source"]
+    return state.get("next_window", 0)
+
+
+def epochs_of(loader, count=2):
+    return [[batch["ids"] for batch in loader] for _ in range(count)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["keys", "iterable", "payload"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3, "read_ahead": 2}], ids=["", "ahead"])
+def test_every_step_of_two_epochs_resumes_exactly(ranks, kind, options, sampled):
+    def run(exchange):
+        return assert_resumes_exactly(
+            lambda: loader_of(exchange, kind, **options), **sampled(every=2, horizon=10, chain=1)
+        )
+
+    reports = on_ranks(ranks, run)
+    assert min(report.steps for report in reports) > 80
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks):
+    def run(exchange):
+        loader = loader_of(exchange, size=600)
+        pools = []
+        for batch in loader:
+            pools.append((window_of(loader), chosen_in(loader.state_dict()), batch["ids"]))
+        before = bucketer_of(loader).pulled_samples
+        assert before == 600
+        it = iter(loader)
+        next(it)
+        return pools, bucketer_of(loader).pulled_samples, window_of(loader)
+
+    found = on_ranks(ranks, run)
+    chosen = {one for pools, _, _ in found for _, one, _ in pools}
+    assert len(chosen) == 1  # from the first step on, and the same on all ranks
+    (window,) = chosen
+    assert 160 < window < 240  # 32 budgets of 100 tokens, at a mean of 16.5
+    first_round = 1 if ranks == 1 else 4
+    for pools, pulled, later in found:
+        assert [size for size, _, _ in pools[:first_round]] == [128] * first_round
+        assert {size for size, _, _ in pools[first_round + 1 :]} == {window}
+        assert pulled >= window  # the second epoch begins with as many
+        assert later == window
+
+
+def test_each_epoch_chooses_by_its_own_lengths():
+    class Growing(IterableWrapper):
+        """Ten times as long in each epoch."""
+
+        def __init__(self):
+            super().__init__([Sized() for _ in range(600)])
+
+        def reset(self, initial_state=None):
+            super().reset(initial_state)
+            if initial_state is None:
+                Sized.tokens *= 3
+
+    class Sized:
+        tokens = 3
+
+    source = LengthObserver(Growing(), observe=lambda one: one.tokens)
+    loader = Loader(RankAligner(WindowBucketer(source, 600)))
+    windows = []
+    for _ in range(3):
+        list(loader)
+        windows.append(bucketer_of(loader).window.samples)
+    assert windows == [round(32 * 600 / tokens) for tokens in (9, 27, 81)]
+
+
+def test_a_rank_that_ended_in_the_first_round_begins_the_next_epoch_like_the_others():
+    def run(exchange):
+        loader = loader_of(exchange, size=[600, 20][exchange.rank])
+        list(loader)
+        ended = loader.state_dict()
+        next(iter(loader))
+        resumed = loader_of(exchange, size=[600, 20][exchange.rank])
+        resumed.load_state_dict(ended)
+        next(iter(resumed))
+        return window_of(loader), window_of(resumed)
+
+    first, second = on_ranks(2, run)
+    assert first == second
+    assert first[0] == first[1] > 128
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", [1, 3, 6, 30])
+def test_the_epoch_after_one_that_is_left_is_the_same_after_a_resume(place, ranks):
+    def run(exchange):
+        loader = loader_of(exchange, size=300, read_ahead=4)
+        for step, _ in enumerate(loader, 1):
+            if step == place:
+                break
+        loader.set_epoch(1)
+        left = loader.state_dict()
+        expected = epochs_of(loader, 1)
+        resumed = loader_of(exchange, size=300, read_ahead=4)
+        resumed.load_state_dict(left)
+        return expected, epochs_of(resumed, 1)
+
+    for expected, resumed in on_ranks(ranks, run):
+        assert resumed == expected
+
+
+def test_ranks_with_a_window_of_their_own_choose_nothing_and_hold_no_one_up():
+    def run(exchange):
+        options = {"size": 500, "window": ["auto", 64][exchange.rank]}
+        loader = loader_of(exchange, **options)
+        steps = [(batch["ids"], loader.state_dict()) for batch in loader]
+        resumed = loader_of(exchange, **options)
+        resumed.load_state_dict(steps[9][1])
+        assert [batch["ids"] for batch in resumed] == [ids for ids, _ in steps[10:]]
+        return window_of(loader)
+
+    auto, fixed = on_ranks(2, run)
+    assert (fixed, auto > 128) == (64, True)
+
+
+def test_where_a_node_reads_ahead_below_the_aligner_each_rank_chooses_by_itself():
+    def run(exchange):
+        lengths = [10 * (exchange.rank + 1)] * 600
+        bucketer = WindowBucketer(LengthObserver(IterableWrapper(lengths), int), 100)
+        list(Loader(RankAligner(ReadAhead(bucketer, 2), exchange, timeout_s=TIMEOUT_S)))
+        return bucketer.window.samples
+
+    assert on_ranks(2, run) == [320, 160]
+
+
+@pytest.mark.parametrize(("before", "now"), [("auto", 200), (200, "auto")])
+def test_a_number_in_place_of_auto_is_another_configuration(before, now):
+    loader = loader_of(window=before, size=1500)
+    it = iter(loader)
+    taken = [next(it)["ids"] for _ in range(6)]
+    changed = loader_of(window=now, size=1500)
+    changed.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match=f"`window` was {before!r} when saved, but is {now!r} now"):
+        iter(changed)
+    changed.load_state_dict(loader.state_dict(), strict=False)
+    with pytest.warns(UserWarning, match="`window` was"):
+        rest = [batch["ids"] for batch in changed]
+    assert sorted(sum(taken + rest, [])) == [*range(1500)]
+    assert window_of(changed) == (200 if now == 200 else pytest.approx(194, abs=20))

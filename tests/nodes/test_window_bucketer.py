@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import fewer
-from torchdata.nodes import IterableWrapper, Mapper
+from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 
 from odb_nodes import (
     LengthObserver,
@@ -448,6 +448,23 @@ def test_alone_it_chooses_its_window_after_the_first_group(layout, state, sample
     assert windows[1] == round(32 * 100 * 128 / sum(lengths[:128]))
     next(iter(loader))
     assert loader.root.pulled_samples == windows[-1]  # the next epoch begins with it
+
+
+def test_alone_it_begins_an_epoch_by_the_one_before_even_if_that_had_one_group():
+    lengths = [1 + length // 3 for length in LENGTHS * 3]
+
+    def make():
+        return Loader(Prefetcher(WindowBucketer(samples(lengths), 100), 4))
+
+    loader = make()
+    next(iter(loader))  # the thread has read some more
+    loader.set_epoch(1)
+    left = loader.state_dict()
+    expected = ids(loader)
+    resumed = make()
+    resumed.load_state_dict(left)
+    assert ids(resumed) == expected
+    assert resumed.root.source.window.samples > 128
 
 
 def test_no_pooled_sample_gets_older_than_5_windows_while_the_window_grows():

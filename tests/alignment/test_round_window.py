@@ -23,16 +23,18 @@ SAMPLES = 300
 BUDGET = 100
 
 
-def sample(index):
-    return {"input_ids": [1] * random.Random(index).randint(1, 32), "id": index}
+def sample(index, scale=1):
+    return {"input_ids": [1] * scale * random.Random(index).randint(1, 32), "id": index}
 
 
-def loader_of(exchange=None, kind="keys", size=SAMPLES, window="auto", read_ahead=0, **options):
+def loader_of(
+    exchange=None, kind="keys", size=SAMPLES, window="auto", read_ahead=0, scale=1, **options
+):
     first = 0 if exchange is None else 10_000 * exchange.rank
     ids = range(first, first + size)
     if kind == "keys":
         sampler = ShardedSampler(size, rank=0, world_size=1)
-        source = ParallelProcessor(sampler, lambda at: sample(ids[at]))
+        source = ParallelProcessor(sampler, lambda at: sample(ids[at], scale))
     else:
         source = IterableWrapper([sample(index) for index in ids])
     state = "payload" if kind == "payload" else "replay"
@@ -188,6 +190,25 @@ def test_where_a_node_reads_ahead_below_the_aligner_each_rank_chooses_by_itself(
         return bucketer.window.samples
 
     assert on_ranks(2, run) == [320, 160]
+
+
+def test_ranks_that_have_chosen_different_windows_do_not_go_on():
+    def saved(exchange, scale):
+        it = iter(loader := loader_of(exchange, scale=scale, cost_fn=len))
+        for _ in range(4):  # the first round
+            next(it)
+        return loader.state_dict()
+
+    states = [on_ranks(2, lambda exchange, scale=scale: saved(exchange, scale)) for scale in (1, 2)]
+
+    def run(exchange):
+        loader = loader_of(exchange, scale=exchange.rank + 1, cost_fn=len)
+        loader.load_state_dict(states[exchange.rank][exchange.rank])
+        with pytest.raises(StateError, match="window of the next round"):
+            next(iter(loader))
+        return True
+
+    assert on_ranks(2, run) == [True, True]
 
 
 @pytest.mark.parametrize(("before", "now"), [("auto", 200), (200, "auto")])

@@ -23,6 +23,7 @@ from odb_nodes import (
     WindowBucketer,
 )
 from odb_nodes._core import progress
+from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -448,6 +449,22 @@ def test_alone_it_chooses_its_window_after_the_first_group(layout, state, sample
     assert windows[1] == round(32 * 100 * 128 / sum(lengths[:128]))
     next(iter(loader))
     assert loader.root.pulled_samples == windows[-1]  # the next epoch begins with it
+
+
+def test_alone_it_begins_an_epoch_by_the_one_before_even_if_that_had_one_group():
+    lengths = [1 + length // 3 for length in LENGTHS * 3]
+
+    def make():
+        return Loader(ReadAhead(WindowBucketer(samples(lengths), 100), 4))
+
+    loader = make()
+    next(iter(loader))  # the thread has read some more
+    loader.set_epoch(1)
+    left = loader.state_dict()
+    expected = ids(loader)
+    resumed = make()
+    resumed.load_state_dict(left)
+    assert ids(resumed) == expected
 
 
 def test_no_pooled_sample_gets_older_than_5_windows_while_the_window_grows():

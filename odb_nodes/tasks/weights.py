@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from odb_nodes._core.checks import check_type, describe
+from odb_nodes._core.checks import check_named, check_type, describe
 from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
 
@@ -44,9 +44,7 @@ class TaskWeights(Mapping[str, float]):
         check_type("weights", weights, Mapping, 'Pass weights such as {"chat": 1.0, "code": 0.5}.')
         if not weights:
             raise ValueError("`weights` must name a task, but are empty.")
-        for name in weights:
-            if not isinstance(name, str):
-                raise TypeError(f"`weights` must have names as keys, but has {describe(name)}.")
+        check_named("weights", weights)
         # Not in the order given, which of a set is another on each rank.
         self._weights = {name: _weight(name, weights[name]) for name in sorted(weights)}
 

@@ -62,7 +62,11 @@ class StepMeeting:
             self._channel = Channel(exchange, _CAPACITY)
             self._channel.begin()
         if not self._channel.agreed:
-            self._channel.agree({self._name: settings})
+            try:
+                self._channel.agree({self._name: settings})
+            except StateError as error:
+                remedy = f"Make `{self._name}` with the same weights and options on all of them."
+                raise StateError(f"{error} {remedy}") from None
 
     def meet(self, info: StepInfo) -> None:
         """Make sure, after `agree`, that all ranks end the same step.

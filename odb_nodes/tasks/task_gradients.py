@@ -48,6 +48,7 @@ class TaskGradients:
         check_type("weights", weights, TaskWeights, "Pass `TaskWeights(...)`.")
         owner, self._option, self._method = names
         self.parameters = _trained(parameters, self._option)
+        self._elements = sum(one.numel() for one in self.parameters)
         self.info: StepInfo | None = None
         self._weights, self._process_group = weights, process_group
         self._meeting = StepMeeting(owner, process_group, timeout_s)
@@ -94,7 +95,7 @@ class TaskGradients:
         """
         self.follow(info)
         if self._sums is None:
-            size, first = sum(one.numel() for one in self.parameters) + 1, self.parameters[0]
+            size, first = self._elements + 1, self.parameters[0]
             dtype = torch.promote_types(first.dtype, torch.float32)  # for sums of many
             self._sums = first.new_zeros((len(self._weights), size), dtype=dtype)
         self._weights.scale(info)  # checks that the targets of all tasks are counted
@@ -145,8 +146,7 @@ class TaskGradients:
                 f"`step` came after micro-step {info.micro_step} of {info.micro_steps}, which ends "
                 "no optimizer step. Call it where `info.ends_optimizer_step`."
             )
-        size = sum(one.numel() for one in self.parameters)
-        own = {"parameters": len(self.parameters), "elements": size}
+        own = {"parameters": len(self.parameters), "elements": self._elements}
         self._meeting.agree({**self._weights.state_dict(), **own, **settings})
         self.info = None
         return info

@@ -108,12 +108,14 @@ batch = next(iter(loader_of(regression(120)[rank::2], sharded=True, timeout_s=20
 info = pop_step_info(batch)
 
 
-def error(kind, method, weight=1.0, late=0, steps=1, **options):
+def error(kind, method, weight=1.0, late=0, steps=1, loads=None, **options):
     model = Model()
     weights = TaskWeights({"far": weight, "near": 1.0})
     found = kind(weights, model.trunk.parameters(), timeout_s=20, **options)
     try:
         for number in range(steps):
+            if number and loads is not None:
+                found.load_state_dict({**found.state_dict(), "steps": loads})
             place = replace(info, step=info.step + number + late * number)
             getattr(found, method)(model.losses(batch), place)
             found.step()
@@ -128,6 +130,7 @@ found = [
     error(GradNorm, "observe", rate=0.01 + 0.01 * rank),
     error(GradNorm, "observe", alpha=1.0 + rank),
     error(GradNorm, "observe", least=0.1 + 0.1 * rank),
+    error(GradNorm, "observe", steps=2, loads=5 + rank),
     error(PCGrad, "backward", weight=1.0 + rank),
     error(PCGrad, "backward", seed=rank),
     error(PCGrad, "backward", late=rank, steps=2),
@@ -153,10 +156,11 @@ def test_ranks_that_differ_or_end_other_steps_are_an_error_on_all(tmp_path):
     assert found == other
     expected = (
         *("GradNorm.weights", "GradNorm.rule", "GradNorm.every", "GradNorm.rate"),
-        *("GradNorm.alpha", "GradNorm.least", "PCGrad.weights", "PCGrad.seed"),
+        *("GradNorm.alpha", "GradNorm.least", "GradNorm.steps", "PCGrad.weights", "PCGrad.seed"),
     )
     for name, message in zip(expected, found[:-2], strict=True):
         assert f"`{name}` is " in message and "on rank 0" in message and "on rank 1" in message
+        assert "with the same weights and options" in message
     for message in found[-2:]:
         assert "must call" in message and "[(0, 1), (0, 2)]" in message
     assert "rank 1 did not come" in late

@@ -51,9 +51,9 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "row_tasks": tuple(sample.task_name for sample in samples),
         "local_task_targets": count_tasks(samples),
         "local_tasks": add_counts(
-            (sample.task, SourceCount(1, sample.tokens))
+            (sample.task_name, SourceCount(1, sample.tokens))
             for sample in samples
-            if sample.task not in ("", sample.source)
+            if sample.task_name
         ),
         "row_repeats": tuple(sample.repeat for sample in samples),
         "own_sources": frozenset(
@@ -116,8 +116,9 @@ class StepInfo:
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
             `RankAligner`.
         local_task_targets: supervised tokens of this rank, by name of the task.
-        local_tasks: samples and unpadded tokens of this rank by name of the task, where `observe`
-            has told one that is not the name of the source. Empty in a filler step.
+        local_tasks: samples and unpadded tokens of this rank by name of the task, which is that of
+            the source where `observe` tells none. The samples add up to `local_samples`; empty in
+            a filler step, and if samples have no tasks.
         task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.

@@ -110,9 +110,9 @@ def joint_batches(data, ranks, accumulate=1):
         yield {key: torch.cat([one[key] for one in whole]) for key in ("x", "y", "task")}
 
 
-def train(loader, steps, *, learning_rate=0.0, states=None, state=None, **options):
+def train(loader, steps, *, learning_rate=0.0, states=None, state=None, tasks=NEAR_FAR, **options):
     """The weights after each optimizer step, and the norms."""
-    model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    model, weights = Model(), TaskWeights(dict.fromkeys(tasks, 1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     balance = GradNorm(weights, model.trunk.parameters(), **options)
     if state is not None:
@@ -144,9 +144,10 @@ def flat(gradients):
     return torch.cat([one.flatten() for one in gradients])
 
 
-def projected_gradients(loader):
+def projected_gradients(loader, tasks=NEAR_FAR):
     """The gradient of each optimizer step of an epoch, with projection and without."""
-    model, weights, found = Model(), TaskWeights(NEAR_FAR_WEIGHTS), []
+    weights = TaskWeights({task: NEAR_FAR_WEIGHTS[task] for task in tasks})
+    model, found = Model(), []
     conflicts = PCGrad(weights, model.parameters())
     for batch in loader:
         info = pop_step_info(batch)

@@ -114,6 +114,14 @@ def test_step_info_stays_plain():
     assert StepInfo.of_one_rank([PLAIN], 0).local_sources == {}
 
 
+def test_samples_and_tokens_are_counted_by_task_whatever_the_source():
+    other = PLAIN.of_source("web")._replace(task="ocr")
+    info = StepInfo.of_one_rank([NAMED, PLAIN.of_source("web"), other], 0)
+    assert info.local_tasks == {"ocr": SourceCount(2, 6), "web": SourceCount(1, 3)}
+    assert StepInfo.of_one_rank([NAMED], 0).local_tasks == {"ocr": SourceCount(1, 3)}
+    assert StepInfo.of_one_rank([PLAIN], 0).local_tasks == {}
+
+
 def test_tensors_of_a_named_sample_travel_as_buffers():
     samples = [Sample({"x": torch.arange(n)}, n, 0).of_source("a") for n in (3, 5)]
     parts = pack(samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -114,6 +114,13 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(one, str) and one for one in value) or len({*value}) < len(value):
         raise ValueError(_message(name, "names that differ", describe(value), remedy))
     return (*value,)
+
+
+def check_named(name: str, value: Mapping[Any, object]) -> None:
+    """Raise a `TypeError` unless all keys of a mapping are strings."""
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"`{name}` must have names as keys, but has {describe(key)} instead.")
 
 
 def describe(value: object) -> str:

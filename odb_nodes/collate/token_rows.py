@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +27,9 @@ TOKEN_KEYS = (
     "position_ids",
     "special_tokens_mask",
 )
+
+
+_INT64 = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +132,11 @@ class TokenRows:
 
         Raises:
             SampleError: values per token are not numbers, `input_ids` no integers, or there are
-                not as many as tokens.
+                not as many as tokens; or a number of a sample is no int64, or of a kind that
+                tensors do not have.
         """
         if all(map(is_number, values)):
-            return torch.as_tensor(np.asarray(values))
+            return _tensor_of(key, values)
         if key not in self.token_keys:
             return values
         rows: list[Any] = []
@@ -154,6 +158,22 @@ class TokenRows:
     def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
         """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
         raise NotImplementedError
+
+
+def _tensor_of(key: str, numbers: list[Any]) -> torch.Tensor:
+    """Return the numbers of samples as an (n,) tensor."""
+    array = np.asarray(numbers)
+    for index, number in enumerate(numbers if array.dtype.kind in "Ouf" else ()):
+        is_wide = isinstance(number, Integral) and not -_INT64 <= int(number) < _INT64
+        if is_wide or (array.dtype == object and np.asarray(number).dtype == object):
+            raise of_group(
+                SampleError(
+                    f"`{key}` must be a number that a tensor can hold, an integer of 64 bits with "
+                    f"its sign, but is {number!r:.80} instead. Pass it as a string, say."
+                ),
+                index,
+            )
+    return torch.as_tensor(array)
 
 
 def of_group(error: SampleError, index: int) -> SampleError:

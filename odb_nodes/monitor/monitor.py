@@ -21,11 +21,12 @@ from odb_nodes.monitor.loss_book import LossBook, SampleLoss
 from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
+from odb_nodes.monitor.numbers import Number, Told
 from odb_nodes.monitor.records import EPOCH, STEPS
 from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.watched import AnyLoader, Watched, show
-from odb_nodes.monitor.window import Number, Share, Totals, Window
+from odb_nodes.monitor.window import Share, Totals, Window
 from odb_nodes.monitor.writers import Writers
 from odb_nodes.step_info import StepInfo
 
@@ -160,8 +161,8 @@ class Monitor:
         loss_by_source: Mapping[str, tuple[Number, float]] | None = None,
         row_losses: RowLosses | None = None,
         grad_norm: Number | None = None,
-        lr: float | None = None,
-        values: Mapping[str, float] | None = None,
+        lr: Number | None = None,
+        values: Mapping[str, Number] | None = None,
         ooms: int = 0,
         wait_s: float | None = None,
     ) -> None:
@@ -174,12 +175,13 @@ class Monitor:
             info: its `StepInfo`.
             loss: mean over the supervised tokens of the batch, before `StepInfo.loss_scale`.
             loss_weight: what `loss` is a mean over. Default: `StepInfo.local_targets`.
-            loss_by_source: name of the source or task -> sum of the losses, and number of its
-                supervised tokens in the batch.
+            loss_by_source: name of the task, or of the source where `observe` tells no task -> sum
+                of the losses, and number of its supervised tokens in the batch.
             row_losses: the loss of each sample, in place of `loss` and `loss_by_source`.
             grad_norm: norm of the gradient of the optimizer step.
             lr: learning rate of the optimizer step.
-            values: further numbers of the optimizer step by name, such as weights of tasks.
+            values: further numbers of the optimizer step by name, such as weights of tasks; not by
+                that of a value that `last` of a record has anyway.
             ooms: how often memory ran out on this rank.
             wait_s: seconds of waiting for the batch, for batches that do not come from `watch`.
 
@@ -187,9 +189,12 @@ class Monitor:
             PeerError: a rank failed, or did not come, where a record is written.
             RuntimeError: another process writes into the folder.
             StateError: the ranks stand at different steps.
+            TypeError, ValueError: an argument is not valid.
             ValueError: the monitor is closed, or was told of this batch before.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
+        weight = info.local_targets if loss_weight is None else loss_weight
+        told = Told.of(loss, weight, loss_by_source, grad_norm, lr, values)
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
         self._order.note(info)
@@ -199,18 +204,12 @@ class Monitor:
             at.epoch = info.epoch
         waited_s, self._wait_s = self._wait_s, 0.0
         window.add_batch(batch, info, waited_s if wait_s is None else wait_s)
-        weight = info.local_targets if loss_weight is None else loss_weight
         if row_losses is not None:
             window.rank = group_rank(self._process_group)[0]
             window.add_rows(row_losses, info)
-            loss = row_losses.sums.detach().sum() / max(weight, 1) if loss is None else loss
-        if loss is not None:
-            window.add_value("loss", loss, weight)
-        window.add_losses(loss_by_source or {})
-        if grad_norm is not None:
-            window.add_value("grad_norm", grad_norm)
-        for name, value in {**({} if lr is None else {"lr": lr}), **(values or {})}.items():
-            window.set_last(name, value)
+            if loss is None:
+                told = told._replace(loss=row_losses.sums.detach().sum() / max(told.weight, 1))
+        window.add_told(told)
         if ooms:
             window.count("ooms", ooms)
         at.step += info.ends_optimizer_step

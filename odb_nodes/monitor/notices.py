@@ -103,7 +103,7 @@ class Notices:
             done = watched.share_done
             self._note(
                 f"source {source}",
-                done < _END_OF_EPOCH and not share.sums.get(f"samples/{source}"),
+                done < _END_OF_EPOCH and not share.sources.get(source),
                 f"source {source!r} ran dry before {done:.0%} of the epoch: the other sources are "
                 "all that comes now. Its weight is too high for its number of samples: give "
                 '`Mixing(weights="proportional")`, or `stop="cycle"`, which begins it again.',

@@ -12,11 +12,10 @@ import torch
 
 from odb_nodes.monitor.loss_book import ALL_RANKS, SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
+from odb_nodes.monitor.numbers import Number, Told, to_floats
 from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.planning.attention import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
-
-Number = float | int | torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -31,6 +30,7 @@ class Share:
         weights: name -> sum of these weights.
         peaks: largest values by name.
         last: latest values by name.
+        sources: samples by name of the source, which need not be that of their task.
         shapes: rows and width of a batch, as in "4x128" -> number of such batches.
         optimizer_steps: optimizer steps that have ended.
         seconds: duration.
@@ -43,6 +43,7 @@ class Share:
     weights: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, int] = field(default_factory=dict)
     optimizer_steps: int = 0
     seconds: float = 0.0
@@ -74,6 +75,7 @@ class Window:
         """This rank, which the keys of its own sources are of."""
         self._squares: list[Number] = []
         self._values: list[tuple[str, Number, float]] = []  # name, value, weight
+        self._last: dict[str, Number] = {}
         self._rows: list[tuple[RowLosses, StepInfo]] = []
 
     def __len__(self) -> int:
@@ -101,33 +103,35 @@ class Window:
             self.count("left_out", len(info.left_out))
         for name in info.task_targets:
             self.count(f"samples/{name}", 0)  # a task without a sample is told, too
-        for name, (samples, tokens) in [*info.local_sources.items(), *info.local_tasks.items()]:
+        for name, (samples, tokens) in info.local_tasks.items():
             self.count(f"samples/{name}", samples)
             self.count(f"tokens/{name}", tokens)
+        for name, (samples, _) in info.local_sources.items():
+            share.sources[name] = share.sources.get(name, 0) + samples
 
     def count(self, name: str, number: float) -> None:
         """Add to a sum."""
         self._share.sums[name] = self._share.sums.get(name, 0) + number
 
-    def add_value(self, name: str, value: Number, weight: float = 1.0) -> None:
-        """Add a value to a mean; one without weight, which may be NaN, is left out."""
-        if weight:
-            if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
-                    shape = tuple(value.shape)
-                    raise ValueError(f"`{name}` must be one number, but has the shape {shape}.")
-                value = value.detach()
-            self._values.append((name, value, weight))
-
-    def add_losses(self, losses: Mapping[str, tuple[Number, float]]) -> None:
-        """Add sums of losses and their targets, by source or task."""
-        for name, (total, targets) in losses.items():
+    def add_told(self, told: Told) -> None:
+        """Add what the monitor was told of a batch."""
+        if told.loss is not None:
+            self.add_value("loss", told.loss, told.weight)
+        for name, (total, targets) in told.losses.items():
             if targets:
                 self.add_value(f"loss/{name}", total / targets, targets)
                 self.count(f"targets/{name}", targets)
+        if told.grad_norm is not None:
+            self.add_value("grad_norm", told.grad_norm)
+        self._last |= told.last
+
+    def add_value(self, name: str, value: Number, weight: float = 1.0) -> None:
+        """Add a value to a mean; one without weight, which may be NaN, is left out."""
+        if weight:
+            self._values.append((name, value, weight))
 
     def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
-        """Add the losses of the samples of a batch, also by their sources and tasks.
+        """Add the losses of the samples of a batch, also by their tasks.
 
         Raises:
             ValueError: they are of fewer samples.
@@ -156,10 +160,9 @@ class Window:
                 info.keys, info.row_sources, info.row_tasks, info.row_repeats, strict=True
             ):
                 total, targets = next(rows)
-                for name in dict.fromkeys((source, task)):
-                    if name and targets:
-                        self.count(f"targets/{name}", targets)
-                        self._add_to_mean(f"loss/{name}", total, targets)
+                if task and targets:
+                    self.count(f"targets/{task}", targets)
+                    self._add_to_mean(f"loss/{task}", total, targets)
                 if self.samples is not None and key is not None and targets:
                     loss = total / targets
                     is_own = info.world_size > 1 and source in info.own_sources
@@ -174,9 +177,9 @@ class Window:
         share.totals[name] = share.totals.get(name, 0.0) + total
         share.weights[name] = share.weights.get(name, 0.0) + weight
 
-    def set_last(self, name: str, value: float) -> None:
+    def set_last(self, name: str, value: Number) -> None:
         """Note the latest of some values."""
-        self._share.last[name] = value
+        self._last[name] = value
 
     def set_peak(self, name: str, value: float) -> None:
         """Note a value that may be the largest so far."""
@@ -193,10 +196,11 @@ class Window:
         for (name, _, weight), number in zip(values, numbers, strict=True):
             self._add_to_mean(name, number * weight, weight)
             if name == "grad_norm":
-                self.set_last(name, number)
+                share.last[name] = number
                 self.set_peak(name, number)
+        share.last |= zip(self._last, to_floats([*self._last.values()]), strict=True)
         share.squares += map(int, to_floats(self._squares))
-        self._values, self._squares = [], []
+        self._values, self._squares, self._last = [], [], {}
         self._read_rows()
         share.seconds = seconds
         return share
@@ -213,20 +217,6 @@ def _squares_of(batch: Mapping[str, Any]) -> Number:
     if rows == 1 and isinstance(places, torch.Tensor) and places.shape == ids.shape:
         return places.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
     return rows * width * width
-
-
-def to_floats(values: Sequence[Number]) -> list[float]:
-    """Return numbers and tensors of one element as floats; waits once for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            by_device.setdefault(value.device, []).append(index)
-    found: list[Any] = list(values)
-    for indices in by_device.values():
-        parts = [values[index].reshape(1).double() for index in indices]  # type: ignore[union-attr]
-        for index, number in zip(indices, torch.cat(parts).tolist(), strict=True):
-            found[index] = number
-    return list(map(float, found))
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from odb_nodes._core.checks import check_choice, check_count, check_type
+from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
 from odb_nodes.tasks.task_gradients import TaskGradients
@@ -38,25 +39,30 @@ class GradNorm:
     micro-steps, with respect to the shared parameters, is measured; its norm, times the task's
     weight, is what the task pulls with. `"gradnorm"` (Chen et al., 2018) moves each weight towards
     the mean pull x (relative inverse rate) ** `alpha`, where a task whose loss has fallen less than
-    those of others has a rate above 1. `"ratio"` multiplies each weight by (mean pull / pull) **
-    `alpha`, whatever the losses. Weights then add up to what they did. A task without targets in
-    the step, or without a gradient, keeps its weight; all do where a loss or gradient of the step
-    is not finite.
+    those of others, since the first step that measured it, has a rate above 1. `"ratio"` multiplies
+    each weight by (mean pull / pull) ** `alpha`, whatever the losses. Weights then add up to what
+    they did. A task without targets in the step, or without a gradient, keeps its weight; all do
+    where a loss or gradient of the step is not finite.
 
-    State: the weights, the first loss of each task, and the number of the step: plain data.
+    State: the weights, the loss of each task in the first step that measured it, and the number of
+    the step: plain data. There is none within an optimizer step.
+
+    In the first `step`, also after `load_state_dict`, the ranks compare their weights, options and
+    states; in each that measures, where they stand.
 
     Args:
         weights: the weights, which add up to the number of tasks from now on.
         shared: parameters that all tasks use, such as those of the last common layer. Their
             gradients are kept once for each task.
         every: optimizer steps between two changes.
-        alpha: how much tasks that train slowly are favored; 0 makes all pulls alike. For `"ratio"`,
-            above 0 and below 2.
+        alpha: how much tasks that train slowly are favored; 0 makes all pulls alike. Not below 0.
+            For `"ratio"` below 2; 0 leaves the weights as they are.
         rate: by how much of itself a weight of 1 changes at once, for a gradient of average norm;
             for `"gradnorm"` alone.
         rule: `"gradnorm"` or `"ratio"`.
         least: smallest weight; the largest is that which leaves `least` to each other task.
         process_group: the ranks that train together. Default: all of the job.
+        timeout_s: seconds until a rank that does not come to `step` is an error on the others.
 
     Raises:
         TypeError, ValueError: an argument is not valid, or parameters are sharded.
@@ -73,10 +79,11 @@ class GradNorm:
         rule: Rule = "gradnorm",
         least: float = 0.05,
         process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        check_type("weights", weights, TaskWeights)
         check_choice("rule", rule, get_args(Rule))
-        self._gradients = TaskGradients(weights, shared, "shared", process_group)
+        names = (type(self).__name__, "shared", "observe")
+        self._gradients = TaskGradients(weights, shared, names, process_group, timeout_s)
         self._every = check_count("every", every)
         most_alpha = 2.0 if rule == "ratio" else float("inf")
         _check_within("alpha", alpha, 0.0, most_alpha)
@@ -100,7 +107,7 @@ class GradNorm:
     ) -> None:
         """Measure the gradients of a batch, before its `backward`, if a change is due.
 
-        Call it for each batch on each rank, in filler steps too.
+        Call it for each batch on each rank, in filler steps and where no change is due, too.
 
         Args:
             losses: of each token, see `TaskWeights.loss`.
@@ -108,21 +115,30 @@ class GradNorm:
             position_ids: of a packed batch.
 
         Raises:
-            ValueError: see `TaskWeights.loss`; or a task does not use the shared parameters.
+            RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
+                not follow the optimizer step before.
+            TypeError: an argument is of another type.
+            ValueError: see `TaskWeights.loss`; or a task does not use the shared parameters, or its
+                losses have no graph.
         """
         if self._is_due:
             self._gradients.add(losses, info, position_ids)
+        else:
+            self._gradients.follow(info)
 
     def step(self) -> None:
         """End an optimizer step: change the weights, if a change is due. All ranks call it.
 
         Raises:
-            RuntimeError: a change is due, but this rank has not called `observe`.
+            PeerError: a rank was lost, or did not come.
+            RuntimeError: this rank has not called `observe` for each batch of an optimizer step.
+            StateError: the ranks differ in weights, options or states, or end different steps.
         """
+        info = self._gradients.end(self._settings())
         is_due, self._steps = self._is_due, self._steps + 1
         if not is_due:
             return
-        gradients, targets_of = self._gradients.take("observe"), self._gradients.targets
+        gradients, targets_of = self._gradients.take(info), info.task_targets
         rows = {task: row for row, task in enumerate(self._weights) if targets_of.get(task)}
         if not rows:
             return
@@ -144,13 +160,18 @@ class GradNorm:
     def _is_due(self) -> bool:
         return (self._steps + 1) % self._every == 0
 
+    def _settings(self) -> dict[str, Any]:
+        options = {"alpha": self._alpha, "rate": self._rate, "rule": self._rule}
+        options |= {"every": self._every, "least": self._least}
+        return options | {"steps": self._steps, "first": self._first}
+
     def state_dict(self) -> dict[str, Any]:
         """Return weights, first losses and the number of the step.
 
         Raises:
-            StateError: it is called within an optimizer step, of which gradients are kept.
+            StateError: it is called within an optimizer step, from its first `observe` to `step`.
         """
-        if not self._gradients.is_empty:
+        if self._gradients.info is not None:
             raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
         return {"steps": self._steps, "first": dict(self._first), **self._weights.state_dict()}
 
@@ -169,7 +190,7 @@ class GradNorm:
             ) from error
         self._weights.load_state_dict(state_dict)
         self._steps, self._first = steps, first
-        self._gradients.clear()
+        self._gradients.begin()
 
     def _ratio(self, norms: Mapping[str, float]) -> dict[str, float]:
         pulls = {task: self.norms[task] for task in norms}

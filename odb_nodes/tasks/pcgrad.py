@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from odb_nodes._core.checks import check_integer
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.step_info import StepInfo
 from odb_nodes.tasks.task_gradients import TaskGradients
 from odb_nodes.tasks.weights import TaskWeights
@@ -31,7 +33,8 @@ class PCGrad:
     Two gradients conflict where their inner product is negative (Yu et al., 2020). The gradients
     are those of all ranks and micro-steps, each times the weight of its task. Where none conflict,
     their sum is the gradient of `TaskWeights.loss`. The order of the other tasks is drawn from
-    `seed`, epoch and step, so there is no state, and all ranks have the same.
+    `seed`, epoch and step, so there is no state, and all ranks have the same. In the first `step`
+    they compare weights and seed, in each where they stand.
 
     Args:
         weights: the weights of the tasks.
@@ -39,9 +42,11 @@ class PCGrad:
         seed: seed of the order.
         process_group: the ranks that train together. Default: all of the job. DDP is not needed;
             it does nothing here.
+        timeout_s: seconds until a rank that does not come to `step` is an error on the others.
 
     Raises:
-        ValueError: none of the parameters is trained, or one is sharded.
+        TypeError, ValueError: an argument is not valid, none of the parameters is trained, or one
+            is sharded.
     """
 
     def __init__(
@@ -51,10 +56,11 @@ class PCGrad:
         *,
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        self._weights, self._seed = weights, seed
-        self._gradients = TaskGradients(weights, parameters, "parameters", process_group)
-        self._info: StepInfo | None = None
+        names = (type(self).__name__, "parameters", "backward")
+        self._gradients = TaskGradients(weights, parameters, names, process_group, timeout_s)
+        self._weights, self._seed = weights, check_integer("seed", seed)
 
     def backward(
         self,
@@ -71,19 +77,24 @@ class PCGrad:
             position_ids: of a packed batch.
 
         Raises:
-            ValueError: see `TaskWeights.loss`; or a task uses none of the parameters.
+            RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
+                not follow the optimizer step before.
+            TypeError: an argument is of another type.
+            ValueError: see `TaskWeights.loss`; or a task uses none of the parameters, or its losses
+                have no graph.
         """
         self._gradients.add(losses, info, position_ids)
-        self._info = info
 
     def step(self) -> None:
         """End an optimizer step: set `grad` of all parameters. All ranks call it.
 
         Raises:
-            RuntimeError: this rank has not called `backward`.
+            PeerError: a rank was lost, or did not come.
+            RuntimeError: this rank has not called `backward` for each batch of an optimizer step.
+            StateError: the ranks differ in weights or seed, or end different steps.
         """
-        sums, info = self._gradients.take("backward"), self._info
-        assert info is not None
+        info = self._gradients.end({"seed": self._seed})
+        sums = self._gradients.take(info)
         factors = sums.new_tensor([*self._weights.values()])
         scale = self._weights.scale(info) / info.world_size  # 1 / sum of weight x targets
         own = sums[:, :-1] * factors[:, None] * scale

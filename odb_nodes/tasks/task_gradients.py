@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from odb_nodes._compat.torch import is_dtensor
+from odb_nodes._core.checks import check_type, describe
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tasks.step_meeting import StepMeeting
 from odb_nodes.tasks.weights import TaskWeights
 
 __all__ = ["TaskGradients"]
@@ -20,94 +23,188 @@ class TaskGradients:
     Args:
         weights: whose tasks they are of.
         parameters: what the gradients are with respect to; those that are not trained are left out.
-        option: what `parameters` were given as, for errors.
+        names: the class that this is for, its argument `parameters`, and its method that batches
+            are added by, for errors.
         process_group: the ranks that train together; `None` for all of the job.
+        timeout_s: seconds until a rank that does not come is an error on the others.
 
     Attributes:
         parameters: those that are trained.
-        targets: task -> its supervised tokens in the optimizer step, over all ranks.
+        info: of the last batch of the optimizer step; `None` before the first.
 
     Raises:
-        ValueError: none is trained, or one is sharded.
+        TypeError: an argument is of another type.
+        ValueError: no parameter is trained, one is there twice, or one is sharded.
     """
 
     def __init__(
         self,
         weights: TaskWeights,
         parameters: Iterable[torch.nn.Parameter],
-        option: str,
-        process_group: dist.ProcessGroup | None = None,
+        names: tuple[str, str, str],
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
     ) -> None:
-        self.parameters = [one for one in parameters if one.requires_grad]
-        if not self.parameters:
-            raise ValueError(f"`{option}` must hold a parameter that is trained, but holds none.")
-        if any(is_dtensor(one) for one in self.parameters):
-            raise ValueError(
-                f"`{option}` must be whole on each rank, but is sharded. Choose parameters that "
-                "FSDP leaves alone."
-            )
-        self.targets: Mapping[str, int] = {}
-        self._weights, self._option = weights, option
-        self._process_group = process_group
+        check_type("weights", weights, TaskWeights, "Pass `TaskWeights(...)`.")
+        owner, self._option, self._method = names
+        self.parameters = _trained(parameters, self._option)
+        self._elements = sum(one.numel() for one in self.parameters)
+        self.info: StepInfo | None = None
+        self._weights, self._process_group = weights, process_group
+        self._meeting = StepMeeting(owner, process_group, timeout_s)
         self._sums: torch.Tensor | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added since the last `take`."""
-        return self._sums is None
+    def follow(self, info: StepInfo) -> None:
+        """Note the next batch of the optimizer step.
+
+        Raises:
+            RuntimeError: it is not the next, or the optimizer step before was not ended.
+            TypeError: it is no `StepInfo`.
+        """
+        check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
+        last, method = self.info, self._method
+        if last is not None and (info.epoch, info.step) == (last.epoch, last.step):
+            raise RuntimeError(
+                f"`{method}` must be called once for each batch, but was called twice for step "
+                f"{info.step} of epoch {info.epoch}."
+            )
+        if last is not None and last.ends_optimizer_step:
+            raise RuntimeError(
+                f"`{method}` came for step {info.step} of epoch {info.epoch}, but `step` not after "
+                f"step {last.step}, which ended an optimizer step. Call `step` where "
+                "`info.ends_optimizer_step`."
+            )
+        expected = 0 if last is None else last.micro_step + 1
+        if info.micro_step not in (0, expected):
+            raise RuntimeError(
+                f"`{method}` must be called for each batch of an optimizer step, but came for "
+                f"micro-step {info.micro_step} of step {info.step} where {expected} was next."
+            )
+        if info.micro_step == 0:  # also where an optimizer step was broken off
+            self.clear()
+        self.info = info
 
     def add(self, losses: torch.Tensor, info: StepInfo, position_ids: torch.Tensor | None) -> None:
         """Add the gradients of a batch; its graph is kept.
 
         Raises:
-            ValueError: see `TaskWeights.loss`; or the losses of a task use no parameter.
+            RuntimeError: see `follow`.
+            TypeError: an argument is of another type.
+            ValueError: see `TaskWeights.loss`; or the losses of a task use no parameter, or have
+                no graph.
         """
+        self.follow(info)
         if self._sums is None:
-            size, first = sum(one.numel() for one in self.parameters) + 1, self.parameters[0]
+            size, first = self._elements + 1, self.parameters[0]
             dtype = torch.promote_types(first.dtype, torch.float32)  # for sums of many
             self._sums = first.new_zeros((len(self._weights), size), dtype=dtype)
         self._weights.scale(info)  # checks that the targets of all tasks are counted
-        self.targets = info.task_targets
         found = self._weights.by_task(losses, info, position_ids=position_ids)
         for row, task in enumerate(self._weights):
-            if task in found and (total := found[task][0]).requires_grad:
-                grads = torch.autograd.grad(
-                    total, self.parameters, retain_graph=True, allow_unused=True
-                )
-                if all(grad is None for grad in grads):
-                    raise ValueError(
-                        f"`{self._option}` must hold parameters that the losses of all tasks "
-                        f"depend on, but those of {task!r} depend on none of them."
-                    )
-                flat = [
-                    torch.zeros_like(one).flatten() if grad is None else grad.detach().flatten()
-                    for one, grad in zip(self.parameters, grads, strict=True)
-                ]
-                self._sums[row] += torch.cat([*flat, total.detach()[None]])
+            total, targets = found.get(task, (None, 0))
+            if total is not None and (targets or total.requires_grad):
+                self._sums[row] += self._gradient(total, task)
 
-    def take(self, method: str) -> torch.Tensor:
-        """Return what was added on all ranks, and begin anew. All ranks call it.
+    def _gradient(self, total: torch.Tensor, task: str) -> torch.Tensor:
+        """Return the gradient of a task's sum of losses, and that sum, as one row."""
+        if not total.requires_grad:
+            raise ValueError(
+                f"`losses` must have a graph, but those of {task!r} have none: they were detached, "
+                "or computed under `torch.no_grad()`."
+            )
+        grads = torch.autograd.grad(total, self.parameters, retain_graph=True, allow_unused=True)
+        if all(grad is None for grad in grads):
+            raise ValueError(
+                f"`{self._option}` must hold parameters that the losses of all tasks depend on, "
+                f"but those of {task!r} depend on none of them."
+            )
+        flat = [
+            torch.zeros_like(one).flatten() if grad is None else grad.detach().flatten()
+            for one, grad in zip(self.parameters, grads, strict=True)
+        ]
+        return torch.cat([*flat, total.detach()[None]])
+
+    def end(self, settings: Mapping[str, Any]) -> StepInfo:
+        """End an optimizer step on this rank, and return the `StepInfo` of its last batch.
 
         Args:
-            method: what the caller adds by, for the error.
-
-        Returns:
-            (tasks, elements of the parameters + 1), at least float32: gradient of a task's sum of
-            losses, and in the last column that sum.
+            settings: what must be equal on all ranks; they compare it the first time.
 
         Raises:
-            RuntimeError: nothing was added on this rank.
+            PeerError: a rank did not come to compare.
+            RuntimeError: batches of the optimizer step were not added on this rank.
+            StateError: the ranks differ.
         """
-        sums, self._sums = self._sums, None
-        if sums is None:
+        info, method = self.info, self._method
+        if info is None:
             raise RuntimeError(
                 f"`step` came without `{method}`: call `{method}` for each batch of the optimizer "
                 "step, on all ranks and in filler steps too."
             )
+        if not info.ends_optimizer_step:
+            raise RuntimeError(
+                f"`step` came after micro-step {info.micro_step} of {info.micro_steps}, which ends "
+                "no optimizer step. Call it where `info.ends_optimizer_step`."
+            )
+        own = {"parameters": len(self.parameters), "elements": self._elements}
+        self._meeting.agree({**self._weights.state_dict(), **own, **settings})
+        self.info = None
+        return info
+
+    def take(self, info: StepInfo) -> torch.Tensor:
+        """Return what was added on all ranks, and begin anew. All ranks call it, after `end`.
+
+        Args:
+            info: what `end` returned.
+
+        Returns:
+            (tasks, elements of the parameters + 1), at least float32: gradient of a task's sum of
+            losses, and in the last column that sum. Tasks are in the order of the weights.
+
+        Raises:
+            PeerError: a rank was lost, or did not come.
+            StateError: the ranks end different steps.
+        """
+        sums, self._sums = self._sums, None
+        assert sums is not None
+        self._meeting.meet(info)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums, group=self._process_group)
         return sums
 
+    def begin(self) -> None:
+        """Begin anew, also with comparing what must be equal on all ranks."""
+        self.clear()
+        self._meeting.begin()
+
     def clear(self) -> None:
-        """Begin anew."""
-        self._sums = None
+        """Drop what was added."""
+        self._sums = self.info = None
+
+
+def _trained(parameters: Any, option: str) -> list[torch.nn.Parameter]:
+    """Return those that are trained.
+
+    Raises:
+        TypeError: something else than parameters is there.
+        ValueError: none is trained, one is there twice, or one is sharded.
+    """
+    remedy = "Pass `module.parameters()`, or a list such as `[module.weight]`."
+    check_type(option, parameters, Iterable, remedy)
+    if isinstance(parameters, torch.Tensor):
+        raise TypeError(f"`{option}` must be several parameters, but is one tensor. {remedy}")
+    given = [*parameters]
+    for one in given:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"`{option}` must hold parameters, but holds {describe(one)}. {remedy}")
+    trained = [one for one in given if one.requires_grad]
+    if not trained:
+        raise ValueError(f"`{option}` must hold a parameter that is trained, but holds none.")
+    if len({*map(id, trained)}) < len(trained):
+        raise ValueError(f"`{option}` must hold each parameter once, but holds one of them twice.")
+    if any(is_dtensor(one) for one in trained):
+        raise ValueError(
+            f"`{option}` must be whole on each rank, but is sharded. Choose parameters that "
+            "FSDP leaves alone."
+        )
+    return trained

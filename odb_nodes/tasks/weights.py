@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 
-from odb_nodes._core.checks import check_type, describe
+from odb_nodes._core.checks import check_named, check_type, describe
 from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
 
@@ -29,20 +30,23 @@ class TaskWeights(Mapping[str, float]):
     the sum of weight x targets. A factor common to all weights changes nothing. With equal weights
     it is the mean over all supervised tokens, as by `StepInfo.loss_scale`, which this replaces.
 
-    The weights may change between two optimizer steps, on all ranks alike; see `GradNorm`.
+    The weights may change between two optimizer steps, on all ranks alike; see `GradNorm`. The
+    ranks do not compare them here: different ones are a wrong gradient, without an error.
 
     Args:
-        weights: name of the task -> its weight, above 0.
+        weights: name of the task -> its weight, above 0. They are kept in the order of the names.
 
     Raises:
-        TypeError, ValueError: a weight is no such number.
+        TypeError, ValueError: a weight is no such number, or a name no string.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         check_type("weights", weights, Mapping, 'Pass weights such as {"chat": 1.0, "code": 0.5}.')
         if not weights:
             raise ValueError("`weights` must name a task, but are empty.")
-        self._weights = {name: _weight(name, weight) for name, weight in weights.items()}
+        check_named("weights", weights)
+        # Not in the order given, which of a set is another on each rank.
+        self._weights = {name: _weight(name, weights[name]) for name in sorted(weights)}
 
     def __getitem__(self, task: str) -> float:
         return self._weights[task]
@@ -62,6 +66,7 @@ class TaskWeights(Mapping[str, float]):
         Raises:
             TypeError, ValueError: a weight is not above 0, or of a task that has none yet.
         """
+        check_type("weights", weights, Mapping, 'Pass weights such as {"chat": 2.0}.')
         if unknown := [name for name in weights if name not in self._weights]:
             raise ValueError(f"{unknown} must be among the tasks, which are {[*self]}.")
         self._weights |= {name: _weight(name, weight) for name, weight in weights.items()}
@@ -85,8 +90,10 @@ class TaskWeights(Mapping[str, float]):
                 first or the last token, (1, T - 1), as they do after a shift by hand.
 
         Raises:
+            TypeError: an argument is of another type.
             ValueError: a shape is another, or the loader does not count the targets of the tasks.
         """
+        _check_types(losses, info, position_ids)
         if info.is_filler:
             return (losses * 0.0).sum()
         sums = _sums_of_samples(losses, len(info.row_tasks), position_ids)
@@ -98,7 +105,8 @@ class TaskWeights(Mapping[str, float]):
         """Return what this rank's sum of weight x loss is multiplied by; 0 without targets.
 
         Raises:
-            ValueError: the loader does not count the targets of the tasks.
+            ValueError: the loader does not count the targets of the tasks, or counts fewer of a
+                task than this rank has.
         """
         self._known(info)
         counted = sum(info.task_targets.values())
@@ -107,6 +115,14 @@ class TaskWeights(Mapping[str, float]):
                 f"the tasks {[*info.task_targets]} have {counted} of the {info.optimizer_targets} "
                 "supervised tokens of the step. Pass `tasks=[*weights]` to the loader."
             )
+        for task, targets in info.local_task_targets.items():
+            if targets > (of_all := info.task_targets.get(task, 0)):
+                raise ValueError(
+                    f"this rank has {targets} supervised tokens of the task {task!r} in step "
+                    f"{info.step}, but all ranks together have {of_all}. A sample must have the "
+                    "same task and targets whenever it is observed: resume with the `observe` that "
+                    "the state was saved with."
+                )
         total = sum(self[task] * targets for task, targets in info.task_targets.items() if targets)
         return info.world_size / total if total else 0.0
 
@@ -129,8 +145,9 @@ class TaskWeights(Mapping[str, float]):
             graph of `losses`.
 
         Raises:
-            ValueError: see `loss`.
+            TypeError, ValueError: see `loss`.
         """
+        _check_types(losses, info, position_ids)
         if info.is_filler:
             return {}
         sums = _sums_of_samples(losses, len(info.row_tasks), position_ids).unbind()
@@ -176,13 +193,23 @@ class TaskWeights(Mapping[str, float]):
 
 
 def _weight(name: str, weight: Any) -> float:
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not math.isfinite(weight) or weight <= 0:
+    is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+    try:
+        value = float(weight) if is_number else math.nan
+    except OverflowError:
+        value = math.inf
+    if not 0 < value < math.inf:
         raise ValueError(
             f"the weight of task {name!r} must be a number above 0, but is {describe(weight)} "
             "instead. To leave a task out, leave out its data."
         )
-    return float(weight)
+    return value
+
+
+def _check_types(losses: Any, info: Any, position_ids: Any) -> None:
+    check_type("losses", losses, torch.Tensor)
+    check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
+    check_type("position_ids", position_ids, torch.Tensor | None)
 
 
 def _sums_of_samples(

@@ -45,6 +45,8 @@ class MultiImageCollate(StepImages):
     - with `task_names`, in a loader: `task_names`, the B names of the samples' tasks; `task_ids`,
       (B,) int64, their numbers among the `task_names`, -1 for rows without a sample.
 
+    Samples have other keys than these of their own, but for `pixel_values`.
+
     B is the number of samples, unless there are `shapes`. If other ranks have images in a step and
     this one has none, it gets one of zeros, float32, that the mask leaves out. If no rank has
     images, those of a sample that only fills the step are left out.
@@ -87,10 +89,12 @@ class MultiImageCollate(StepImages):
         Raises:
             TypeError, ValueError, SampleError: as `PaddingCollate`.
             SampleError: an image is not (C, H, W) or (C, H, W, D), or not of as many dimensions as
-                `resize`, or has no pixels; or images differ in their dimensions, C or dtype. Names
+                `resize`, or has no pixels, a graph, or other than real numbers; or images differ in
+                their dimensions, C or dtype; or a sample has a key that this function makes. Names
                 the sample.
         """
         self.check_mappings(samples)
+        self._check_keys(samples)
         batch = super().__call__(list(map(self._text_of, samples)))
         images = [self._images_of(sample, index) for index, sample in enumerate(samples)]
         images += [[] for _ in range(len(batch["attention_mask"]) - len(samples))]
@@ -123,7 +127,8 @@ class MultiImageCollate(StepImages):
 
         Raises:
             SampleError: an image is not (C, H, W) or (C, H, W, D).
-            ValueError: a patch has another number of sides than an image.
+            TypeError, ValueError: `patch_size` is not valid, or has another number of sides than an
+                image.
         """
         images = images_of(sample.get("pixel_values"), self._dimensions())
         sizes = [self.resize or image.shape[1:] for image in images]
@@ -133,6 +138,17 @@ class MultiImageCollate(StepImages):
         """Return the dimensions of an image's size, if they are known beforehand."""
         shape = self.resize or (self.dummy_shape or ())[1:]
         return len(shape) or None
+
+    def _check_keys(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        made = ["image_mask", "image_sizes", *(["task_ids", "task_names"] * bool(self.task_names))]
+        for index, sample in enumerate(samples):
+            for key in made:
+                if key in sample:
+                    error = SampleError(
+                        f"its key {key!r} is one that `{type(self).__name__}` gives the batch. "
+                        "Rename it in processing."
+                    )
+                    raise of_group(error, index)
 
     def _images_of(self, sample: Mapping[str, Any], index: int) -> list[Array]:
         try:

@@ -38,16 +38,42 @@ def images_of(found: Any, dimensions: int | None) -> list[Array]:
     Raises:
         SampleError: one of them is no image or volume.
     """
-    images = [] if found is None else [np.asarray(image) for image in found]
+    images = [] if found is None else list(map(_array_of, found))
     allowed = (2, 3) if dimensions is None else (dimensions,)
     for image in images:
         if image.ndim - 1 not in allowed or 0 in image.shape:
             shapes = " or ".join(f"(C, {', '.join(AXES[:axes])})" for axes in allowed)
+            lacks_channels = image.ndim in allowed and 0 not in image.shape
             raise SampleError(
                 f"an image of `pixel_values` must be {shapes}, with pixels, but has shape "
                 f"{image.shape} instead. A sample has a list of images: of one, `[image]`."
+                + " One without an axis of channels gets it by `image[None]`."
+                * lacks_channels
             )
     return images
+
+
+def _array_of(image: Any) -> Array:
+    """Return an image as an array.
+
+    Raises:
+        SampleError: it has a graph, or is not of real numbers.
+    """
+    if isinstance(image, torch.Tensor) and image.requires_grad:
+        raise SampleError(
+            "an image of `pixel_values` must have no graph, which a batch would lose. Make it "
+            "under `torch.no_grad()`, or pass `image.detach()`."
+        )
+    try:
+        array = np.asarray(image)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SampleError(f"an image of `pixel_values` cannot become an array: {error}") from error
+    if array.dtype.kind not in "biuf":
+        raise SampleError(
+            f"an image of `pixel_values` must hold real numbers, but is of {array.dtype} instead. "
+            "Convert it in processing; the parts of a complex image can be channels."
+        )
+    return array
 
 
 def check_alike(images: Sequence[list[Array]]) -> None:
@@ -128,12 +154,15 @@ def count_patches(size: Size, patch_size: int | Size) -> int:
         patch_size: pixels of a side of a patch, or of each side.
 
     Raises:
-        ValueError: a patch has another number of sides.
+        TypeError: a side is no integer.
+        ValueError: a side is below 1, or a patch has another number of sides.
     """
-    sides = (patch_size,) * len(size) if isinstance(patch_size, int) else patch_size
+    sides = patch_size if isinstance(patch_size, Sequence) else (patch_size,) * len(size)
     if len(sides) != len(size):
         raise ValueError(
             f"`patch_size` must be an integer, or have {len(size)} sides for images of {size}, but "
             f"is {patch_size!r:.80} instead."
         )
+    for side in sides:
+        check_count("patch_size", side)
     return math.prod(-(-length // side) for length, side in zip(size, sides, strict=True))

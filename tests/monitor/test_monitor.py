@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_of, train
@@ -119,6 +120,51 @@ def test_a_device_is_not_waited_for_before_a_record_is_written(tmp_path):
             break
         monitor.step(batch, info, loss=unreadable, grad_norm=unreadable)
         steps += 1
+
+
+def test_further_values_may_be_tensors_and_numbers_of_numpy(tmp_path):
+    weight = torch.nn.Parameter(torch.tensor([0.5]))
+    values = {"tensor": weight * 2, "numpy": np.float32(0.25), "whole": np.int64(3)}
+    with Monitor(tmp_path, every=1) as monitor:
+        batch = next(iter(loader_of(accumulate=1)))
+        info = pop_step_info(batch)
+        losses = {"web": (np.float32(6), np.int64(3))}
+        monitor.step(batch, info, lr=torch.tensor(0.5), values=values, loss_by_source=losses)
+    (one,) = read_run(tmp_path).steps
+    assert one["last"] == {"tensor": 1.0, "numpy": 0.25, "whole": 3.0, "lr": 0.5}
+    assert (one["mean"]["loss/web"], one["sum"]["targets/web"]) == (2.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"values": {"a": None}}, TypeError, r"`values\['a'\]` must be a number .* but is None"),
+        ({"values": {"a": "x"}}, TypeError, r"`values\['a'\]` must be a number .* but is 'x'"),
+        ({"values": {"a": torch.ones(2)}}, ValueError, r"`values\['a'\]` must be one number"),
+        ({"values": {1: 1.0}}, TypeError, "`values` must have names as keys, but has 1"),
+        ({"values": [1.0]}, TypeError, "`values` must be a `Mapping` or None"),
+        ({"values": {"lr": 1.0}}, ValueError, r"names that records use .* has \['lr'\]"),
+        ({"lr": "x"}, TypeError, "`lr` must be a number"),
+        ({"loss": "x"}, TypeError, "`loss` must be a number"),
+        ({"grad_norm": torch.ones(2)}, ValueError, "`grad_norm` must be one number"),
+        ({"loss": 1.0, "loss_weight": -1}, ValueError, "`loss_weight` must be 0 or more"),
+        ({"loss_by_source": [("a", 1.0, 1)]}, TypeError, "`loss_by_source` must be a `Mapping`"),
+        ({"loss_by_source": {"a": 1}}, TypeError, r"`loss_by_source\['a'\]` must be a pair"),
+        ({"loss_by_source": {"a": ("x", 1)}}, TypeError, r"\['a'\]\[0\]` must be a number"),
+        ({"loss_by_source": {"a": (1.0, "x")}}, TypeError, r"\['a'\]\[1\]` must be a number"),
+        ({"loss_by_source": {"a": (1.0, -1)}}, ValueError, r"\['a'\]\[1\]` must be 0 or more"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name_and_leaves_no_trace(tmp_path, given, error, message):
+    batch = next(iter(loader_of()))
+    info = pop_step_info(batch)
+    monitor = Monitor(tmp_path, every=100)
+    with pytest.raises(error, match=message):
+        monitor.step(batch, info, **given)
+    monitor.step(batch, info, loss=1.0)
+    monitor.close()
+    (one,) = read_run(tmp_path).steps
+    assert one["sum"]["micro_steps"] == 1 and one["mean"]["loss"] == 1.0
 
 
 def test_a_closed_monitor_records_nothing_until_it_is_reset(tmp_path):

@@ -6,7 +6,7 @@ import warnings
 import pytest
 from monitors import loader_of
 
-from odb_nodes import ODBDataLoader, pop_step_info
+from odb_nodes import Observation, ODBDataLoader, pop_step_info
 from odb_nodes.monitor import Monitor, report
 from odb_nodes.monitor.notices import Notices
 from odb_nodes.monitor.window import Share, Totals
@@ -37,9 +37,10 @@ def test_what_is_as_it_should_be_is_not_warned_of(tmp_path):
             monitor.step(batch, pop_step_info(batch), wait_s=0.0)
 
 
-def test_a_source_that_runs_dry_is_warned_of_once(tmp_path):
+@pytest.mark.parametrize("observe", [None, lambda sample: Observation(8, task="small")])
+def test_a_source_that_runs_dry_is_warned_of_once(tmp_path, observe):
     data = {"big": [{"input_ids": [1] * 8}] * 600, "small": [{"input_ids": [1] * 8}] * 20}
-    loader = ODBDataLoader(data, token_budget=64, window=16)
+    loader = ODBDataLoader(data, token_budget=64, window=16, observe=observe)
     with pytest.warns(UserWarning) as caught, Monitor(tmp_path, every=2) as monitor:
         for batch in monitor.watch(loader):
             monitor.step(batch, pop_step_info(batch), wait_s=0.0)

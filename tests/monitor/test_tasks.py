@@ -21,7 +21,7 @@ def task_of(sample):
 
 
 def observe(sample):
-    """Short samples of code have the task "web", which is a source as well."""
+    """Short samples have the task "web", which is a source as well, of samples of all tasks."""
     return Observation(len(sample["input_ids"]), task=task_of(sample))
 
 
@@ -56,21 +56,20 @@ def run(request, tmp_path_factory):
 
 
 def test_a_task_has_its_samples_tokens_and_loss(run):
-    folder, how = run
+    folder, _ = run
     samples, tokens = Counter(), Counter()
-    for source, rows in DATA.items():
+    for rows in DATA.values():
         for row in rows:
-            for name in {source, task_of(row)}:
-                samples[name] += 1
-                tokens[name] += len(row["input_ids"])
+            samples[task_of(row)] += 1
+            tokens[task_of(row)] += len(row["input_ids"])
     (epoch,) = read_run(folder).epochs
     for counts, kind in ((samples, "samples"), (tokens, "tokens")):
         told = {name: one for name, one in epoch["sum"].items() if name.startswith(f"{kind}/")}
         assert told == {f"{kind}/{name}": one for name, one in counts.items()}
-    assert epoch["mean"]["loss/long"] == pytest.approx(3.0)
-    assert epoch["mean"]["loss/short"] == pytest.approx(1.0)
-    assert epoch["sum"]["targets/long"] == tokens["long"] - samples["long"]
-    assert ("loss/code" in epoch["mean"]) == (how == "by row")
+    for name, loss in LOSSES.items():
+        assert epoch["mean"][f"loss/{name}"] == pytest.approx(loss)
+        assert epoch["sum"][f"targets/{name}"] == tokens[name] - samples[name]
+    assert "loss/code" not in epoch["mean"]
 
 
 def test_further_values_are_those_of_the_last_step(run):
@@ -84,7 +83,8 @@ def test_further_values_are_those_of_the_last_step(run):
 def test_a_report_shows_the_tasks(tmp_path, run):
     found = report(run[0], html=tmp_path / "r.html")
     sources = found.runs[0].sources()
-    assert {*sources} == {"code", "long", "short", "web"}
+    assert {*sources} == {"long", "short", "web"}
+    assert sum(one["share of tokens"] for one in sources.values()) == pytest.approx(1.0)
     assert sources["long"]["loss"] == pytest.approx(3.0)
     (line,) = [line for line in str(found).splitlines() if line.startswith("long ")]
     assert line.split()[1] == str(sources["long"]["samples"])

@@ -1,5 +1,6 @@
 """Weights that follow the gradients of their tasks, alike on any number of ranks, and resume."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -76,12 +77,11 @@ def test_a_resume_at_every_step_has_the_same_weights_bit_for_bit(every, accumula
 
 
 RANKS = """
-from task_models import loader_of, regression, train
-from torch.nn.parallel import DistributedDataParallel
+from task_models import NEAR_FAR, loader_of, regression, train
 
 data = regression(240)[rank::world_size]
 loader = loader_of(data, sharded=True, shuffle=False, timeout_s=20)
-found = train(loader, 6)
+found = train(loader, 6, tasks=NEAR_FAR[:: 1 - 2 * rank])  # named in another order
 print(json.dumps([found, r.gathered([len(data)])]))
 """
 
@@ -95,6 +95,75 @@ def test_two_ranks_have_the_weights_of_one_with_the_joint_batch(tmp_path):
     for (weights, norms), (expected, pulls) in zip(one[0], hand, strict=True):
         assert weights == pytest.approx(expected, rel=1e-12)
         assert norms == pytest.approx(pulls, rel=1e-12)
+
+
+DIFFERENT = """
+import time
+from dataclasses import replace
+from task_models import NEAR_FAR, Model, loader_of, regression
+from odb_nodes import PeerError, StateError, pop_step_info
+from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
+
+batch = next(iter(loader_of(regression(120)[rank::2], sharded=True, timeout_s=20)))
+info = pop_step_info(batch)
+
+
+def error(kind, method, weight=1.0, late=0, steps=1, loads=None, **options):
+    model = Model()
+    weights = TaskWeights({"far": weight, "near": 1.0})
+    found = kind(weights, model.trunk.parameters(), timeout_s=20, **options)
+    try:
+        for number in range(steps):
+            if number and loads is not None:
+                found.load_state_dict({**found.state_dict(), "steps": loads})
+            place = replace(info, step=info.step + number + late * number)
+            getattr(found, method)(model.losses(batch), place)
+            found.step()
+    except StateError as error:
+        return str(error)
+
+
+found = [
+    error(GradNorm, "observe", weight=1.0 + rank),
+    error(GradNorm, "observe", rule=("gradnorm", "ratio")[rank]),
+    error(GradNorm, "observe", every=1 + rank),
+    error(GradNorm, "observe", rate=0.01 + 0.01 * rank),
+    error(GradNorm, "observe", alpha=1.0 + rank),
+    error(GradNorm, "observe", least=0.1 + 0.1 * rank),
+    error(GradNorm, "observe", steps=2, loads=5 + rank),
+    error(PCGrad, "backward", weight=1.0 + rank),
+    error(PCGrad, "backward", seed=rank),
+    error(PCGrad, "backward", late=rank, steps=2),
+    error(GradNorm, "observe", late=rank, steps=2),
+]
+model, start_s = Model(), time.monotonic()
+balance = GradNorm(TaskWeights({"far": 1.0, "near": 1.0}), model.trunk.parameters(), timeout_s=2)
+balance.observe(model.losses(batch), info)
+if rank == 0:
+    try:
+        balance.step()
+    except PeerError as error:
+        found.append(str(error))
+    assert time.monotonic() - start_s < 15
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_that_differ_or_end_other_steps_are_an_error_on_all(tmp_path):
+    one, other = run_ranks(tmp_path, DIFFERENT, 2)
+    (*found, late) = one
+    assert found == other
+    expected = (
+        *("GradNorm.weights", "GradNorm.rule", "GradNorm.every", "GradNorm.rate"),
+        *("GradNorm.alpha", "GradNorm.least", "GradNorm.steps", "PCGrad.weights", "PCGrad.seed"),
+    )
+    for name, message in zip(expected, found[:-2], strict=True):
+        assert f"`{name}` is " in message and "on rank 0" in message and "on rank 1" in message
+        assert "with the same weights and options" in message
+    for message in found[-2:]:
+        assert "must call" in message and "[(0, 1), (0, 2)]" in message
+    assert "rank 1 did not come" in late
 
 
 def by_hand(ranks, steps):
@@ -187,8 +256,114 @@ def test_sums_of_half_precision_are_kept_in_float32():
     projected = PCGrad(weights, [at])
     batch = next(iter(loader_of([row for row in regression(120) if row["task"] == 0])))
     info = pop_step_info(batch)
-    for _ in range(1000):
-        projected.backward(at.expand(len(info.row_tasks)) + 1, info)
+    for number in range(1000):
+        place = {"step": number, "micro_step": number, "micro_steps": 1000}
+        projected.backward(at.expand(len(info.row_tasks)) + 1, replace(info, **place))
     projected.step()
     assert at.grad.dtype == torch.bfloat16
     assert float(at.grad) == 1000.0
+
+
+def added(kind, accumulate=1):
+    """What adds the batches of one optimizer step, and the arguments for each."""
+    model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    found = kind(weights, model.trunk.parameters())
+    batches = islice(loader_of(regression(120), accumulate=accumulate), accumulate)
+    given = [(model.losses(batch), pop_step_info(batch)) for batch in batches]
+    return found, found.observe if kind is GradNorm else found.backward, given
+
+
+@pytest.mark.parametrize("kind", [GradNorm, PCGrad])
+@pytest.mark.parametrize(
+    ("micro_steps", "message"),
+    [
+        ([0, 1], "after micro-step 1 of 3, which ends no optimizer step"),
+        ([0, 2], "came for micro-step 2 of step 2 where 1 was next"),
+        ([1, 2], "came for micro-step 1 of step 1 where 0 was next"),
+        ([0, 1, 1, 2], "called twice for step 1 of epoch 0"),
+        ([0, 0, 1, 2], "called twice for step 0 of epoch 0"),
+    ],
+)
+def test_each_micro_step_is_added_once_and_the_step_is_after_the_last(kind, micro_steps, message):
+    found, add, given = added(kind, accumulate=3)
+
+    def run():
+        for number in micro_steps:
+            add(*given[number])
+        found.step()
+
+    with pytest.raises(RuntimeError, match=message):
+        run()
+
+
+@pytest.mark.parametrize("kind", [GradNorm, PCGrad])
+def test_a_step_that_is_left_out_is_noticed_at_the_next_batch(kind):
+    _, add, ((losses, info),) = added(kind)
+    add(losses, info)
+    with pytest.raises(RuntimeError, match="but `step` not after step 0"):
+        add(losses, replace(info, step=1))
+
+
+@pytest.mark.parametrize("kind", [GradNorm, PCGrad])
+def test_an_optimizer_step_that_was_broken_off_leaves_nothing(kind):
+    def result(broken):
+        found, add, given = added(kind, accumulate=3)
+        if broken:
+            add(*given[0])
+        for losses, info in given:
+            add(losses, replace(info, epoch=1))
+        found.step()
+        return found.norms if kind is GradNorm else found._gradients.parameters[0].grad.tolist()
+
+    assert result(True) == result(False)
+
+
+@pytest.mark.parametrize("kind", [GradNorm, PCGrad])
+def test_losses_without_a_graph_are_an_error_unless_there_are_no_targets(kind):
+    found, add, ((losses, info),) = added(kind)
+    with pytest.raises(ValueError, match="`losses` must have a graph, but those of '(near|far)'"):
+        add(losses.detach(), info)
+    found, add, _ = added(kind)
+    none = {"optimizer_targets": 0, "local_targets": 0, "task_targets": {}}
+    none["local_task_targets"] = dict.fromkeys(NEAR_FAR, 0)
+    add(losses.detach(), replace(info, **none))
+    found.step()
+
+
+def test_there_is_no_state_within_an_optimizer_step_also_of_one_that_measures_nothing():
+    model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    balance = GradNorm(weights, model.trunk.parameters(), every=2)
+    for batch in islice(loader_of(regression(240), accumulate=3), 9):
+        info = pop_step_info(batch)
+        balance.observe(model.losses(batch), info)
+        with pytest.raises(StateError, match="no state within an optimizer step"):
+            balance.state_dict()
+        if info.ends_optimizer_step:
+            balance.step()
+            assert balance.state_dict()["steps"] == info.step // 3 + 1
+
+
+@pytest.mark.parametrize("kind", [GradNorm, PCGrad])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weights": {"a": 1}}, TypeError, "`weights` must be a `TaskWeights`"),
+        ({"parameters": Model()}, TypeError, r"Pass `module.parameters\(\)`"),
+        ({"parameters": torch.nn.Sequential(Model())}, TypeError, "but holds a `Model`"),
+        ({"parameters": [*Model().named_parameters()]}, TypeError, "but holds"),
+        ({"parameters": torch.nn.Parameter(torch.ones(2))}, TypeError, "but is one tensor"),
+        ({"parameters": [*Model().heads.parameters()] * 2}, ValueError, "one of them twice"),
+        ({"process_group": "x"}, TypeError, "`process_group` must be a `ProcessGroup`"),
+        ({"timeout_s": 0}, ValueError, "`timeout_s` must be seconds"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(kind, change, error, message):
+    weights = TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    given = {"weights": weights, "parameters": Model().parameters(), **change}
+    with pytest.raises(error, match=message):
+        kind(given.pop("weights"), given.pop("parameters"), **given)
+
+
+def test_a_seed_is_an_integer():
+    with pytest.raises(TypeError, match="`seed` must be an integer, but is 'x'"):
+        PCGrad(TaskWeights({"a": 1.0}), Model().parameters(), seed="x")

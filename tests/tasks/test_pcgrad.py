@@ -88,11 +88,12 @@ def test_the_order_of_the_others_depends_on_seed_and_step_alone():
 
 
 RANKS = """
-from task_models import loader_of, projected_gradients, regression
+from task_models import NEAR_FAR, loader_of, projected_gradients, regression
 
 data = regression(240)[rank::world_size]
 loader = loader_of(data, sharded=True, shuffle=False, timeout_s=20)
-print(json.dumps([own.tolist() for own, _ in projected_gradients(loader)]))
+found = projected_gradients(loader, NEAR_FAR[:: 1 - 2 * rank])  # named in another order
+print(json.dumps([own.tolist() for own, _ in found]))
 """
 
 

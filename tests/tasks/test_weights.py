@@ -1,7 +1,9 @@
 """The loss of a step is the weighted mean over the supervised tokens of all ranks."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
@@ -159,6 +161,8 @@ def test_tasks_are_those_of_sources_unless_observe_tells():
         ({"a": -1.0}, "above 0"),
         ({"a": float("nan")}, "above 0"),
         ({"a": "1"}, "above 0"),
+        ({"a": 10**400}, "above 0"),
+        ({"a": True}, "above 0"),
         ({}, "must name a task"),
     ],
 )
@@ -196,3 +200,42 @@ def test_a_state_keeps_the_weights():
         TaskWeights({"a": 1.0}).load_state_dict(weights.state_dict())
     with pytest.raises(ValueError, match="must be among the tasks"):
         weights.set({"d": 1.0})
+
+
+def test_weights_are_in_the_order_of_names_and_may_be_of_numpy():
+    weights = TaskWeights({"b": np.float32(2), "a": np.int64(1)})
+    assert [*weights.items()] == [("a", 1.0), ("b", 2.0)]
+    assert all(type(weight) is float for weight in weights.values())
+    with pytest.raises(TypeError, match="`weights` must have names as keys, but has 1"):
+        TaskWeights({1: 1.0})
+    with pytest.raises(TypeError, match="`weights` must be a `Mapping`"):
+        weights.set([1.0, 2.0])
+
+
+@pytest.mark.parametrize("method", ["loss", "by_task"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"losses": [1.0]}, "`losses` must be a `Tensor`"),
+        ({"info": None}, "`info` must be a `StepInfo`, but is None"),
+        ({"position_ids": [0, 1]}, "`position_ids` must be a `Tensor` or None"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(method, change, message):
+    batch = next(iter(ODBDataLoader(samples_of(0, 20), token_budget=96, observe=observe)))
+    info, losses = pop_step_info(batch), torch.ones(batch["input_ids"].shape)
+    given = {"losses": losses, "info": info, **change}
+    with pytest.raises(TypeError, match=message):
+        getattr(TaskWeights(WEIGHTS), method)(**given)
+
+
+def test_more_targets_on_a_rank_than_on_all_are_an_error():
+    batch = next(
+        iter(ODBDataLoader(samples_of(0, 20), token_budget=96, observe=observe, tasks=TASKS))
+    )
+    info, losses = pop_step_info(batch), torch.ones(batch["input_ids"].shape)
+    task = max(info.task_targets, key=info.task_targets.get)
+    others = {name: 0 for name in TASKS if name != task}
+    moved = {**others, TASKS[task == TASKS[0]]: info.optimizer_targets, task: 0}
+    with pytest.raises(ValueError, match="tokens of the task '[abc]' in step 0, but all ranks"):
+        TaskWeights(WEIGHTS).loss(losses, replace(info, task_targets=moved))

@@ -102,6 +102,53 @@ def test_images_that_the_step_does_not_know_of_are_an_error():
     assert "pixel_values" in collate.collate_step(group, step("audio"))
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"image_mask": 1}, "its key 'image_mask' is one that `MultiImageCollate` gives the batch"),
+        ({"image_sizes": 1}, "its key 'image_sizes' is one"),
+        ({"task_ids": 1}, "its key 'task_ids' is one"),
+        ({"task_names": 1}, "its key 'task_names' is one"),
+        ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
+        (
+            {"pixel_values": [np.ones((1, 2, 2), object)]},
+            "must hold real numbers, but is of object",
+        ),
+        ({"pixel_values": [np.ones((1, 2, 2), complex)]}, "real numbers, but is of complex128"),
+        ({"pixel_values": [torch.ones(1, 2, 2, requires_grad=True)]}, "must have no graph"),
+        ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
+        ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
+        (
+            {"id": 2**63},
+            "`id` must be a number that a tensor can hold, .* but is 9223372036854775808",
+        ),
+        ({"id": 2**70}, "`id` must be a number that a tensor can hold"),
+        ({"id": -(2**63) - 1}, "`id` must be a number that a tensor can hold"),
+    ],
+)
+@pytest.mark.parametrize("other", [1, -1.5])
+def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message, other):
+    group = [sample(0, (2, 2), id=other), sample(1, **{"id": 1, **more})]
+    with pytest.raises(SampleError, match=f"sample 1 of the group: .*{message}"):
+        MultiImageCollate(task_names=["task 0"])(group)
+
+
+def test_keys_that_this_collate_function_does_not_make_are_kept():
+    group = [sample(number, (2, 2), id=2**63 - 1 - number, task_ids=7) for number in range(2)]
+    batch = MultiImageCollate()(group)
+    assert batch["task_ids"].tolist() == [7, 7]
+    assert batch["id"].tolist() == [2**63 - 1, 2**63 - 2]
+
+
+@pytest.mark.parametrize(
+    ("patch_size", "error"),
+    [(0, ValueError), (-1, ValueError), ((8, 0), ValueError), (2.5, TypeError)],
+)
+def test_a_patch_has_pixels(patch_size, error):
+    with pytest.raises(error, match="patch_size"):
+        MultiImageCollate().count_patches(sample(0, (4, 4)), patch_size)
+
+
 def test_images_that_do_not_fit_together_are_an_error():
     grey = sample(1, pixel_values=[np.zeros((1, 4, 4), np.uint8)])
     known = "sample 1 of the group: .* same channels and dtype, but have 3 of uint8 and 1 of uint8"

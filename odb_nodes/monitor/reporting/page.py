@@ -108,7 +108,7 @@ def _curve_charts(runs: Sequence[RunSummary]) -> list[Chart]:
 
 
 def _source_charts(runs: Sequence[RunSummary]) -> list[Chart]:
-    """Return a picture of the loss for each source and task."""
+    """Return a picture of the loss for each task, or source."""
     charts = []
     for name in sorted({name for run in runs for name in run.sources()}):
         curves = [run.curve("mean", f"loss/{name}") for run in runs]
@@ -194,7 +194,7 @@ def _shape_charts(runs: Sequence[RunSummary]) -> list[Chart]:
 
 
 def source_table(run: RunSummary) -> Table:
-    """Return the figures of the sources and tasks of a run that has some, a row for each."""
+    """Return the figures of the tasks, or sources, of a run that has some, a row for each."""
     sources = run.sources()
     head = [
         name

@@ -82,7 +82,7 @@ class RunSummary:
         }
 
     def sources(self) -> dict[str, dict[str, float | None]]:
-        """Return samples, tokens, their share, and the mean loss of each source and task."""
+        """Return samples, tokens, their share, and the mean loss of each task, or source."""
         sums, mean = self.whole["sum"], self.whole["mean"]
         names = [name.partition("/")[2] for name in sums if name.startswith("tokens/")]
         total = sums["tokens"] or 1

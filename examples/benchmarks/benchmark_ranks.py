@@ -4,8 +4,9 @@
     python examples/benchmarks/benchmark_ranks.py --quick
 
 First table: simulated jobs of 8, 64 and 512 ranks on lognormal lengths. Second table: what aligning
-costs a step where there is nothing to wait for, on one rank. Third table: both libraries on the
-same shards of the same lengths, in one process per rank, joined by gloo on 127.0.0.1. See
+costs a step where there is nothing to wait for, on one rank. Then, for each
+number of samples per rank: both libraries on the same shards of the same lengths, in one process
+per rank, joined by gloo on 127.0.0.1. See
 `odb_nodes.tools.simulation_report.SimulationReport` for the columns.
 """
 
@@ -254,7 +255,9 @@ def main() -> None:
     """Simulate, run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples-per-rank", type=int, default=120_000, help="of simulated jobs")
-    parser.add_argument("--real-samples", type=int, default=20_000, help="per rank of real jobs")
+    parser.add_argument(
+        "--real-samples", type=int, nargs="+", default=[1_500, 20_000], help="per rank of real jobs"
+    )
     parser.add_argument(
         "--warm-up",
         action="store_true",
@@ -269,7 +272,9 @@ def main() -> None:
     if args.quick:
         print_comparison([256], 1_000, args.warm_up)
     else:
-        print_comparison([256, 1024], args.real_samples, args.warm_up)
+        for samples in args.real_samples:
+            print_comparison([256, 1024], samples, args.warm_up)
+            print()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
         count_records: whether to count the records at once, which reads all files. Otherwise their
-            number, and so `num_samples` of a loader, is known when an epoch has ended.
+            number, and so `num_samples` of a loader, is known when an epoch has ended; and ranks
+            share out less at the end of an epoch, since they do not know what is left before.
 
     Raises:
         FileNotFoundError: a file does not exist, also where a link in a folder leads to it; or a
@@ -75,7 +76,6 @@ class JsonlSource(EpochNode[Any, JsonlState]):
 
     STATE = JsonlState
     retries_errors = True  # the file may be mended meanwhile
-    learns_length = True  # which another process, after a resume, has not
 
     def __init__(
         self,
@@ -107,7 +107,9 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         self._at = JsonlState()
         self._last = 0, 0  # file and offset of the last record
         self._records: int | None = None  # of all files, once they are counted
-        if check_bool("count_records", count_records):
+        self.learns_length = not check_bool("count_records", count_records)
+        """Whether the length is known once an epoch has ended: not to a process that resumes."""
+        if count_records:
             self._records = sum(map(count_records_of, self._paths))
 
     def copy(self) -> JsonlSource:
@@ -311,4 +313,6 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             "sizes_bytes": list(self._sizes),
             "rank": self._rank,
             "world_size": self._world_size,
+            # The last groups of an epoch depend on it.
+            **({} if self.learns_length else {"count_records": True}),
         }

@@ -1,15 +1,18 @@
 """The last round of an epoch, for which ranks share out what is left: once each, and exactly."""
 
+import json
 import random
 import threading
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
+    JsonlSource,
     LengthObserver,
     Loader,
     ParallelProcessor,
@@ -33,7 +36,7 @@ def sample(index, ranks):
     return {"input_ids": [1] * random.Random(index).randint(1, most), "id": index}
 
 
-def loader_of(exchange, kind="keys", budget=100, process=sample, **options):
+def loader_of(exchange, kind="keys", budget=100, process=sample, counted=True, **options):
     rank, ranks = exchange.rank, exchange.world_size
 
     def shard(size, make):
@@ -50,6 +53,9 @@ def loader_of(exchange, kind="keys", budget=100, process=sample, **options):
             stop="all_exhausted",
             world_size=ranks,
         )
+    elif isinstance(kind, Path):
+        lines = JsonlSource(kind, rank, ranks, count_records=counted)
+        source = LengthObserver(ParallelProcessor(lines, dict, rank=rank, world_size=ranks))
     elif kind == "iterable":
         found = [process(index, ranks) for index in range(rank, SAMPLES, ranks)]
         source = LengthObserver(IterableWrapper(found))
@@ -141,6 +147,25 @@ def test_every_step_resumes_with_the_same_groups(ranks, options, sampled):
             return same, [*map(described, loader)] == steps[place:]
 
         assert on_ranks(ranks, run) == [(True, True)] * ranks
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_records_of_files_are_given_away_too(counted, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{json.dumps(sample(index, 2))}\n" for index in range(SAMPLES)))
+    options = {"kind": path, "counted": counted}
+    whole = epoch(2, **options)
+    assert given_away(whole)  # Where they are not counted, once all ranks have read them.
+    found = Counter(index for steps, _ in whole for index in ids_of(steps))
+    assert found == Counter(range(SAMPLES))
+    place = len(whole[0][0]) - 9
+
+    def run(exchange):
+        loader = loader_of(exchange, **options)
+        loader.load_state_dict(whole[exchange.rank][1][place])
+        return [*map(described, loader)]
+
+    assert on_ranks(2, run) == [steps[place:] for steps, _ in whole]
 
 
 @pytest.mark.parametrize(

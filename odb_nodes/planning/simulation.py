@@ -29,7 +29,14 @@ from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
-from odb_nodes.planning.levelling import Rest, begins_last_round, gifts, receivers, work_of
+from odb_nodes.planning.levelling import (
+    UNKNOWN_LEFT,
+    Rest,
+    begins_last_round,
+    gifts,
+    receivers,
+    work_of,
+)
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.rounds import round_steps
@@ -133,6 +140,7 @@ def plan_steps(
     job: SimulationOptions,
     *,
     shares_rest: bool = True,
+    knows_length: bool = True,
 ) -> Iterator[Step]:
     """Yield the steps of an epoch whose samples each rank reads in an order of its own.
 
@@ -141,7 +149,8 @@ def plan_steps(
         shards: of each rank, the rows of `samples` that it reads, in their order. They are the
             `data` of the samples in the steps.
         job: the other options of the job.
-        shares_rest: whether ranks know how much they have left, and can give it to others.
+        shares_rest: whether ranks can give samples to others at the end.
+        knows_length: whether a rank knows how much it has left, before it has read all.
 
     Raises:
         SampleError: a sample is too long under `oversize="error"`.
@@ -154,7 +163,7 @@ def plan_steps(
             f"exceeds {budget} on its own."
         )
     cost_fn = job.cost_fn or BudgetCost(budget)
-    ranks = [_Rank(samples, shard, job, cost_fn) for shard in shards]
+    ranks = [_Rank(samples, shard, job, cost_fn, knows_length) for shard in shards]
     has_caps = job.world_size > 1 and job.cost_fn is None
     shares_rest = shares_rest and job.uneven == "fill"
     caps, window, is_last = NO_CAPS, 0, False
@@ -166,7 +175,7 @@ def plan_steps(
             accumulate=job.accumulate,
         )
         if is_last:
-            reports = _report_rest(ranks)
+            reports = _report_rest(ranks, window)
         else:
             reports = [rank.report(most, caps_of_round(caps, most), window) for rank in ranks]
         if job.window == AUTO and not window:
@@ -187,10 +196,10 @@ def plan_steps(
         is_last = shares_rest and begins_last_round(reports, next_steps)
 
 
-def _report_rest(ranks: Sequence[_Rank]) -> list[CostReport]:
+def _report_rest(ranks: Sequence[_Rank], window: int) -> list[CostReport]:
     """Let ranks share out what is left, and return the costs of the last round's groups."""
     budget = ranks[0].budget
-    rests = [rank.take_rest() for rank in ranks]
+    rests = [rank.take_rest(window) for rank in ranks]
     works = [work_of(map(tokens_of, rest), budget) for rest in rests]
     totals = [int(work.sum()) for work in works]
     given = [gifts(work, work.sum() - sum(totals) / len(totals)) for work in works]
@@ -216,7 +225,12 @@ class _Rank:
     """Does on one rank what `WindowBucketer` and `RankAligner` do."""
 
     def __init__(
-        self, samples: SampleCosts, shard: IntArray, job: SimulationOptions, cost_fn: CostFn
+        self,
+        samples: SampleCosts,
+        shard: IntArray,
+        job: SimulationOptions,
+        cost_fn: CostFn,
+        knows_length: bool,
     ) -> None:
         self._shard = shard
         columns = (column[shard] for column in samples)
@@ -225,6 +239,7 @@ class _Rank:
         self._left_out = self._tokens == 0
         if self.budget.oversize == "drop":
             self._left_out |= samples.are_oversize(self.budget)[shard]
+        self._knows_length = knows_length
         self._estimator = GroupCostEstimator(cost_fn, {})
         self._dearest_left = job.dearest_first
         window = LEAST_WINDOW if job.window == AUTO else job.window
@@ -245,8 +260,7 @@ class _Rank:
             window: samples that wait after the first group; 0 for as many as before.
         """
         first = self._ahead or self._take()
-        if window:
-            self._pool.window, self._notes_lengths = window, False
+        self._use(window)
         groups = [] if first is None else [first]
         self._pool.caps = caps[:-1]
         while groups and len(groups) < most and (group := self._take()):
@@ -260,14 +274,23 @@ class _Rank:
         report, self._ladder = make_report(
             groups, most=most, ended=self._ahead is None, measure=self._estimator, tokens=tokens_of
         )
-        left = 0
-        if self._ahead is not None:
-            left = len(self._ahead) + len(self._pool) + len(self._shard) - self._pool.pulled
-        return replace(report, left=left)
+        return replace(report, left=self._left())
 
-    def take_rest(self) -> list[Sample]:
-        """Return all samples that are left."""
+    def _use(self, window: int) -> None:
+        if window:
+            self._pool.window, self._notes_lengths = window, False
+
+    def _left(self) -> int:
+        if self._ahead is None:
+            return 0
+        if not (self._knows_length or self._ended):
+            return UNKNOWN_LEFT
+        return len(self._ahead) + len(self._pool) + len(self._shard) - self._pool.pulled
+
+    def take_rest(self, window: int) -> list[Sample]:
+        """Return all samples that are left. See `report` for `window`."""
         rest, self._ahead = self._ahead or [], None
+        self._use(window)
         self._pool.caps = NO_CAPS
         while group := self._take():
             rest = [*rest, *group]

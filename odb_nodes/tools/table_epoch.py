@@ -83,8 +83,12 @@ class TableEpoch:
     def steps(self, job: SimulationOptions) -> Iterator[Step]:
         """Yield the steps. The `data` of a sample is its row in the table of `order(job)`."""
         table, shards = self.order(job)
-        ends_known = not table.streams and Mixing.of(self.weights).stop == "all_exhausted"
-        return plan_steps(table.costs, shards, job, shares_rest=ends_known)
+        knows_length = Mixing.of(self.weights).stop == "all_exhausted"
+        # Of streams some have keys, and some have none.
+        shares_rest = not table.streams
+        return plan_steps(
+            table.costs, shards, job, shares_rest=shares_rest, knows_length=knows_length
+        )
 
     def report(self, job: SimulationOptions) -> SimulationReport:
         """Return the report of the steps, with the counts of the whole dataset.

@@ -128,6 +128,7 @@ IN_TOKENS = WeightSchedule([(0, WEIGHTS), (20_000, {"code": 3, "text": 1})], ram
         SCHEDULE,
         Mixing(weights=IN_TOKENS, by="tokens"),
         Mixing(settable=True),
+        Mixing(stop="first_exhausted"),
     ],
 )
 def test_the_steps_of_a_mixture_are_those_of_a_real_loader(weights):

@@ -109,7 +109,9 @@ class GroupReader:
 
     def read_rest(self, at: AlignerState, where: str) -> tuple[list[list[Sample]], int]:
         """Share out what is left of the epoch with the other ranks; see `LastRound.groups`."""
-        return self.terms.last_round.groups(lambda: self._take_rest(at), where)
+        found = self.terms.last_round.groups(lambda: self._take_rest(at), where)
+        self.left_out = [*self.left_out, *self.terms.last_round.take_left_out()]
+        return found
 
     def _take_rest(self, at: AlignerState) -> list[Sample]:
         """Return all samples that this rank has left."""

@@ -7,20 +7,33 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.peers import Peers
 from odb_nodes.contract.recall import recall, recalls
-from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import tokens_of
 from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
 from odb_nodes.processing.observation import digest_of
-from odb_nodes.sample import ItemKey, Sample, Skipped, name_of
+from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped, name_of
 
-_Gift = tuple[str, int, int, int, int]  # source, key, repeat, tokens and digest of a sample
+
+class _Gift(NamedTuple):
+    """What other ranks are told of a sample that is given away."""
+
+    source: str
+    key: int
+    repeat: int
+    tokens: int
+    digest: int
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Gift:
+        assert sample.item is not None
+        source, key, _, repeat = sample.item
+        return cls(source, key, repeat, sample.tokens, digest_of(sample))
 
 
 class LastRound:
@@ -33,9 +46,10 @@ class LastRound:
     """
 
     def __init__(self, source: BaseNode[list[Sample]] | None, peers: Peers) -> None:
-        can = source is not None and hasattr(source, "known_remaining_samples") and recalls(source)
+        can = source is not None and hasattr(source, "known_remaining") and recalls(source)
         self._source: Any = source if can else None
         self._peers = peers
+        self._left_out: list[LeftOut] = []
 
     def left(self, ahead: Sequence[Sample] | None) -> int:
         """Return how many samples this rank has left, as it tells the others.
@@ -47,7 +61,7 @@ class LastRound:
             return -1
         if ahead is None:
             return 0
-        known: int | None = self._source.known_remaining_samples
+        known: int | None = self._source.known_remaining()
         return UNKNOWN_LEFT if known is None else len(ahead) + known
 
     def groups(
@@ -60,7 +74,7 @@ class LastRound:
             where: the place that errors name.
 
         Raises:
-            SampleError: a sample that another rank gives cannot be made here.
+            SampleError: a sample cannot be made.
             PeerError: a rank failed, left, or did not come.
         """
         with self._peers.reporting_failure(where):
@@ -72,6 +86,11 @@ class LastRound:
         steps = max(self._peers.gather([cut.fewest], where))[0]
         with self._peers.reporting_failure(where):
             return [[rest[index] for index in group] for group in cut.groups(steps)], steps
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were given to this rank, but are skipped here."""
+        taken, self._left_out = self._left_out, []
+        return taken
 
     def _level(self, rest: list[Sample], budget: TokenBudget, where: str) -> list[Sample]:
         """Return the samples of this rank once those with more have given some away."""
@@ -85,12 +104,13 @@ class LastRound:
             shared = [index for index, sample in enumerate(rest) if self._is_shared(sample)]
             surplus = totals[mine] - sum(totals) / len(totals)
             given = [shared[index] for index in gifts(work[shared], surplus)]
-            own = json.dumps([_gift_of(rest[index]) for index in given]).encode()
-        gathered = [json.loads(one) for one in self._peers.gather_bytes(own, where)]
+            own = json.dumps([_Gift.of(rest[index]) for index in given]).encode()
+        texts = self._peers.gather_bytes(own, where)
         with self._peers.reporting_failure(where):
-            works = [work_of((gift[3] for gift in one), budget) for one in gathered]
-            to = receivers(totals, works)
-            pairs = chain(*(zip(*one, strict=True) for one in zip(gathered, to, strict=True)))
+            gathered = [[_Gift(*gift) for gift in json.loads(text)] for text in texts]
+            costs = [work_of((gift.tokens for gift in one), budget) for one in gathered]
+            to = chain(*receivers(totals, costs))
+            pairs = zip(chain(*gathered), to, strict=True)
             received = [gift for gift, receiver in pairs if receiver == mine]
             gone = set(given)
             kept = [sample for index, sample in enumerate(rest) if index not in gone]
@@ -100,32 +120,29 @@ class LastRound:
         return sample.item is not None and sample.item.world_size == self._peers.world_size
 
     def _make(self, received: list[_Gift]) -> list[Sample]:
-        """Make samples that other ranks have given."""
-        items = [ItemKey(source, key, self._peers.world_size, n) for source, key, n, *_ in received]
+        """Make samples that other ranks have given; one that is skipped here is left out."""
+        ranks = self._peers.world_size
+        items = [ItemKey(gift.source, gift.key, ranks, gift.repeat) for gift in received]
         made: list[Sample] = []
-        for sample, (*_, tokens, digest) in zip(recall(self._source, items), received, strict=True):
-            who = (
-                f"a sample{name_of(sample)} that another rank has given to rank {self._peers.rank}"
-            )
+        others: list[str] = []  # what has become of samples that are not what they were
+        for sample, gift in zip(recall(self._source, items), received, strict=True):
             if isinstance(sample, Skipped):
-                raise SampleError(
-                    f"{who} was good there, but is skipped here {sample.why} All ranks need the "
-                    "same data."
-                )
-            if digest_of(sample) != digest:
-                warnings.warn(
-                    f"{who} is not what it was there: it had {tokens} tokens, and has "
-                    f"{sample.tokens}. Either processing is not deterministic "
-                    "(`ParallelProcessor(seed=...)` seeds the global generators), or the ranks "
-                    "have not the same data in the same order, and then some samples are lost and "
-                    "others come twice.",
-                    stacklevel=2,
-                )
+                self._left_out.append(LeftOut(sample.key, sample.source, sample.reason))
+                others.append(f"a sample{name_of(sample)} is skipped here {sample.why}")
+                continue
             made.append(sample)
+            if sample.tokens != gift.tokens:
+                change = f"had {gift.tokens} tokens there, and has {sample.tokens} here"
+                others.append(f"a sample{name_of(sample)} {change}.")
+            elif digest_of(sample) != gift.digest:
+                others.append(f"a sample{name_of(sample)} has other content here.")
+        if others:
+            warnings.warn(
+                f"of {len(received)} samples that other ranks have given to rank "
+                f"{self._peers.rank}, {len(others)} are not what they were: {others[0]} Either "
+                "processing is not deterministic (`ParallelProcessor(seed=...)` seeds the global "
+                "generators), or the ranks do not have the same data in the same order, and then "
+                "some samples are lost and others come twice.",
+                stacklevel=2,
+            )
         return made
-
-
-def _gift_of(sample: Sample) -> _Gift:
-    assert sample.item is not None
-    source, key, _, repeat = sample.item
-    return source, key, repeat, sample.tokens, digest_of(sample)

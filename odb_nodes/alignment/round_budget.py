@@ -43,16 +43,13 @@ class RoundBudget:
                 call_member(node, "tighten", Limits(*limits))
 
     def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
-        """Note the limits of a round that begins, and agree on those of the next one.
+        """Agree on the limits of the next round.
 
         Args:
             at: where this rank stands.
             reports: those of all ranks for the round.
         """
-        agreed = at.next_limits
-        if not at.drained:  # Else `source` stands in the last round that had groups.
-            at.limits = agreed
-        at.next_limits = self._wished(reports, agreed)
+        at.next_limits = self._wished(reports, at.next_limits)
 
     def _wished(
         self, reports: Sequence[CostReport], before: LimitsState | None

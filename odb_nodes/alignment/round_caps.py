@@ -50,14 +50,12 @@ class RoundCaps:
             self._node.use_caps(found[-1:] if ahead else found[:-1])
 
     def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
-        """Note the caps of a round that begins, and agree on those of the next one.
+        """Agree on the caps of the next round.
 
         Args:
             at: where this rank stands.
             reports: those of all ranks for the round.
             next_steps: steps of the next round.
         """
-        if not at.drained:  # Else `source` stands in the last round that had groups.
-            at.caps = at.next_caps
         agreed = agreed_caps([report.offer for report in reports])
         at.next_caps = caps_of_round(agreed, next_steps).tobytes() or None

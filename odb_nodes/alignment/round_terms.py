@@ -104,6 +104,8 @@ class RoundTerms:
             reports: those of all ranks for the round.
             next_steps: steps of the next round.
         """
+        if not at.drained:  # Else `source` stands in the last round that had groups.
+            at.limits, at.caps, at.window = at.next_limits, at.next_caps, at.next_window
         self.budget.settle(at, reports)
         self.caps.settle(at, reports, next_steps)
         self.window.settle(at, reports)

@@ -46,12 +46,10 @@ class RoundWindow:
             self._node.use_window(window)
 
     def settle(self, at: AlignerState, reports: Sequence[CostReport]) -> None:
-        """Note the window of a round that begins; in the first one, choose that of the others.
+        """Choose the window of the other rounds in the first one.
 
         Args:
             at: where this rank stands.
             reports: those of all ranks for the round.
         """
-        if not at.drained:  # Else `source` stands in the last round that had groups.
-            at.window = at.next_window
         at.next_window = at.next_window or chosen_window([one.lengths for one in reports])

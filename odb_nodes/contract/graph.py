@@ -127,7 +127,7 @@ def known_length_of(source: BaseNode[Any]) -> int | None:
         return None
     try:
         return length_of(source)
-    except TypeError:
+    except (TypeError, NotImplementedError):  # the latter of a dataset that cannot tell
         return None
 
 

@@ -138,12 +138,11 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     @property
     def remaining_samples(self) -> int:
         """Samples of this epoch in the pool, and those not yet pulled where that is known."""
-        known = self.known_remaining_samples
+        known = self.known_remaining()
         return len(self._pool) if known is None else known
 
-    @property
-    def known_remaining_samples(self) -> int | None:
-        """The same; `None` where it is not known, whatever an epoch before has found out."""
+    def known_remaining(self) -> int | None:
+        """Return the same; `None` where it is not known, whatever an epoch before has found out."""
         length = self._pool.pulled if self._ended else known_length_of(self.source)
         return None if length is None else len(self._pool) + max(0, length - self._pool.pulled)
 

@@ -33,8 +33,7 @@ from odb_nodes.planning.levelling import (
     UNKNOWN_LEFT,
     Rest,
     begins_last_round,
-    gifts,
-    receivers,
+    shared_out,
     work_of,
 )
 from odb_nodes.planning.options import JobOptions
@@ -200,16 +199,13 @@ def _report_rest(ranks: Sequence[_Rank], window: int) -> list[CostReport]:
     """Let ranks share out what is left, and return the costs of the last round's groups."""
     budget = ranks[0].budget
     rests = [rank.take_rest(window) for rank in ranks]
-    works = [work_of(map(tokens_of, rest), budget) for rest in rests]
-    totals = [int(work.sum()) for work in works]
-    given = [gifts(work, work.sum() - sum(totals) / len(totals)) for work in works]
-    costs = [work[chosen] for work, chosen in zip(works, given, strict=True)]
+    moves = shared_out([work_of(map(tokens_of, rest), budget) for rest in rests])
     shares = [
-        [sample for index, sample in enumerate(rest) if index not in {*chosen}]
-        for rest, chosen in zip(rests, given, strict=True)
+        [sample for index, sample in enumerate(rest) if index not in {*given}]
+        for rest, (given, _) in zip(rests, moves, strict=True)
     ]
-    for rest, *moves in zip(rests, given, receivers(totals, costs), strict=True):
-        for index, receiver in zip(*moves, strict=True):
+    for rest, (given, to) in zip(rests, moves, strict=True):
+        for index, receiver in zip(given, to, strict=True):
             shares[receiver].append(rest[index])
     cuts = [Rest(share, budget) for share in shares]
     steps = max(cut.fewest for cut in cuts)

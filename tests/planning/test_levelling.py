@@ -108,7 +108,7 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
     def dearest(cut):
         return max((budget.cost([tokens[index] for index in group]) for group in cut), default=0)
 
-    natural = rest.groups(rest.fewest)
+    natural = rest.groups(rest.fewest)  # an oversize sample is as dear in both
     assert dearest(groups) <= dearest(natural)
     for group in groups:
         patches = sum(samples[index].patches for index in group)
@@ -127,6 +127,21 @@ def test_more_groups_make_the_dearest_one_cheaper():
         costs.append(max(max(10 + index for index in group) * len(group) for group in cut))
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < 0.8 * costs[0]
+
+
+def test_an_oversize_sample_leaves_the_other_groups_to_be_cut():
+    rest = Rest([Sample(None, length, 1, 0) for length in [*range(10, 60), 500]], TokenBudget(400))
+    cut = rest.groups(rest.fewest + 8)
+    assert sorted(max(10 + at for at in group) * len(group) for group in cut)[-2] < 330
+
+
+@pytest.mark.parametrize("limit", [{"layout": "packed"}, {"max_patches": 9}], ids=str)
+def test_few_partitions_are_tried_where_each_takes_long(limit, monkeypatch):
+    rest = Rest([Sample(None, 1 + at % 60, 1, 0) for at in range(300)], TokenBudget(400, **limit))
+    tried, cut = [], rest._cut
+    monkeypatch.setattr(rest, "_cut", lambda budget: (tried.append(budget), cut(budget))[1])
+    rest.groups(rest.fewest + 3)
+    assert len(tried) == 2
 
 
 def test_fewer_groups_than_the_budget_needs_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.state_file import check_readable, load_state, save_state
 from odb_nodes.errors import StateError
+from odb_nodes.loader.resharding import reshard
+
+logger = logging.getLogger("odb_nodes")
 
 __all__ = ["DistributedState", "load_rank_state", "save_rank_state"]
 
@@ -61,14 +65,17 @@ def save_rank_state(
 def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -> Any:
     """Read this rank's state from a checkpoint folder.
 
+    If another number of ranks has written it, the states of all of them are read, and made into
+    those of the present ranks: see `reshard`.
+
     Args:
         folder: the folder that `save_rank_state` wrote into.
         process_group: the ranks that share the data, as they were given there.
 
     Raises:
         FileNotFoundError: the folder has no state of any rank.
-        StateError: it was written by another number of ranks, it is incomplete, or the file is
-            damaged.
+        StateError: it is incomplete, a file is damaged, or it was written by another number of
+            ranks, and cannot be resharded.
     """
     rank, world_size = group_rank(process_group)
     folder = Path(folder)
@@ -78,19 +85,24 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
     if not found:
         raise FileNotFoundError(f"`{folder}` holds no state that `save_rank_state` wrote.")
     sizes = sorted({int(match[2]) for match in found})
-    if sizes != [world_size]:
+    if len(sizes) > 1:
         raise StateError(
-            f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks, but this job has "
-            f"{world_size}: each rank has its own share of the data. Resume with as many ranks as "
-            "before, or begin an epoch anew."
+            f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks: it is two checkpoints "
+            "in one. Give each a folder of its own."
         )
-    missing = sorted({*range(world_size)} - {int(match[1]) for match in found})
+    missing = sorted({*range(sizes[0])} - {int(match[1]) for match in found})
     if missing:
         raise StateError(
             f"`{folder}` lacks the states of ranks {missing}: a rank was stopped before it had "
             "saved. Use an earlier checkpoint."
         )
-    return load_state(folder / _name(rank, world_size))
+    if sizes == [world_size]:
+        return load_state(folder / _name(rank, world_size))
+    logger.info(
+        "`%s` is resharded: %d ranks have saved it, %d load it", folder, sizes[0], world_size
+    )
+    states = [load_state(folder / _name(saved, sizes[0])) for saved in range(sizes[0])]
+    return reshard(states, world_size)[rank]
 
 
 def _states_in(folder: Path) -> list[re.Match[str]]:

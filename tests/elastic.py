@@ -64,7 +64,11 @@ def job(world_size, states=None, steps=None, make=make, epochs=1, **options):
                 found.append((info, [] if info.is_filler else batch["id"].tolist()))
                 saved.append(loader.state_dict())
         counts = loader.skipped_samples, loader.dropped_samples, loader.excluded_samples
-        return found, saved, (*counts, loader.samples_done, loader.num_samples)
+        try:
+            total = loader.num_samples
+        except TypeError:  # of a source that does not know
+            total = 0
+        return found, saved, (*counts, loader.samples_done, total)
 
     return on_ranks(world_size, run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -26,6 +26,8 @@ from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
 
+_NONE = 0, 0
+
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -46,13 +48,14 @@ class ProcessorState(EpochState):
         source: the state of the source before the chunk in hand.
         taken: items of that chunk that are out.
         position: items of the epoch that are out.
-        taken_of: how many of `taken` are of each source, where sources have names.
+        taken_of: source -> how many of `taken` are of it, and the `repeat` of the last, where
+            sources have names.
     """
 
     source: SourceState
     taken: Count
     position: Count
-    taken_of: Annotated[dict[str, Count], Sparse()] = field(default_factory=dict)
+    taken_of: Annotated[dict[str, tuple[Count, Count]], Sparse()] = field(default_factory=dict)
 
     def validate(self) -> None:
         """Check that what is out of the chunk is out of the epoch."""
@@ -189,7 +192,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 self._taken += step
                 self._position += step
                 if key is not None and key.source:
-                    self._taken_of[key.source] += 1
+                    count, _ = self._taken_of.get(key.source, _NONE)
+                    self._taken_of[key.source] = count + 1, key.repeat
                 return result  # type: ignore[no-any-return]
             if self._failure is not None:
                 raise self._failure
@@ -260,7 +264,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._failure: Exception | None = None
         self._source_ended = False
         self._taken = 0  # items out since `_source_state`
-        self._taken_of: Counter[str] = Counter()  # likewise, by source
+        self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
         self._position = 0  # items out in this epoch
         self._submitted = 0  # items read in this epoch
 
@@ -291,13 +295,13 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         if not self._in_flight:
             # Nothing is out since this state: it stands at the end of the epoch.
             self._source_state = copy_state(self.source.state_dict())
-            self._taken, self._taken_of = 0, Counter()
+            self._taken, self._taken_of = 0, {}
             raise StopIteration
         chunk = self._in_flight[0]
         results, failure = self._runner.results(chunk.submitted)
         self._in_flight.popleft()
         task = chunk.submitted.task
-        self._source_state, self._taken, self._taken_of = chunk.source_state, 0, Counter()
+        self._source_state, self._taken, self._taken_of = chunk.source_state, 0, {}
         self._ready = zip(results, task.keys, chunk.steps, strict=False)
         if failure is not None:
             bad = len(results)

@@ -112,3 +112,22 @@ def test_a_distributed_state_of_another_number_of_ranks_is_refused(as_rank):
     as_rank(1, 3)
     with pytest.raises(StateError, match="saved by another number of ranks"):
         DistributedState(Counter()).load_state_dict(saved)
+    with pytest.raises(StateError, match="has no `odb_nodes-rank00000-of-00002.pt`"):
+        DistributedState(Counter(), saved_by=2).load_state_dict(saved)
+
+
+def test_a_distributed_state_is_resharded_where_it_says_how_many_have_saved(as_rank):
+    states = states_at(job(3, steps=2), 2)
+    saved = {}
+    for rank, state in enumerate(states):
+        as_rank(rank, 3)
+        counter = Counter()
+        counter.state = state
+        saved |= DistributedState(counter).state_dict()
+    for rank, expected in enumerate(reshard(states, 2)):
+        as_rank(rank, 2)
+        fresh = Counter()
+        asked = DistributedState(fresh, saved_by=3)
+        assert asked.state_dict().keys() == saved.keys()
+        asked.load_state_dict(saved)
+        assert fresh.state == expected

@@ -14,7 +14,7 @@ import numpy as np
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.errors import StateError
 from odb_nodes.loader.resharding.anew import begun_anew
-from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_as
+from odb_nodes.loader.resharding.sealed import LATER, Ranks, check_alike, node_of, opened, sealed_as
 from odb_nodes.loader.resharding.sources import Reading, reshard_source
 from odb_nodes.nodes.bucketer_state import BucketerState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, ExcludedState
@@ -22,7 +22,6 @@ from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords
 from odb_nodes.planning.limits import Limits
 
 _SAME_PLACE = ("epoch", "cycle", "step", "emitted", "round", "next_limits", "weights")
-_LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
 
 
 def reshard_aligner(
@@ -143,7 +142,7 @@ def _in_force(found: Sequence[AlignerState]) -> list[Any]:
     if any(at.weight_changes[-1][0] > at.source["pulled"] for at in found):
         raise StateError(
             "the weights of the mixture were set a few steps ago, and are not yet in force on all "
-            f"ranks. {_LATER}"
+            f"ranks. {LATER}"
         )
     return [(0, weights)]
 

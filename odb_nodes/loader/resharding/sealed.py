@@ -12,6 +12,9 @@ from odb_nodes.errors import StateError
 
 S = TypeVar("S", bound=NodeState)
 
+LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
+"""What to do where only some places of an epoch will not do."""
+
 OF_A_RANK = ("rank", "world_size")
 """Fields of a fingerprint that are others on other ranks."""
 

@@ -7,14 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from odb_nodes.contract import EpochState
 from odb_nodes.errors import StateError
-from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_as
+from odb_nodes.loader.resharding.sealed import (
+    LATER,
+    Ranks,
+    check_alike,
+    node_of,
+    opened,
+    sealed_as,
+)
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.processing.parallel_processor import ProcessorState
 from odb_nodes.sources.jsonl_source import JsonlState
 from odb_nodes.sources.mixer_state import MixerState
 from odb_nodes.sources.sharded_sampler import SamplerState
 from odb_nodes.sources.share import Share, dealt
+
+TakenOf = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +34,14 @@ class Reading:
     Attributes:
         ranks: numbers of ranks.
         taken: of each rank, items that were read after the state of the source.
-        taken_of: likewise by source, where these have names.
+        taken_of: likewise by source, where these have names; see `ProcessorState`.
         done: of each rank that goes on, samples of the epoch that it stands for already.
     """
 
     ranks: Ranks
     taken: Sequence[int]
     done: Sequence[int]
-    taken_of: Sequence[Mapping[str, int]] = field(default=())
+    taken_of: Sequence[TakenOf] = field(default=())
 
 
 def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, Any]]:
@@ -73,7 +83,8 @@ def _observer(states: Sequence[Any], reading: Reading) -> list[Any]:
 
 def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
     found = opened(states, ProcessorState)
-    check_alike("ParallelProcessor", found, ("epoch", "cycle"))
+    _check_cycles("ParallelProcessor", found)
+    check_alike("ParallelProcessor", found, ("epoch",))
     taken = [one.taken + more for one, more in zip(found, reading.taken, strict=True)]
     below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
     sources = reshard_source([one.source for one in found], below)
@@ -91,7 +102,8 @@ def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
 
 def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks = opened(states, SamplerState), reading.ranks
-    check_alike("ShardedSampler", found, ("epoch", "cycle", "start"))
+    _check_cycles("ShardedSampler", found)
+    check_alike("ShardedSampler", found, ("epoch", "start"))
     left = [
         Share(rank, ranks.before, one).after(one.position + taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
@@ -118,7 +130,8 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
 
 def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks = opened(states, JsonlState), reading.ranks
-    check_alike("JsonlSource", found, ("epoch", "cycle", "start"))
+    _check_cycles("JsonlSource", found)
+    check_alike("JsonlSource", found, ("epoch", "start"))
     left = [
         Share(rank, ranks.before, one).from_number(one.record, taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
@@ -141,7 +154,10 @@ def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks, stop = opened(states, MixerState), reading.ranks, states[0]["config"]["stop"]
     names = [*found[0].sources]
-    taken_of = _taken_by_source(names, reading)
+    taken_of = [
+        _taken_by_source(rank, at, reading.taken[rank], (*reading.taken_of[rank:], {})[0])
+        for rank, at in enumerate(found)
+    ]
     for at, of in zip(found, taken_of, strict=True):
         at.position += sum(of.values()) * bool(at.weights)
         for name, count in of.items():
@@ -186,25 +202,38 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     ]
 
 
-def _taken_by_source(names: Sequence[str], reading: Reading) -> list[Counter[str]]:
-    """Return how many items of each source were read after the states of a mixture."""
-    found = []
-    for rank, taken in enumerate(reading.taken):
-        of: Counter[str] = Counter()
-        for key, count in (reading.taken_of[rank] if reading.taken_of else {}).items():
-            of[max((one for one in names if f"{key}/".startswith(f"{one}/")), key=len)] += count
-        if sum(of.values()) != taken:
+def _check_cycles(node: str, found: Sequence[EpochState]) -> None:
+    """Check that all ranks read the data for the same time in the epoch."""
+    cycles = [at.cycle for at in found]
+    if (most := max(cycles)) > min(cycles):
+        raise StateError(
+            f"`{node}` has begun again on rank {cycles.index(most)}, which is exhausted (`stop` is "
+            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {LATER}'
+        )
+
+
+def _taken_by_source(rank: int, at: MixerState, taken: int, of: TakenOf) -> Counter[str]:
+    """Return how many items of each source a rank has read after the state of a mixture."""
+    found: Counter[str] = Counter()
+    for key, (count, cycle) in of.items():
+        name = max((one for one in at.sources if f"{key}/".startswith(f"{one}/")), key=len)
+        found[name] += count
+        if at.sources[name].get("cycle", cycle) != cycle:
             raise StateError(
-                f"the state of `SourceMixer` on rank {rank} stands {taken} samples before the "
-                f"place that it was saved at, and the sources of only {sum(of.values())} are "
-                "known. Go on with as many ranks as before, and reshard a later checkpoint."
+                f"source {name!r} has just begun again on rank {rank}, which the state does not "
+                f"say yet. {LATER}"
             )
-        found.append(of)
+    if sum(found.values()) != taken:
+        raise StateError(
+            f"the state of `SourceMixer` on rank {rank} stands {taken} samples before the place "
+            f"that it was saved at, and the sources of only {sum(found.values())} are known. "
+            f"{LATER}"
+        )
     return found
 
 
-def _within(name: str, taken_of: Mapping[str, int]) -> dict[str, int]:
-    """Return counts of the sources within one that is a mixture itself."""
+def _within(name: str, taken_of: TakenOf) -> TakenOf:
+    """Return the counts of the sources within one that is a mixture itself."""
     inner = f"{name}/"
     return {
         key.removeprefix(inner): count for key, count in taken_of.items() if key.startswith(inner)
@@ -214,8 +243,7 @@ def _within(name: str, taken_of: Mapping[str, int]) -> dict[str, int]:
 def _check_weights(found: Sequence[MixerState]) -> None:
     if len({repr(at.weights) for at in found}) > 1:
         raise StateError(
-            "the weights of the mixture have changed on some ranks, and not yet on others: go on "
-            "with as many ranks as before, and reshard a checkpoint some steps later."
+            f"the weights of the mixture have changed on some ranks, and not yet on others. {LATER}"
         )
 
 

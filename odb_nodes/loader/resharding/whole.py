@@ -90,7 +90,7 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
             raise StateError(
                 f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
                 f"is {first!r:.80} on rank 0, and {one!r:.80} on rank {rank}. Reshard the states "
-                "of the loader alone, and make the rest anew."
+                "of the loader alone; what is sharded (FSDP) torch.distributed.checkpoint can load."
             )
     return [copy_state(first) for _ in range(world_size)]
 

@@ -129,13 +129,10 @@ class CheckpointParts:
             {name: one for name, one in file["parts"].items() if name not in shared}
             for file in files
         ]
-        own = {
-            name: reshard_parts(
-                [one.get(name) for one in of_ranks], ranks.after, f"parts[{name!r}]"
-            )
-            for name in of_ranks[0]
-        }
-        own = {name: states[rank] for name, states in own.items()}
+        own = {}
+        for name in of_ranks[0]:
+            states = [one.get(name) for one in of_ranks]
+            own[name] = reshard_parts(states, ranks.after, f"parts[{name!r}]")[rank]
         generators = files[rank % ranks.before]["generators"]
         return self._checked(folder, own | shared, generators)
 

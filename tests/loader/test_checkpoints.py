@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from elastic import SAMPLES, sample, states_at
+from elastic import EXCLUDED, SAMPLES, sample, states_at
 from elastic import job as job_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,7 +149,7 @@ class ElasticLoader(ODBDataLoader):
     def __init__(self):
         given = {"token_budget": TokenBudget(80, oversize="drop"), "window": 16, "round_size": 8}
         super().__init__(
-            range(SAMPLES), process_fn=sample, seed=3, exclude=[7, 8, 90], timeout_s=20, **given
+            range(SAMPLES), process_fn=sample, seed=3, exclude=EXCLUDED, timeout_s=20, **given
         )
 
 

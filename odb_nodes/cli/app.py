@@ -14,7 +14,7 @@ from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 
 __all__ = ["COMMANDS", "run"]
 
-COMMANDS = ("audit", "inspect", "profile", "report", "simulate", "step", "tune")
+COMMANDS = ("audit", "inspect", "profile", "report", "reshard", "simulate", "step", "tune")
 """Names of the commands. Each is a function of its name, in a module of its name in `commands`."""
 
 _OF_MODULES = ("audit", "step")

@@ -20,7 +20,7 @@ from odb_nodes.loader.resharding import reshard
 
 logger = logging.getLogger("odb_nodes")
 
-__all__ = ["DistributedState", "load_rank_state", "save_rank_state"]
+__all__ = ["DistributedState", "load_rank_state", "save_rank_state", "saved_states"]
 
 _FILE = re.compile(r"odb_nodes-rank(\d+)-of-(\d+)\.pt")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -79,6 +79,26 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
             ranks, and cannot be resharded.
     """
     rank, world_size = group_rank(process_group)
+    states, is_own = saved_states(folder, rank, world_size)
+    return states[0] if is_own else reshard(states, world_size)[rank]
+
+
+def saved_states(
+    folder: str | os.PathLike[str], rank: int, world_size: int
+) -> tuple[list[Any], bool]:
+    """Read this rank's state from a checkpoint folder, or all, if of another number of ranks.
+
+    Args:
+        folder: the folder that `save_rank_state` wrote into.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Returns:
+        The states, and whether that is this rank's alone.
+
+    Raises:
+        FileNotFoundError, StateError: see `load_rank_state`.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
@@ -98,12 +118,11 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
             "saved. Use an earlier checkpoint."
         )
     if sizes == [world_size]:
-        return load_state(folder / _name(rank, world_size))
+        return [load_state(folder / _name(rank, world_size))], True
     logger.info(
         "`%s` is resharded: %d ranks have saved it, %d load it", folder, sizes[0], world_size
     )
-    states = [load_state(folder / _name(saved, sizes[0])) for saved in range(sizes[0])]
-    return reshard(states, world_size)[rank]
+    return [load_state(folder / _name(saved, sizes[0])) for saved in range(sizes[0])], False
 
 
 def _states_in(folder: Path) -> list[re.Match[str]]:

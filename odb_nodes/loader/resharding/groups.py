@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -25,7 +25,7 @@ _SAME_PLACE = ("epoch", "cycle", "step", "emitted", "round", "next_limits", "wei
 
 
 def reshard_aligner(
-    states: Sequence[Any], world_size: int, *, left: bool
+    states: Sequence[Any * _taken_left_out(at.source)], world_size: int, *, left: bool
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the states of a `RankAligner` of other ranks.
 
@@ -42,23 +42,48 @@ def reshard_aligner(
     """
     found, ranks = opened(states, AlignerState), Ranks(len(states), world_size)
     config = states[0]["config"]
-    joins = config["uneven"] == "join"
-    rounds = [at.steps(ends_alone=joins) for at in found]
-    at_end = all(at.is_at_end(steps) for at, steps in zip(found, rounds, strict=True))
-    begins = not any(at.step or at.round or at.plan for at in found)
-    if joins and any(at.last for at in found) and not (at_end or left):
-        ended = [rank for rank, at in enumerate(found) if at.last]
-        raise StateError(
-            f'with `uneven="join"`, states cannot be resharded once a rank has ended: ranks '
-            f"{ended} have. Reshard a checkpoint before that, or one after the epoch."
-        )
-    if at_end or left or begins:
+    alone = config["uneven"] == "join"
+    at_end = left or all(at.is_at_end(at.steps(ends_alone=alone)) for at in found)
+    if at_end or not any(at.step or at.round or at.plan for at in found):
         check_alike("RankAligner", found, ("epoch", "cycle"))
         sources = _anew_pool([at.source for at in found], ranks)
-        over = {"last": True, "plan": None, "emitted": 0, "splits": 0} if not begins else {}
+        over = _between_rounds() | {"last": True} if at_end else {}
         return _sealed(states, found, ranks, sources, **over), True
+    _check_can_be_dealt(found, config)
+    sources = _reshard_pool(found, ranks)
+    rest = _between_rounds() | {
+        "round": found[0].round + any(at.plan is not None for at in found),
+        "held": NO_RECORDS,
+        "sizes": [0, 0],
+        "weight_changes": _in_force(found),
+        "shares_rest": all(at.shares_rest for at in found) and world_size > 1,
+    }
+    return _sealed(states, found, ranks, sources, **rest), False
+
+
+def _between_rounds() -> dict[str, Any]:
+    """Return what a state has where no round has begun, and none is agreed on."""
+    return {
+        **dict.fromkeys(("plan", "filler", "caps", "next_caps", "limits")),
+        **dict.fromkeys(("emitted", "splits"), 0),
+        **dict.fromkeys(("last", "drained", "peers_go_on", "unsettled"), False),
+    }
+
+
+def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]) -> None:
+    """Check that all ranks stand between the same two optimizer steps, and hold samples by keys.
+
+    Raises:
+        StateError: they do not, or a rank has ended where that ends others.
+    """
+    uneven, accumulate = config["uneven"], config["accumulate"]
+    over = [rank for rank, at in enumerate(found) if at.last]
+    if over and uneven == "join":
+        raise StateError(
+            'with `uneven="join"`, states cannot be resharded once a rank has ended: ranks '
+            f"{over} have. Reshard a checkpoint before that, or one after the epoch."
+        )
     check_alike("RankAligner", found, _SAME_PLACE)
-    accumulate = config["accumulate"]
     if inside := found[0].emitted % accumulate:
         raise StateError(
             f"the states stand at step {found[0].step} of epoch {found[0].epoch}, within an "
@@ -66,27 +91,13 @@ def reshard_aligner(
             "are those of other ranks. Reshard a checkpoint that was saved where "
             "`StepInfo.ends_optimizer_step` is True."
         )
-    if any(at.held is None for at in found):
-        raise _without_keys()
-    ends = any(at.last for at in found) and config["uneven"] == "stop"
-    if ends:
+    if over and uneven == "stop":
         raise StateError(
             'the last round of an epoch with `uneven="stop"` has begun, which leaves samples out '
             "that some ranks still have: go on with as many ranks as before up to its end."
         )
-    sources = _reshard_pool(found, ranks)
-    begun = any(at.plan is not None for at in found)
-    rest = {
-        "round": found[0].round + begun,
-        "held": NO_RECORDS,
-        "sizes": [0, 0],
-        "weight_changes": _in_force(found),
-        "shares_rest": all(at.shares_rest for at in found) and world_size > 1,
-        **dict.fromkeys(("plan", "filler", "caps", "next_caps", "limits")),
-        **dict.fromkeys(("emitted", "splits"), 0),
-        **dict.fromkeys(("last", "drained", "peers_go_on", "unsettled"), False),
-    }
-    return _sealed(states, found, ranks, sources, **rest), False
+    if any(at.held is None for at in found):
+        raise _without_keys()
 
 
 def _sealed(
@@ -98,7 +109,13 @@ def _sealed(
 ) -> list[dict[str, Any]]:
     """Return states with what counts for all ranks in one place each, and their sources."""
     left_out = ranks.joined(
-        [[*at.left_out, *at.left_out_ahead, *_taken_left_out(at.source)] for at in found]
+        [
+            [
+                *at.left_out,
+                *at.left_out_ahead,
+            ]
+            for at in found
+        ]
     )
     unemitted = ranks.summed([at.unemitted_samples for at in found])
     excluded = ranks.summed([at.excluded_samples for at in found])
@@ -128,11 +145,6 @@ def _sealed(
         )
         for rank in range(ranks.after)
     ]
-
-
-def _taken_left_out(source: Any) -> list[Any]:
-    """Return what a pool has left out since its last group, which the aligner has from now on."""
-    return list(source.get("left_out", ())) if node_of(source) == "WindowBucketer" else []
 
 
 def _in_force(found: Sequence[AlignerState]) -> list[Any]:

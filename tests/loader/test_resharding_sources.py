@@ -171,7 +171,11 @@ def test_shares_go_on(by):
         _find(state, "SourceMixer")["samples" if by == "samples" else "tokens"]
         for state in states_at(begun, -1)
     ]
-    if by == "tokens":  # whose samples are all out of their processors
+    if by == "samples":  # of which some are behind the state of the mixture
+        pulled = [_find(state, "WindowBucketer")["pulled"] for state in states_at(begun, -1)]
+        assert sum(sum(one.values()) for one in had) == sum(pulled)
+        assert sum(sum(one.values()) for one in before) < sum(pulled)
+    else:
         assert {name: sum(one[name] for one in had) for name in SIZES} == {
             name: sum(one[name] for one in before) for name in SIZES
         }

@@ -25,7 +25,7 @@ _SAME_PLACE = ("epoch", "cycle", "step", "emitted", "round", "next_limits", "wei
 
 
 def reshard_aligner(
-    states: Sequence[Any * _taken_left_out(at.source)], world_size: int, *, left: bool
+    states: Sequence[Any], world_size: int, *, left: bool
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the states of a `RankAligner` of other ranks.
 
@@ -108,15 +108,7 @@ def _sealed(
     **changes: Any,
 ) -> list[dict[str, Any]]:
     """Return states with what counts for all ranks in one place each, and their sources."""
-    left_out = ranks.joined(
-        [
-            [
-                *at.left_out,
-                *at.left_out_ahead,
-            ]
-            for at in found
-        ]
-    )
+    left_out = ranks.joined([[*at.left_out, *at.left_out_ahead] for at in found])
     unemitted = ranks.summed([at.unemitted_samples for at in found])
     excluded = ranks.summed([at.excluded_samples for at in found])
     wishes = [at.wish for at in found if at.wish]
@@ -205,7 +197,6 @@ def _reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str,
         "limits": (*limits,),
         "has_own_limits": agreed is not None or any(pool.has_own_limits for pool in pools),
         "dearest_groups": max(pool.dearest_groups for pool in pools),
-        "left_out": [],
         "caps": None,
     }
     counts = _merged_counts(pools, ranks)
@@ -234,7 +225,7 @@ def _anew_pool(states: Sequence[Any], ranks: Ranks) -> list[dict[str, Any]]:
     if node_of(states[0]) != "WindowBucketer":
         return sources
     counts = _merged_counts(opened(states, BucketerState), ranks)
-    return [source | counts[rank] | {"left_out": []} for rank, source in enumerate(sources)]
+    return [source | counts[rank] for rank, source in enumerate(sources)]
 
 
 def _merged_counts(pools: Sequence[BucketerState], ranks: Ranks) -> list[dict[str, Any]]:
@@ -246,11 +237,13 @@ def _merged_counts(pools: Sequence[BucketerState], ranks: Ranks) -> list[dict[st
         for rank in range(ranks.after)
     ]
     keys = _all_keys([pool.excluded for pool in pools])
+    left_out = ranks.joined([pool.left_out for pool in pools])
     return [
         {
             **{name: of_ranks[rank] for name, of_ranks in counts.items()},
             "skipped_samples": dict(skipped[rank]),
             "excluded": keys,
+            "left_out": left_out[rank],
         }
         for rank in range(ranks.after)
     ]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, Sparse, copy_state
+from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
 from odb_nodes.contract.node import check_node, member
@@ -22,6 +22,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
 from odb_nodes.processing.options import WorkerOptions
+from odb_nodes.processing.processor_state import ProcessorState
 from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
@@ -38,30 +39,6 @@ class _Chunk:
     locations: Sequence[ItemLocation | None]  # of its items
     steps: Sequence[int]  # raw items from each on to the next one
     source_error: Exception | None
-
-
-@dataclass(kw_only=True)
-class ProcessorState(EpochState):
-    """Where a `ParallelProcessor` stands.
-
-    Attributes:
-        source: the state of the source before the chunk in hand.
-        taken: items of that chunk that are out.
-        position: items of the epoch that are out.
-        taken_of: source -> how many of `taken` are of it, and the `repeat` of the last, where
-            sources have names.
-    """
-
-    source: SourceState
-    taken: Count
-    position: Count
-    taken_of: Annotated[dict[str, tuple[Count, Count]], Sparse()] = field(default_factory=dict)
-
-    def validate(self) -> None:
-        """Check that what is out of the chunk is out of the epoch."""
-        if self.taken > self.position:
-            most = self.position
-            raise ValueError(f"`taken` must be at most `position`, {most}, but is {self.taken}.")
 
 
 class ParallelProcessor(EpochNode[T, ProcessorState]):

@@ -18,7 +18,7 @@ from odb_nodes.loader.resharding.sealed import (
     sealed_as,
 )
 from odb_nodes.nodes.length_observer import ObserverState
-from odb_nodes.processing.parallel_processor import ProcessorState
+from odb_nodes.processing.processor_state import ProcessorState
 from odb_nodes.sources.jsonl_source import JsonlState
 from odb_nodes.sources.mixer_state import MixerState
 from odb_nodes.sources.sharded_sampler import SamplerState

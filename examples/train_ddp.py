@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/train_ddp.py                   # a few minutes on 2 cores
     torchrun --nproc-per-node 4 examples/train_ddp.py --accumulate 4    # 4 batches of each rank
-    torchrun --nproc-per-node 4 examples/train_ddp.py --resume          # from the last checkpoint
+    torchrun --nproc-per-node 4 examples/train_ddp.py --resume          # also with 2 ranks, or 8
 
 Each rank forms batches of its share of the text under `--token-budget`; all take the same steps,
 and the gradient is that of the mean loss over all supervised tokens, whichever rank has them.

@@ -10,6 +10,7 @@ from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_
 from odb_nodes.loader.checkpoints import Checkpoints
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
+from odb_nodes.loader.resharding import reshard
 from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
@@ -74,6 +75,7 @@ __all__ = [
     "load_rank_state",
     "load_state",
     "pop_step_info",
+    "reshard",
     "save_rank_state",
     "save_state",
 ]

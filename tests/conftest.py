@@ -41,6 +41,7 @@ SLOW_PATHS = {
         "integrations/test_lightning.py",
         "integrations/test_lightning_ranks.py",
         "integrations/test_monitors.py",
+        "integrations/test_other_ranks.py",
         "integrations/test_llama_factory_trainer.py",
         "integrations/test_run_states.py",
         "integrations/test_trainer_auto_budget.py",

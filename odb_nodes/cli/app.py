@@ -15,7 +15,7 @@ from odb_nodes.planning.auto_window import AUTO
 
 __all__ = ["COMMANDS", "run"]
 
-COMMANDS = ("audit", "inspect", "profile", "report", "simulate", "step", "tune")
+COMMANDS = ("audit", "inspect", "profile", "report", "reshard", "simulate", "step", "tune")
 """Names of the commands. Each is a function of its name, in a module of its name in `commands`."""
 
 _OF_MODULES = ("audit", "step")

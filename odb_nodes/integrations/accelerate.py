@@ -25,10 +25,11 @@ from odb_nodes._compat import accelerate as compat
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.resuming import begin_or_resume, load_saved_state
+from odb_nodes.integrations.resuming import begin_or_resume, load_saved_states
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import load_rank_state, save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.resharding import reshard
 from odb_nodes.monitor import Monitor, StepMeter, timed
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
@@ -201,12 +202,14 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
             )
 
     def _load(self, _models: Any, input_dir: str) -> None:
-        self.loader.load_state_dict(load_saved_state(input_dir, NOT_SAVED))
+        place = self._accelerator.process_index, self._accelerator.num_processes
+        states, is_own = load_saved_states(input_dir, *place, NOT_SAVED)
+        self.loader.load_state_dict(states[0] if is_own else reshard(states, place[1])[place[0]])
         self._last = self._unrecorded = None
         if self._ledger is not None:
             self._ledger.begin_attempt()
         saved = Path(input_dir) / MONITOR
-        if self._monitor is not None and saved.is_dir():
+        if self._monitor is not None and saved.is_dir() and is_own:
             self._monitor.load_state_dict(load_rank_state(saved))
         elif self._monitor is not None:
             self._monitor.reset(-(-self.loader.step // self.loader.accumulate))  # of its epoch

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from odb_nodes.contract import NodeState
 from odb_nodes.errors import StateError
-from odb_nodes.loader.checkpoint import load_rank_state
+from odb_nodes.loader.checkpoint import saved_states
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.resharding import reshard
+from odb_nodes.loader.resharding.sealed import check_alike
 
-__all__ = ["begin_or_resume", "changed_arguments_remedy", "load_saved_state"]
+__all__ = [
+    "begin_or_resume",
+    "changed_arguments_remedy",
+    "load_saved_states",
+    "resharded_run",
+]
+
+S = TypeVar("S", bound=NodeState)
 
 
 def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: str) -> str:
@@ -31,23 +42,57 @@ def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: 
     )
 
 
-def load_saved_state(folder: str | os.PathLike[str], remedy: str) -> Any:
-    """Return the state that this rank saved; see `load_rank_state`.
+def load_saved_states(
+    folder: str | os.PathLike[str], rank: int, world_size: int, remedy: str
+) -> tuple[list[Any], bool]:
+    """Return the state that this rank saved, or those of another number of ranks.
 
     Args:
         folder: the folder of the checkpoint.
+        rank: this rank.
+        world_size: number of ranks.
         remedy: why a checkpoint may have no state of a loader, and what to do then.
+
+    Returns:
+        See `saved_states`.
 
     Raises:
         FileNotFoundError: the folder does not exist, or has no state of a loader.
         StateError: see `load_rank_state`.
     """
     try:
-        return load_rank_state(folder)
+        return saved_states(folder, rank, world_size)
     except FileNotFoundError:
         if not Path(folder).is_dir():
             raise
         raise FileNotFoundError(f"`{folder}` has no state of a loader: {remedy}") from None
+
+
+def resharded_run(
+    runs: Sequence[S], rank: int, world_size: int, alike: Sequence[str], **own: Any
+) -> S:
+    """Return the position of a run on one rank, out of those of another number of ranks.
+
+    The counts of a `Monitor` since its last record are those of the ranks there were: it begins
+    anew at this step.
+
+    Args:
+        runs: its position on each rank that there was, in their order, with fields `loader`, which
+            may be None, and `monitor`.
+        rank: the rank that goes on.
+        world_size: number of ranks that go on.
+        alike: names of the fields that must be equal.
+        own: values of the other fields.
+
+    Raises:
+        StateError: they are of different places, or the loader cannot be resharded.
+    """
+    check_alike("the run", runs, alike)
+    positions: Sequence[Any] = runs
+    if positions[0].loader is not None:
+        own["loader"] = reshard([one.loader for one in positions], world_size)[rank]
+    run: S = replace(positions[0], monitor=None, **own)
+    return run
 
 
 def begin_or_resume(loader: ODBDataLoader, remedy: str) -> Iterator[Any]:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from odb_nodes._core.checks import check_count
 from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.state_file import check_readable, load_state, save_state
 from odb_nodes.errors import StateError
+from odb_nodes.loader.resharding import reshard
 
-__all__ = ["DistributedState", "load_rank_state", "save_rank_state"]
+logger = logging.getLogger("odb_nodes")
+
+__all__ = ["DistributedState", "load_rank_state", "save_rank_state", "saved_states"]
 
 _FILE = re.compile(r"odb_nodes-rank(\d+)-of-(\d+)\.pt")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -61,16 +66,39 @@ def save_rank_state(
 def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -> Any:
     """Read this rank's state from a checkpoint folder.
 
+    If another number of ranks has written it, the states of all of them are read, and made into
+    those of the present ranks: see `reshard`.
+
     Args:
         folder: the folder that `save_rank_state` wrote into.
         process_group: the ranks that share the data, as they were given there.
 
     Raises:
         FileNotFoundError: the folder has no state of any rank.
-        StateError: it was written by another number of ranks, it is incomplete, or the file is
-            damaged.
+        StateError: it is incomplete, a file is damaged, or it was written by another number of
+            ranks, and cannot be resharded.
     """
     rank, world_size = group_rank(process_group)
+    states, is_own = saved_states(folder, rank, world_size)
+    return states[0] if is_own else reshard(states, world_size)[rank]
+
+
+def saved_states(
+    folder: str | os.PathLike[str], rank: int, world_size: int
+) -> tuple[list[Any], bool]:
+    """Read this rank's state from a checkpoint folder, or all, if of another number of ranks.
+
+    Args:
+        folder: the folder that `save_rank_state` wrote into.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Returns:
+        The states, and whether that is this rank's alone.
+
+    Raises:
+        FileNotFoundError, StateError: see `load_rank_state`.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
@@ -78,19 +106,23 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
     if not found:
         raise FileNotFoundError(f"`{folder}` holds no state that `save_rank_state` wrote.")
     sizes = sorted({int(match[2]) for match in found})
-    if sizes != [world_size]:
+    if len(sizes) > 1:
         raise StateError(
-            f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks, but this job has "
-            f"{world_size}: each rank has its own share of the data. Resume with as many ranks as "
-            "before, or begin an epoch anew."
+            f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks: it is two checkpoints "
+            "in one. Give each a folder of its own."
         )
-    missing = sorted({*range(world_size)} - {int(match[1]) for match in found})
+    missing = sorted({*range(sizes[0])} - {int(match[1]) for match in found})
     if missing:
         raise StateError(
             f"`{folder}` lacks the states of ranks {missing}: a rank was stopped before it had "
             "saved. Use an earlier checkpoint."
         )
-    return load_state(folder / _name(rank, world_size))
+    if sizes == [world_size]:
+        return [load_state(folder / _name(rank, world_size))], True
+    logger.info(
+        "`%s` is resharded: %d ranks have saved it, %d load it", folder, sizes[0], world_size
+    )
+    return [load_state(folder / _name(saved, sizes[0])) for saved in range(sizes[0])], False
 
 
 def _states_in(folder: Path) -> list[re.Match[str]]:
@@ -107,6 +139,8 @@ class DistributedState:
 
     Each rank's state is one `BytesIO` under a key of its own: shared keys would give every
     rank the state of rank 0, and a nested dict loses what a fresh loader does not have yet.
+    `dcp.load` gives a rank just the keys that it has itself: where another number of ranks has
+    saved, say how many by `saved_by`, and each rank gets the states of all of them.
 
         dcp.save({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
         dcp.load({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
@@ -114,47 +148,68 @@ class DistributedState:
     Args:
         loader: a `Loader`, an `ODBDataLoader`, or another with `state_dict` and `load_state_dict`.
         process_group: the ranks that share the data. Default: all of the job.
+        saved_by: the number of ranks that have saved what is to be loaded. Default: as many as
+            there are now.
     """
 
-    def __init__(self, loader: _Loads, process_group: Any = None) -> None:
+    def __init__(
+        self, loader: _Loads, process_group: Any = None, *, saved_by: int | None = None
+    ) -> None:
         self._loader = loader
-        rank, world_size = group_rank(process_group)
-        self._key = _name(rank, world_size)
+        self._rank, self._world_size = group_rank(process_group)
+        self._key = _name(self._rank, self._world_size)
+        before = self._world_size if saved_by is None else check_count("saved_by", saved_by)
+        self._wanted = [self._key]
+        if before != self._world_size:
+            self._wanted = [_name(rank, before) for rank in range(before)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bytes of this rank's state under its key. No other rank is asked.
 
+        With `saved_by`, empty bytes under the keys of the ranks that have saved, for `dcp.load`.
+
         Raises:
             StateError: the state holds something else than plain data and tensors.
         """
+        if self._wanted != [self._key]:
+            return {key: io.BytesIO() for key in self._wanted}
         data = to_bytes(self._loader.state_dict())
         check_readable(io.BytesIO(data))
         return {self._key: io.BytesIO(hashlib.sha256(data).digest() + data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's state.
+        """Load this rank's state, or what it becomes of those of another number of ranks.
 
         Raises:
-            StateError: it is damaged, is not what `state_dict` returned, or was saved by another
-                number of ranks. (`dcp.load` finds the key missing first, and raises an error of its
-                own.)
+            StateError: it is damaged, is not what `state_dict` returned, was saved by another
+                number of ranks than `saved_by`, or cannot be resharded. (`dcp.load` finds a key
+                missing first, and raises an error of its own.)
         """
-        buffer = state_dict.get(self._key) if isinstance(state_dict, Mapping) else None
-        if buffer is None and any(_FILE.fullmatch(str(key)) for key in state_dict or ()):
-            raise StateError(
-                f"the checkpoint has no `{self._key}`, but {sorted(state_dict)}: it was saved by "
-                "another number of ranks. Resume with as many as before."
-            )
-        if not isinstance(buffer, io.BytesIO):
-            raise StateError(
-                f"the state must be what `DistributedState.state_dict` returned, bytes under "
-                f"`{self._key}`, but is {state_dict!r:.80}."
-            )
-        saved = buffer.getvalue()
-        digest, data = saved[:_DIGEST_BYTES], saved[_DIGEST_BYTES:]
-        if hashlib.sha256(data).digest() != digest:
-            raise StateError(
-                f"`{self._key}` of the checkpoint is damaged: its digest is not that of "
-                f"what was saved, but that of {len(saved)} other bytes. Use an earlier checkpoint."
-            )
-        self._loader.load_state_dict(from_bytes(data))
+        states = [_from_buffer(state_dict, key) for key in self._wanted]
+        if self._wanted != [self._key]:
+            states = [reshard(states, self._world_size)[self._rank]]
+        self._loader.load_state_dict(states[0])
+
+
+def _from_buffer(state_dict: object, key: str) -> Any:
+    """Return the state of one rank out of what `DistributedState.state_dict` returned."""
+    found = state_dict if isinstance(state_dict, Mapping) else {}
+    buffer = found.get(key)
+    if buffer is None and any(_FILE.fullmatch(str(key)) for key in found):
+        raise StateError(
+            f"the checkpoint has no `{key}`, but {sorted(found)}: it was saved by another number "
+            "of ranks. Say how many by `saved_by`."
+        )
+    if not isinstance(buffer, io.BytesIO):
+        raise StateError(
+            f"the state must be what `DistributedState.state_dict` returned, bytes under "
+            f"`{key}`, but is {state_dict!r:.80}."
+        )
+    saved = buffer.getvalue()
+    digest, data = saved[:_DIGEST_BYTES], saved[_DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        raise StateError(
+            f"`{key}` of the checkpoint is damaged: its digest is not that of "
+            f"what was saved, but that of {len(saved)} other bytes. Use an earlier checkpoint."
+        )
+    return from_bytes(data)

@@ -15,6 +15,8 @@ from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import file_name, step_of
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
+from odb_nodes.loader.resharding import reshard_parts
+from odb_nodes.loader.resharding.sealed import Ranks
 
 __all__ = ["CheckpointParts", "PartStates"]
 
@@ -106,8 +108,42 @@ class CheckpointParts:
         state = _read(folder, rank, world_size)
         states = state["parts"]
         if rank and self._replicated:
-            shared = _read(folder, 0, world_size)["parts"]
-            states |= {name: shared[name] for name in self._replicated if name in shared}
+            states |= self._replicated_of(_read(folder, 0, world_size)["parts"])
+        return self._checked(folder, states, state["generators"])
+
+    def read_resharded(self, folder: Path, rank: int, ranks: Ranks) -> PartStates:
+        """Read the files of all ranks that have saved, as those of another number of ranks.
+
+        Args:
+            folder: the folder of the checkpoint.
+            rank: this rank.
+            ranks: numbers of ranks.
+
+        Raises:
+            StateError: a file is damaged, has other parts, or lacks what a dict has; or a part
+                cannot be that of another number of ranks.
+        """
+        files = [_read(folder, saved, ranks.before) for saved in range(ranks.before)]
+        shared = self._replicated_of(files[0]["parts"])
+        of_ranks = [
+            {name: one for name, one in file["parts"].items() if name not in shared}
+            for file in files
+        ]
+        own = {}
+        for name in of_ranks[0]:
+            states = [one.get(name) for one in of_ranks]
+            own[name] = reshard_parts(states, ranks.after, f"parts[{name!r}]")[rank]
+        generators = files[rank % ranks.before]["generators"]
+        return self._checked(folder, own | shared, generators)
+
+    def _replicated_of(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those parts of rank 0 that it has written for all."""
+        return {name: parts[name] for name in self._replicated if name in parts}
+
+    def _checked(
+        self, folder: Path, states: dict[str, Any], generators: dict[str, Any]
+    ) -> PartStates:
+        """Return what was read, once it is known to be of these parts."""
         if states.keys() != self._parts.keys():
             raise StateError(
                 f"`{folder}` has the parts {sorted(states)}, but this job has "
@@ -116,7 +152,7 @@ class CheckpointParts:
         for name, part in self._parts.items():
             if isinstance(part, dict):
                 _check_keys(f"parts[{name!r}]", part, states[name], folder)
-        return PartStates(folder, states, state["generators"])
+        return PartStates(folder, states, generators)
 
     def apply(self, saved: PartStates) -> None:
         """Give each part its state.

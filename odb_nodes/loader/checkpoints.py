@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -23,6 +24,9 @@ from odb_nodes.loader.checkpoint_folders import (
     step_of,
 )
 from odb_nodes.loader.checkpoint_parts import CheckpointParts, PartStates
+from odb_nodes.loader.resharding.sealed import Ranks
+
+logger = logging.getLogger("odb_nodes")
 
 __all__ = ["Checkpoints"]
 
@@ -93,16 +97,18 @@ class Checkpoints:
     def load(self) -> int:
         """Load the newest checkpoint that is complete. Every rank calls it.
 
-        No part is changed before all ranks have read their files whole.
+        No part is changed before all ranks have read their files whole. Where another number of
+        ranks has saved it, the loaders among the parts are resharded, see `reshard`; all other
+        parts must be `replicated`, or equal on all ranks; and a rank goes on with the random
+        generators of one that there was before.
 
         Returns:
             The step that it was saved at; 0 where there is none, and nothing is changed.
 
         Raises:
-            StateError: the checkpoint is of another number of ranks or of other parts, is damaged,
-                or a dict among the parts has keys that it lacks; or not all ranks see it. No part
-                is changed. Or a part refused its state: then the error names those that have
-                changed.
+            StateError: the checkpoint is of other parts, is damaged, or cannot be resharded; a dict
+                among the parts has keys that it lacks; or not all ranks see it. No part is changed.
+                Or a part refused its state: then the error names those that have changed.
             PeerError: a rank failed, or did not come within `timeout_s`.
         """
         views = self._meet()
@@ -211,14 +217,17 @@ class Checkpoints:
 
     def _read(self, name: str, world_size: int) -> PartStates:
         """Read a checkpoint that all ranks see."""
-        folder, ranks = self._folders.root / name, self._channel.world_size
-        if world_size != ranks:
-            raise StateError(
-                f"`{folder}` was saved by {world_size} ranks, but this job has {ranks}: each rank "
-                "has its own share of the data. Resume with as many ranks as before, or begin an "
-                "epoch anew in a folder of its own."
-            )
-        return self._parts.read(folder, self._channel.rank, ranks)
+        folder, rank, ranks = (
+            self._folders.root / name,
+            self._channel.rank,
+            self._channel.world_size,
+        )
+        if world_size == ranks:
+            return self._parts.read(folder, rank, ranks)
+        logger.info(
+            "`%s` is resharded: %d ranks have saved it, %d load it", folder, world_size, ranks
+        )
+        return self._parts.read_resharded(folder, rank, Ranks(world_size, ranks))
 
     def _check_steps(self, *own: Path) -> None:
         """Raise where another rank saves another step, or another run saves into the folder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -130,7 +130,7 @@ class SampleRecords:
     def __len__(self) -> int:
         return len(self._costs)
 
-    def __getitem__(self, which: slice | npt.NDArray[np.bool_]) -> SampleRecords:
+    def __getitem__(self, which: slice | npt.NDArray[Any]) -> SampleRecords:
         keys = None if self._keys is None else self._keys[which]
         rest = self._repeats[which], self._numbers[which], self._origins
         return SampleRecords(self._costs[which], keys, *rest)
@@ -172,6 +172,36 @@ class SampleRecords:
         if (keys < 0).any() or (repeats < 0).any() or (numbers >= max(1, len(origins))).any():
             raise ValueError("keys of samples are not valid.")
         return cls(costs, keys if origins else None, repeats, numbers, origins)
+
+    @classmethod
+    def joined(cls, parts: Sequence[SampleRecords]) -> SampleRecords:
+        """Return the records of all parts, in their order; their items must be known."""
+        origins = sorted({origin for part in parts for origin in part._origins})
+        numbers = [
+            np.array([*map(origins.index, part._origins)], "<u2")[part._numbers]
+            for part in parts
+            if len(part)
+        ]
+        columns = [(part._costs, part._keys, part._repeats) for part in parts if len(part)]
+        if not columns:
+            return cls.of([], with_items=True)
+        costs, keys, repeats = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return cls(costs, keys, repeats, np.concatenate(numbers), origins)
+
+    def among(self, world_size: int) -> SampleRecords:
+        """Return the same records, of items whose numbers so many ranks share."""
+        origins = [(source, world_size) for source, _ in self._origins]
+        return SampleRecords(self._costs, self._keys, self._repeats, self._numbers, origins)
+
+    @property
+    def has_items(self) -> bool:
+        """Whether the items of the samples are known."""
+        return self._keys is not None
+
+    @property
+    def origins(self) -> list[tuple[str, int]]:
+        """Source and world size of the items. Shared: not to be changed."""
+        return self._origins
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, copy_state
+from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
 from odb_nodes.contract.node import check_node, member
@@ -22,9 +22,12 @@ from odb_nodes.errors import StateError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
 from odb_nodes.processing.options import WorkerOptions
+from odb_nodes.processing.processor_state import ProcessorState
 from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
+
+_NONE = 0, 0
 
 
 @dataclass(frozen=True)
@@ -36,27 +39,6 @@ class _Chunk:
     locations: Sequence[ItemLocation | None]  # of its items
     steps: Sequence[int]  # raw items from each on to the next one
     source_error: Exception | None
-
-
-@dataclass(kw_only=True)
-class ProcessorState(EpochState):
-    """Where a `ParallelProcessor` stands.
-
-    Attributes:
-        source: the state of the source before the chunk in hand.
-        taken: items of that chunk that are out.
-        position: items of the epoch that are out.
-    """
-
-    source: SourceState
-    taken: Count
-    position: Count
-
-    def validate(self) -> None:
-        """Check that what is out of the chunk is out of the epoch."""
-        if self.taken > self.position:
-            most = self.position
-            raise ValueError(f"`taken` must be at most `position`, {most}, but is {self.taken}.")
 
 
 class ParallelProcessor(EpochNode[T, ProcessorState]):
@@ -158,6 +140,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def restore(self, state: ProcessorState) -> None:
         """Go to the source's chunk, and past the items of it that are out."""
         self._source_state, self._taken = state.source, state.taken
+        self._taken_of.update(state.taken_of)
         self._position = self._submitted = state.position
         self.source.reset(copy_state(state.source))
         self._skip(state.taken, state.taken)
@@ -165,7 +148,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def save(self) -> ProcessorState:
         """Return the source's state before the chunk in hand, and how many items of it are out."""
         return ProcessorState(
-            source=copy_state(self._source_state), taken=self._taken, position=self._position
+            source=copy_state(self._source_state),
+            taken=self._taken,
+            position=self._position,
+            taken_of={**self._taken_of},
         )
 
     def next(self) -> T:
@@ -182,6 +168,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 self._key = key
                 self._taken += step
                 self._position += step
+                if key is not None and key.source:
+                    count, _ = self._taken_of.get(key.source, _NONE)
+                    self._taken_of[key.source] = count + 1, key.repeat
                 return result  # type: ignore[no-any-return]
             if self._failure is not None:
                 raise self._failure
@@ -252,6 +241,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._failure: Exception | None = None
         self._source_ended = False
         self._taken = 0  # items out since `_source_state`
+        self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
         self._position = 0  # items out in this epoch
         self._submitted = 0  # items read in this epoch
 
@@ -281,13 +271,14 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._read_chunk()
         if not self._in_flight:
             # Nothing is out since this state: it stands at the end of the epoch.
-            self._source_state, self._taken = copy_state(self.source.state_dict()), 0
+            self._source_state = copy_state(self.source.state_dict())
+            self._taken, self._taken_of = 0, {}
             raise StopIteration
         chunk = self._in_flight[0]
         results, failure = self._runner.results(chunk.submitted)
         self._in_flight.popleft()
         task = chunk.submitted.task
-        self._source_state, self._taken = chunk.source_state, 0
+        self._source_state, self._taken, self._taken_of = chunk.source_state, 0, {}
         self._ready = zip(results, task.keys, chunk.steps, strict=False)
         if failure is not None:
             bad = len(results)

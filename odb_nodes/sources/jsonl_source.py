@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from odb_nodes._core.checks import check_bool
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract import Count, EpochNode, EpochState
+from odb_nodes.contract import Count, EpochNode
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
@@ -23,6 +23,7 @@ from odb_nodes.sources.jsonl_files import (
     is_compressed,
     open_lines,
 )
+from odb_nodes.sources.share import Share, ShareState
 
 _OFFSET_BITS = 40  # of a key
 _UNKNOWN = 2**63  # bytes of text in a compressed file
@@ -31,7 +32,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(kw_only=True)
-class JsonlState(EpochState):
+class JsonlState(ShareState):
     """Where a `JsonlSource` stands.
 
     Attributes:
@@ -104,7 +105,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         self._open: IO[bytes] | None = None
         self._mended: set[int] = set()  # files whose size may be another since
-        self._at = JsonlState()
+        self._at, self._share = JsonlState(), Share(self._rank, self._world_size)
         self._last = 0, 0  # file and offset of the last record
         self._records: int | None = None  # of all files, once they are counted
         self.learns_length = not check_bool("count_records", count_records)
@@ -116,16 +117,17 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         """Return a source over the same files, at their beginning, that shares no position."""
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
         EpochNode.__init__(source)
-        source._open, source._at, source._mended = None, JsonlState(), set()
+        source._open, source._mended = None, set()
+        source.begin_epoch()
         return source
 
     def __len__(self) -> int:
-        """Return the number of this rank's records.
+        """Return the number of this rank's records in the epoch.
 
         Raises:
             TypeError: they are not counted yet.
         """
-        return len(range(self._rank, self.num_records, self._world_size))
+        return self._share.count(self.num_records)
 
     @property
     def num_records(self) -> int:
@@ -144,7 +146,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
     def begin_epoch(self) -> None:
         """Stand at the first record of the first file."""
         self.close()
-        self._at = JsonlState()
+        self._at, self._share = JsonlState(), Share(self._rank, self._world_size)
 
     def restore(self, state: JsonlState) -> None:
         """Go to a byte of a file.
@@ -165,7 +167,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 f"its {files} files have {self._sizes} bytes. Resume over the files that it was "
                 "saved on."
             )
-        self._at = state
+        self._at, self._share = state, Share(self._rank, self._world_size, state)
         if state.offset:
             self._check_line_begins()
 
@@ -189,7 +191,7 @@ class JsonlSource(EpochNode[Any, JsonlState]):
                 self.close()
                 at.file, at.offset, at.line = at.file + 1, 0, 0
                 continue
-            mine = not line.isspace() and at.record % self._world_size == self._rank
+            mine = not line.isspace() and at.record in self._share
             record = self._parse(line) if mine else None
             self._last = at.file, at.offset
             at.offset += len(line)

@@ -6,25 +6,30 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract import Count, EpochNode, EpochState
+from odb_nodes.contract import Count, EpochNode
 from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey
 from odb_nodes.sources.permutation import Permutation
+from odb_nodes.sources.share import Share, ShareState
 
 _BLOCK = 1024  # indices computed at a time
 _MAX_SIZE = 2**62  # they are computed in 64 bits
 
 
 @dataclass(kw_only=True)
-class SamplerState(EpochState):
+class SamplerState(ShareState):
     """Where a `ShardedSampler` stands: how many indices of the epoch are out."""
 
     position: Count
+
+    def validate(self) -> None:
+        """Check that what was read by another number of ranks is out."""
+        super().validate()
+        if self.position < self.done:
+            raise ValueError(f"`position` must be at least {self.done}, but is {self.position}.")
 
 
 class ShardedSampler(EpochNode[int, SamplerState]):
@@ -33,7 +38,8 @@ class ShardedSampler(EpochNode[int, SamplerState]):
     Rank r takes every `world_size`-th element of the epoch's permutation, from the r-th on: the
     shards differ by at most one index and share none.
 
-    State: epoch and position, whatever the size. Memory: constant.
+    State: epoch and position, whatever the size; in an epoch that another number of ranks has
+    begun, also 8 bytes for each index that some of them had read beyond others. Memory: constant.
 
     Args:
         size: number of samples, or anything with a length (a dataset).
@@ -67,17 +73,22 @@ class ShardedSampler(EpochNode[int, SamplerState]):
             raise ValueError("`size` must be at least 1, but the dataset is empty.")
         if not 0 <= self._size <= _MAX_SIZE:
             raise ValueError(f"`size` must be in 1..{_MAX_SIZE}, but is {self._size} instead.")
+        self._share = Share(self._rank, self._world_size)
         self._position = 0
         self._block: list[int] = []
         self._block_start = 0
         self._last = 0
 
     def __len__(self) -> int:
-        """Return how many indices this rank yields in an epoch."""
-        return len(range(self._rank, self._size, self._world_size))
+        """Return how many indices this rank yields in the epoch.
+
+        In an epoch that another number of ranks has begun, what they have read is shared out.
+        """
+        return self._share.count(self._size)
 
     def begin_epoch(self) -> None:
         """Stand at the first index of the epoch."""
+        self._share = Share(self._rank, self._world_size)
         self._go_to(0)
 
     def restore(self, state: SamplerState) -> None:
@@ -86,6 +97,7 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         Raises:
             StateError: the epoch has fewer.
         """
+        self._share = Share(self._rank, self._world_size, state)
         if state.position > len(self):
             raise StateError(
                 f"the state of {type(self).__name__} stands after {state.position} indices, but "
@@ -95,7 +107,9 @@ class ShardedSampler(EpochNode[int, SamplerState]):
 
     def save(self) -> SamplerState:
         """Return the number of indices of the epoch that are out."""
-        return SamplerState(position=self._position)
+        state = SamplerState(position=self._position)
+        self._share.put_into(state)
+        return state
 
     def _go_to(self, position: int) -> None:
         self._position = self._block_start = position
@@ -134,7 +148,7 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         return key
 
     def _indices(self, start: int, stop: int) -> list[int]:
-        places = np.arange(start, stop, dtype=np.int64) * self._world_size + self._rank
+        places = self._share.at(start, stop)
         elements = places if self._permutation is None else self._permutation(places)
         indices: list[int] = elements.tolist()
         return indices

@@ -9,9 +9,10 @@ from typing import Any
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 
-__all__ = ["states_in"]
+__all__ = ["RANK_FILE", "states_in"]
 
-_RANK_FILE = re.compile(r".*rank(\d+)-of-(\d+)\.pt")
+RANK_FILE = re.compile(r"(.*)rank(\d+)-of-(\d+)\.pt")
+"""The name of a rank's file: what it begins with, the rank, and the number of ranks."""
 
 
 def states_in(folder: Path) -> list[Any]:
@@ -26,9 +27,9 @@ def states_in(folder: Path) -> list[Any]:
             f"there is no folder `{folder}`: pass the folder of a checkpoint, with a file per rank."
         )
     found = {
-        int(match[1]): (file, int(match[2]))
+        int(match[2]): (file, int(match[3]))
         for file in folder.iterdir()
-        if (match := _RANK_FILE.fullmatch(file.name))
+        if (match := RANK_FILE.fullmatch(file.name))
     }
     if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
         raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")

@@ -6,10 +6,21 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from elastic import EXCLUDED, SAMPLES, sample, states_at
+from elastic import job as job_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes import Checkpoints, ODBDataLoader, PeerError, StateError, load_state
+from odb_nodes import (
+    Checkpoints,
+    ODBDataLoader,
+    PeerError,
+    StateError,
+    TokenBudget,
+    load_state,
+    reshard,
+    save_state,
+)
 from odb_nodes.loader.checkpoint_folders import Contents, choose
 
 DATASET = [{"input_ids": [1] * (n % 60 + 2)} for n in range(300)]
@@ -18,10 +29,10 @@ DATASET = [{"input_ids": [1] * (n % 60 + 2)} for n in range(300)]
 class Job:
     """What a process of a training job has."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, loader=None, **options):
         self.model = torch.nn.Linear(3, 3)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.loader = ODBDataLoader(DATASET, token_budget=512, window=64)
+        self.loader = loader or ODBDataLoader(DATASET, token_budget=512, window=64)
         self.done = {"epoch": 0}
         self.parts = {
             "model": self.model,
@@ -112,14 +123,50 @@ def test_what_a_killed_job_left_is_not_loaded_not_filled_up_and_removed(tmp_path
     assert {*tmp_path.iterdir()} == {second, saved}
 
 
-def test_another_number_of_ranks_is_refused(tmp_path):
-    (folder,) = Job(tmp_path).save(1)
-    file = folder / "rank00000-of-00001.pt"
-    for rank in range(2):
-        shutil.copy(file, folder / f"rank0000{rank}-of-00002.pt")
-    file.unlink()
-    with pytest.raises(StateError, match="was saved by 2 ranks, but this job has 1"):
-        Job(tmp_path).checkpoints.load()
+@pytest.fixture
+def saved_by_two(tmp_path):
+    """Makes a checkpoint of two ranks, whose weights are equal or not."""
+
+    def save(*, equal):
+        states = states_at(job_of(2, steps=3), -1)
+        (folder,) = Job(tmp_path, loader=ElasticLoader()).save(3)
+        file = folder / "rank00000-of-00001.pt"
+        for rank, loader in enumerate(states):
+            state = load_state(file)
+            state["checkpoint"] |= {"rank": rank, "world_size": 2}
+            state["parts"]["loader"] = loader
+            state["parts"]["model"]["weight"] += rank * (not equal)
+            save_state(state, folder / f"rank0000{rank}-of-00002.pt")
+        file.unlink()
+        return states
+
+    return save
+
+
+class ElasticLoader(ODBDataLoader):
+    """The loader of the states, on one rank."""
+
+    def __init__(self):
+        given = {"token_budget": TokenBudget(80, oversize="drop"), "window": 16, "round_size": 8}
+        super().__init__(
+            range(SAMPLES), process_fn=sample, seed=3, exclude=EXCLUDED, timeout_s=20, **given
+        )
+
+
+def test_that_of_another_number_of_ranks_is_resharded(tmp_path, saved_by_two):
+    (expected,) = reshard(saved_by_two(equal=True), 1)
+    job = Job(tmp_path, loader=ElasticLoader())
+    assert job.checkpoints.load() == 3
+    assert job.loader.state_dict() == expected
+
+
+def test_parts_that_differ_are_not_those_of_another_number_of_ranks(tmp_path, saved_by_two):
+    saved_by_two(equal=False)
+    job = Job(tmp_path, loader=ElasticLoader())
+    before = job.loader.state_dict()
+    with pytest.raises(StateError, match=r"`parts\['model'\]\['weight'\]` must be equal on all"):
+        job.checkpoints.load()
+    assert job.loader.state_dict() == before
 
 
 def test_other_parts_are_refused(tmp_path):

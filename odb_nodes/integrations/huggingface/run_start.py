@@ -11,7 +11,7 @@ from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budge
 from odb_nodes.integrations.huggingface.batches import loader_options, make_batches
 from odb_nodes.integrations.huggingface.run import HOLDER, Run
 from odb_nodes.integrations.huggingface.run_state import RunState
-from odb_nodes.integrations.resuming import load_saved_state
+from odb_nodes.integrations.resuming import load_saved_states, resharded_run
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 
 NOT_SAVED = (
@@ -34,8 +34,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
         ShapeTooLargeError, PeerError: no budget was found: see `find_for`.
     """
     args = trainer.args
-    saved = None if checkpoint is None else load_saved_state(checkpoint, NOT_SAVED)
-    state = None if saved is None else unseal_whole(saved, HOLDER, RunState)
+    state = None if checkpoint is None else _saved_run(checkpoint, args)
     memory = None
     if trainer.odb.finds_budget and state is not None:
         trainer.odb_budget = saved_budget(state.loader)
@@ -61,6 +60,17 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
     if run.monitor is not None:
         run.monitor.begin(*((None, 0) if state is None else (state.monitor, state.step)))
     return run
+
+
+def _saved_run(checkpoint: str, args: Any) -> RunState:
+    """Return the position that a checkpoint was saved at, by whatever number of ranks."""
+    rank, world_size = args.process_index, args.world_size
+    saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
+    runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
+    if is_own:
+        return runs[0]
+    alike = ("step", "epoch", "samples", "steps_per_epoch")
+    return resharded_run(runs, rank, world_size, alike)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

@@ -24,8 +24,10 @@ from odb_nodes.integrations.lightning.checks import (
 )
 from odb_nodes.integrations.lightning.monitoring import RunMonitor
 from odb_nodes.integrations.lightning.run import Run, RunState
+from odb_nodes.integrations.resuming import resharded_run
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.resharding.sealed import Ranks
 from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.step_info import StepInfo
 
@@ -218,13 +220,12 @@ class ODBCallback(Callback):
         """Continue from the position of the checkpoint.
 
         Raises:
-            StateError: it has no state of a loader, was saved by another number of ranks, or is
-                damaged.
+            StateError: it has no state of a loader, is damaged, or was saved by another number of
+                ranks and cannot be resharded.
         """
         if not compat.is_fitting(trainer):
             return
-        states = check_states(trainer, checkpoint.get(self.STATE_KEY))
-        start = unseal_whole(states[trainer.global_rank], ODBCallback.__name__, RunState)
+        start = _start_of(trainer, check_states(checkpoint.get(self.STATE_KEY)))
         self._run = Run(trainer, start)
         if self._batches is None:
             return
@@ -276,6 +277,18 @@ class ODBCallback(Callback):
             return  # A dataset without a length.
         epoch = trainer.current_epoch + share
         pl_module.log("odb/epoch", epoch, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+
+
+def _start_of(trainer: Trainer, states: list[Any]) -> RunState:
+    """Return the position of this rank in a checkpoint, whatever number of ranks has saved it."""
+    rank, world_size = trainer.global_rank, trainer.world_size
+    if len(states) == world_size:
+        return unseal_whole(states[rank], ODBCallback.__name__, RunState)
+    runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
+    before = runs[rank % len(runs)]
+    samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
+    own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
+    return resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
 
 
 def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from elastic import trained_on
 from rank_jobs import RankJob, run_ranks
 
 
@@ -112,3 +113,26 @@ def test_a_distributed_checkpoint(sizes, window, tmp_path):
     assert found == [[steps, first, second]] * 2 and steps > 3
     assert (first == 8) if window == 8 else first > 128
     assert first == second
+
+
+def test_a_distributed_checkpoint_of_another_number_of_ranks(tmp_path):
+    body = """
+    import torch.distributed.checkpoint as dcp
+    from elastic import make
+    from odb_nodes import DistributedState, pop_step_info
+    loader, trained, saved_by = make(None, timeout_s=60), [], sys.argv[2]
+    state = {"loader": DistributedState(loader, saved_by=int(saved_by) or None)}
+    if saved_by != "0":
+        dcp.load(state, checkpoint_id=sys.argv[1])
+    for step, batch in enumerate(loader):
+        info = pop_step_info(batch)
+        trained += [] if info.is_filler else info.keys
+        if step == 3 and saved_by == "0":
+            break
+    if saved_by == "0":
+        dcp.save(state, checkpoint_id=sys.argv[1])
+    r.finish(trained)
+    """
+    found = run_ranks(tmp_path, body, 2, tmp_path / "checkpoint", 0)
+    found += run_ranks(tmp_path, body, 3, tmp_path / "checkpoint", 2)
+    assert sorted(index for of_rank in found for index in of_rank) == trained_on()

@@ -1,0 +1,274 @@
+"""Rules: how what is left of the data is dealt to another number of ranks, source by source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from odb_nodes.contract import EpochState
+from odb_nodes.errors import StateError
+from odb_nodes.loader.resharding.sealed import (
+    LATER,
+    Ranks,
+    check_alike,
+    node_of,
+    opened,
+    sealed_as,
+)
+from odb_nodes.nodes.length_observer import ObserverState
+from odb_nodes.processing.processor_state import ProcessorState
+from odb_nodes.sources.jsonl_source import JsonlState
+from odb_nodes.sources.mixer_state import MixerState
+from odb_nodes.sources.sharded_sampler import SamplerState
+from odb_nodes.sources.share import Share, dealt
+
+TakenOf = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How far all ranks have read a source, and how much of that is whose from now on.
+
+    Attributes:
+        ranks: numbers of ranks.
+        taken: of each rank, items that were read after the state of the source.
+        taken_of: likewise by source, where these have names; see `ProcessorState`.
+        done: of each rank that goes on, samples of the epoch that it stands for already.
+    """
+
+    ranks: Ranks
+    taken: Sequence[int]
+    done: Sequence[int]
+    taken_of: Sequence[TakenOf] = field(default=())
+
+
+def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, Any]]:
+    """Return the states of a source of the ranks that go on.
+
+    Args:
+        states: its state on each rank.
+        reading: how far they have read.
+
+    Raises:
+        StateError: it cannot be resharded within an epoch; names the node.
+    """
+    node = node_of(states[0])
+    rule = _RULES.get(node)
+    if rule is None:
+        raise StateError(
+            f"{f'`{node}`' if node else 'a node without a sealed state'} cannot be resharded "
+            "within an epoch: its state does not say which items no rank has read, by numbers "
+            "that all ranks share. Go on with as many ranks as before up to the end of the epoch: "
+            "a state that is saved after its last step can be resharded."
+        )
+    sizes = {state["config"].get("world_size") for state in states}
+    if "world_size" in states[0]["config"] and sizes != {reading.ranks.before}:
+        raise StateError(
+            f"`{node}` cannot be resharded within an epoch: each rank has data of its own, which "
+            "no other can read. Go on with as many ranks as before up to the end of the epoch."
+        )
+    return rule(states, reading)
+
+
+def _observer(states: Sequence[Any], reading: Reading) -> list[Any]:
+    found = opened(states, ObserverState)
+    sources = reshard_source([one.source for one in found], reading)
+    return [
+        sealed_as(states[0], ObserverState(source=source, position=done), rank, len(sources))
+        for rank, (source, done) in enumerate(zip(sources, reading.done, strict=True))
+    ]
+
+
+def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
+    found = opened(states, ProcessorState)
+    _check_cycles("ParallelProcessor", found)
+    check_alike("ParallelProcessor", found, ("epoch",))
+    taken = [one.taken + more for one, more in zip(found, reading.taken, strict=True)]
+    below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
+    sources = reshard_source([one.source for one in found], below)
+    started = any(one.started for one in found)
+    return [
+        sealed_as(
+            states[0],
+            replace(found[0], source=source, started=started, taken=0, position=done, taken_of={}),
+            rank,
+            len(sources),
+        )
+        for rank, (source, done) in enumerate(zip(sources, reading.done, strict=True))
+    ]
+
+
+def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
+    found, ranks = opened(states, SamplerState), reading.ranks
+    _check_cycles("ShardedSampler", found)
+    check_alike("ShardedSampler", found, ("epoch", "start"))
+    left = [
+        Share(rank, ranks.before, one).after(one.position + taken)
+        for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
+    ]
+    started = any(one.started for one in found)
+    shares = dealt(left, ranks.after, states[0]["config"]["size"])
+    return [
+        sealed_as(
+            states[0],
+            replace(
+                found[0],
+                started=started,
+                position=done,
+                done=done,
+                start=share.start,
+                extra=share.extra,
+            ),
+            rank,
+            ranks.after,
+        )
+        for rank, (share, done) in enumerate(zip(shares, reading.done, strict=True))
+    ]
+
+
+def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
+    found, ranks = opened(states, JsonlState), reading.ranks
+    _check_cycles("JsonlSource", found)
+    check_alike("JsonlSource", found, ("epoch", "start"))
+    left = [
+        Share(rank, ranks.before, one).from_number(one.record, taken)
+        for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
+    ]
+    earliest = min(found, key=lambda one: one.record)
+    started = any(one.started for one in found)
+    return [
+        sealed_as(
+            states[0],
+            replace(earliest, started=started, done=done, start=share.start, extra=share.extra),
+            rank,
+            ranks.after,
+        )
+        for rank, (share, done) in enumerate(
+            zip(dealt(left, ranks.after), reading.done, strict=True)
+        )
+    ]
+
+
+def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
+    found, ranks, stop = opened(states, MixerState), reading.ranks, states[0]["config"]["stop"]
+    names = [*found[0].sources]
+    taken_of = [
+        _taken_by_source(rank, at, reading.taken[rank], (*reading.taken_of[rank:], {})[0])
+        for rank, at in enumerate(found)
+    ]
+    for at, of in zip(found, taken_of, strict=True):
+        at.position += sum(of.values()) * bool(at.weights)
+        for name, count in of.items():
+            at.samples[name] += count
+    if "settable" in states[0]["config"]:
+        _check_weights(found)
+    samples, done = _shared_out(found, "samples", ranks), _done_by_source(found, reading)
+    sources: dict[str, list[Any]] = {}
+    for name in names:
+        below = [_within(name, one) for one in reading.taken_of]
+        counts = [of[name] for of in taken_of]
+        part = Reading(ranks=ranks, taken=counts, taken_of=below, done=done[name])
+        try:
+            sources[name] = reshard_source([at.sources[name] for at in found], part)
+        except StateError as error:
+            raise StateError(f"source {name!r}: {error}") from error
+    tokens = _shared_out(found, "tokens", ranks)
+    exhausted = [name for name in found[0].exhausted if all(name in at.exhausted for at in found)]
+    is_over = any if stop == "first_exhausted" else all
+    farthest_back = min(found, key=lambda at: at.position)
+    positions = ranks.split(sum(at.position for at in found))
+    return [
+        sealed_as(
+            states[0],
+            MixerState(
+                sources={name: sources[name][rank] for name in names},
+                samples={name: samples[name][rank] for name in names},
+                tokens={name: tokens[name][rank] for name in names},
+                exhausted=exhausted,
+                ended=is_over(at.ended for at in found),
+                weights=farthest_back.weights,
+                targets={
+                    name: sum(at.targets[name] for at in found) / ranks.after
+                    for name in found[0].targets
+                },
+                position=positions[rank],
+            ),
+            rank,
+            ranks.after,
+        )
+        for rank in range(ranks.after)
+    ]
+
+
+def _check_cycles(node: str, found: Sequence[EpochState]) -> None:
+    """Check that all ranks read the data for the same time in the epoch."""
+    cycles = [at.cycle for at in found]
+    if (most := max(cycles)) > min(cycles):
+        raise StateError(
+            f"`{node}` has begun again on rank {cycles.index(most)}, which is exhausted (`stop` is "
+            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {LATER}'
+        )
+
+
+def _taken_by_source(rank: int, at: MixerState, taken: int, of: TakenOf) -> Counter[str]:
+    """Return how many items of each source a rank has read after the state of a mixture."""
+    found: Counter[str] = Counter()
+    for key, (count, cycle) in of.items():
+        name = max((one for one in at.sources if f"{key}/".startswith(f"{one}/")), key=len)
+        found[name] += count
+        if at.sources[name].get("cycle", cycle) != cycle:
+            raise StateError(
+                f"source {name!r} has just begun again on rank {rank}, which the state does not "
+                f"say yet. {LATER}"
+            )
+    if sum(found.values()) != taken:
+        raise StateError(
+            f"the state of `SourceMixer` on rank {rank} stands {taken} samples before the place "
+            f"that it was saved at, and the sources of only {sum(found.values())} are known. "
+            f"{LATER}"
+        )
+    return found
+
+
+def _within(name: str, taken_of: TakenOf) -> TakenOf:
+    """Return the counts of the sources within one that is a mixture itself."""
+    inner = f"{name}/"
+    return {
+        key.removeprefix(inner): count for key, count in taken_of.items() if key.startswith(inner)
+    }
+
+
+def _check_weights(found: Sequence[MixerState]) -> None:
+    if len({repr(at.weights) for at in found}) > 1:
+        raise StateError(
+            f"the weights of the mixture have changed on some ranks, and not yet on others. {LATER}"
+        )
+
+
+def _shared_out(found: Sequence[MixerState], what: str, ranks: Ranks) -> dict[str, list[int]]:
+    return {
+        name: ranks.split(sum(getattr(at, what)[name] for at in found)) for name in found[0].sources
+    }
+
+
+def _done_by_source(found: Sequence[MixerState], reading: Reading) -> dict[str, list[int]]:
+    """Return what the ranks stand for of each source: together what they stand for of all."""
+    done = _shared_out(found, "samples", reading.ranks)
+    largest = max(done, key=lambda name: sum(done[name]))
+    done[largest] = [
+        max(0, total - sum(done[name][rank] for name in done if name != largest))
+        for rank, total in enumerate(reading.done)
+    ]
+    return done
+
+
+_Rule = Callable[[Sequence[Any], Reading], list[Any]]
+_RULES: Mapping[str, _Rule] = {
+    "LengthObserver": _observer,
+    "ParallelProcessor": _processor,
+    "ShardedSampler": _sampler,
+    "JsonlSource": _jsonl,
+    "SourceMixer": _mixer,
+}

@@ -1,0 +1,197 @@
+"""States of N ranks made into those of M ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from odb_nodes._core.checks import check_count, check_type
+from odb_nodes.alignment.weight_setter import SetterState
+from odb_nodes.contract import copy_state
+from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
+from odb_nodes.errors import StateError
+from odb_nodes.loader.loader_iterator import LoaderState
+from odb_nodes.loader.resharding.groups import reshard_aligner
+from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_as
+from odb_nodes.nodes.group_collator import CollatorState
+
+_DIGEST = "digest"
+
+
+def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
+    """Return the states of all ranks of a job that goes on with another number of ranks.
+
+    The samples that no step has had are dealt to the ranks, by a rule that depends on the states
+    alone: those that wait in pools and rounds by their tokens, those that nobody has read in turn.
+    So each sample of the epoch comes once. The ranks begin a round at the same step; their next
+    epochs are as in any run of as many ranks. States for as many ranks as before are only copied.
+
+    Args:
+        states: what `state_dict()` of a loader returned on each rank between the same two optimizer
+            steps, in any order; alone or in a dict, beside data that are equal on all ranks.
+        world_size: number of ranks from now on.
+
+    Returns:
+        The state of each rank, in their order.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+        StateError: the state of a rank is missing or damaged; the states are of different places,
+            or within an optimizer step; or a node cannot be resharded within an epoch, which is
+            named: `IterableSource`, compressed files, data that each rank has for itself, pools of
+            `state="payload"`, and nodes that this library does not know.
+    """
+    check_type("states", states, Sequence, "Give the states of all ranks.")
+    world_size = check_count("world_size", world_size)
+    if not states:
+        raise ValueError("`states` must have the state of each rank, but is empty.")
+    holders = _loaders_in(states[0], ())
+    if not holders:
+        raise StateError(
+            "the states hold none of a loader: give what its `state_dict()` returned, alone or in "
+            "a dict."
+        )
+    order = _order([_aligner_of(_at(state, holders[0])) for state in states])
+    states = [states[index] for index in order]
+    if len(states) == world_size:
+        return [copy_state(state) for state in states]
+    return reshard_parts(states, world_size)
+
+
+def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
+    """Return states of loaders, in dicts or not, as those of other ranks.
+
+    Args:
+        states: of each rank, in their order.
+        world_size: number of ranks from now on.
+        place: the name that errors give the states.
+
+    Raises:
+        StateError: see `reshard`.
+    """
+    first = states[0]
+    if _is_loader(first):
+        return _reshard_loader(states, world_size)
+    if isinstance(first, Mapping) and all(
+        isinstance(one, Mapping) and one.keys() == first.keys() for one in states
+    ):
+        parts = {
+            key: reshard_parts([one[key] for one in states], world_size, f"{place}[{key!r}]")
+            for key in first
+            if not (key == _DIGEST and node_of(first))
+        }
+        found = [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
+        return [add_digest(one) for one in found] if len(parts) < len(first) else found
+    for rank, one in enumerate(states):
+        if not _alike(first, one):
+            raise StateError(
+                f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
+                f"is {first!r:.80} on rank 0, and {one!r:.80} on rank {rank}. Reshard the states "
+                "of the loader alone; what is sharded (FSDP) torch.distributed.checkpoint can load."
+            )
+    return [copy_state(first) for _ in range(world_size)]
+
+
+def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
+    name = node_of(states[0])
+    found = [unseal_whole(state, name, LoaderState) for state in states]
+    check_alike(name, found, ("ended", "left", "next_epoch"))
+    left = found[0].ended or found[0].left
+    roots, between_epochs = _reshard_root([one.root for one in found], world_size, left=left)
+    if not between_epochs:
+        check_alike(name, found, ("num_yielded",))
+    yielded = max(one.num_yielded for one in found)
+    return [seal_whole(name, replace(found[0], root=root, num_yielded=yielded)) for root in roots]
+
+
+def _reshard_root(
+    states: Sequence[Any], world_size: int, *, left: bool
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the states of a graph, and whether they stand between two epochs."""
+    node = node_of(states[0])
+    if node == "RankAligner":
+        return reshard_aligner(states, world_size, left=left)
+    declared: Any = CollatorState if node == "GroupCollator" else SetterState
+    found = opened(states, declared)
+    sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
+    if not between_epochs:
+        check_alike(node, found, ("step", "number", "calls")[: 1 if node == "GroupCollator" else 3])
+    changes: list[dict[str, Any]] = [{} for _ in sources]
+    if node == "GroupCollator":
+        samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
+        changes = [{"samples": count} for count in samples]
+    return [
+        sealed_as(states[0], replace(found[0], source=source, **changes[rank]), rank, world_size)
+        for rank, source in enumerate(sources)
+    ], between_epochs
+
+
+def _is_loader(state: Any) -> bool:
+    """Tell whether a state is that of a `Loader`, by whatever name a subclass has."""
+    fields = {*LoaderState.__dataclass_fields__, _DIGEST}
+    return bool(node_of(state)) and fields <= state.keys()
+
+
+def _loaders_in(state: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the places of loaders in a state."""
+    if _is_loader(state):
+        return [path]
+    inner = state.items() if isinstance(state, Mapping) else ()
+    return [place for key, one in inner for place in _loaders_in(one, (*path, key))]
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        state = state.get(key) if isinstance(state, Mapping) else None
+    return state
+
+
+def _aligner_of(state: Any) -> Any:
+    """Return the state of the `RankAligner` in that of a loader."""
+    node = "Loader"
+    inner: Any = state.get("root") if isinstance(state, Mapping) else None
+    while (name := node_of(inner)) in ("GroupCollator", "WeightSetter"):
+        node, inner = name, inner["source"]
+    if name != "RankAligner":
+        raise StateError(
+            f"the states cannot be resharded: below the `{node}` must be a `RankAligner`, or a "
+            f"node over one that this library knows, but is {f'a `{name}`' if name else 'none'}. "
+            "Use `ODBDataLoader`, or build the graph so."
+        )
+    return inner
+
+
+def _order(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the indices of the states of all ranks of a `RankAligner`, by rank.
+
+    Raises:
+        StateError: a rank is missing, or there are states of several jobs.
+    """
+    configs: list[Any] = [state.get("config") for state in states]
+    known = [one for one in configs if isinstance(one, Mapping) and "rank" in one]
+    found: list[Any] = [one["rank"] for one in known]
+    sizes: list[Any] = sorted({one["world_size"] for one in known})
+    if len(known) != len(states) or len(sizes) != 1:
+        raise StateError(f"the states must be of one job, but are of jobs of {sizes} ranks.")
+    if missing := sorted({*range(sizes[0])} - {*found}):
+        raise StateError(
+            f"the states must be those of all {sizes[0]} ranks, but those of ranks {missing} are "
+            "missing. Use a checkpoint that all ranks have saved."
+        )
+    if len(found) != sizes[0]:
+        raise StateError(f"the states must be one of each rank, but are of ranks {sorted(found)}.")
+    return sorted(range(len(states)), key=lambda index: found[index])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tell whether two values are equal, also where they hold tensors."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one) is type(other) and bool(one == other)

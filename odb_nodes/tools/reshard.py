@@ -1,0 +1,79 @@
+"""Make the files of a checkpoint those of another number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from odb_nodes._core.checks import check_count
+from odb_nodes.contract.state_file import save_state
+from odb_nodes.errors import StateError
+from odb_nodes.loader.resharding import reshard, reshard_parts
+from odb_nodes.tools.rank_states import RANK_FILE, states_in
+
+__all__ = ["reshard_folder"]
+
+_FIELDS = {"checkpoint", "parts", "generators"}  # of a file of `Checkpoints`
+
+
+def reshard_folder(
+    folder: str | os.PathLike[str], world_size: int, out: str | os.PathLike[str]
+) -> list[Path]:
+    """Write the files of a checkpoint of another number of ranks. See `reshard`.
+
+    Args:
+        folder: the folder of a checkpoint, of `Checkpoints`, `save_rank_state` or a trainer. Its
+            other files are not copied.
+        world_size: number of ranks from now on.
+        out: the folder to write into, made where it does not exist. To load it with `Checkpoints`,
+            give it the name that `folder` has.
+
+    Returns:
+        The files, by rank.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        TypeError, ValueError: `world_size` is no number of ranks.
+        StateError: the states cannot be resharded, or `out` has states already.
+    """
+    folder, out = Path(folder), Path(out)
+    check_count("world_size", world_size)
+    states = states_in(folder)
+    names = [match for file in folder.iterdir() if (match := RANK_FILE.fullmatch(file.name))]
+    if out.is_dir() and any(RANK_FILE.fullmatch(file.name) for file in out.iterdir()):
+        raise StateError(f"`{out}` has states already. Give a folder without any.")
+    if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS:
+        found = _of_checkpoints(states, world_size)
+    else:
+        found = reshard(states, world_size)
+    prefix = names[0][1]
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / f"{prefix}rank{rank:05d}-of-{world_size:05d}.pt" for rank in range(world_size)]
+    for state, file in zip(found, files, strict=True):
+        save_state(state, file)
+    return files
+
+
+def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
+    """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
+    shared = {
+        name: part
+        for name, part in states[0]["parts"].items()
+        if len(states) > 1 and not any(name in one["parts"] for one in states[1:])
+    }
+    own = [
+        {name: one for name, one in state["parts"].items() if name not in shared}
+        for state in states
+    ]
+    parts = reshard_parts(own, world_size, "parts")
+    parts[0] |= shared
+    return [
+        {
+            "checkpoint": states[0]["checkpoint"] | {"rank": rank, "world_size": world_size},
+            "parts": parts[rank],
+            "generators": states[rank % len(states)]["generators"],
+        }
+        for rank in range(world_size)
+    ]

@@ -1,0 +1,91 @@
+"""Files of a checkpoint, made into those of another number of ranks."""
+
+import pytest
+import torch
+from elastic import job, states_at
+
+from odb_nodes import Checkpoints, StateError, load_state, reshard, save_state
+from odb_nodes.cli import main
+from odb_nodes.tools.reshard import reshard_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def states():
+    return states_at(job(3, steps=2), 2)
+
+
+def save(folder, states, prefix="odb_nodes-"):
+    folder.mkdir(parents=True)
+    for rank, state in enumerate(states):
+        save_state(state, folder / f"{prefix}rank{rank:05d}-of-{len(states):05d}.pt")
+    return folder
+
+
+def test_files_of_ranks_are_those_of_other_ranks(tmp_path, states):
+    folder = save(tmp_path / "saved", states)
+    files = reshard_folder(folder, 2, tmp_path / "new" / "folder")
+    assert [file.name for file in files] == [
+        f"odb_nodes-rank0000{rank}-of-00002.pt" for rank in range(2)
+    ]
+    assert [load_state(file) for file in files] == reshard(states, 2)
+
+
+class Part:
+    """What a job has saved, which loads anything."""
+
+    def __init__(self):
+        self.state = None
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "before", {"loader": Part(), "done": {"epoch": 1}})
+    folder = checkpoints.save(6)
+    (file,) = folder.iterdir()
+    saved = load_state(file)
+    file.unlink()
+    for rank, state in enumerate(states):
+        own = saved | {"checkpoint": saved["checkpoint"] | {"rank": rank, "world_size": 3}}
+        own["parts"] = {"loader": state, "done": {"epoch": 1}}
+        if rank == 0:
+            own["parts"]["model"] = {"weight": torch.ones(3)}
+        save_state(own, folder / f"rank{rank:05d}-of-00003.pt")
+    reshard_folder(folder, 1, tmp_path / "after" / folder.name)
+    parts = {"loader": Part(), "done": {}, "model": Part()}
+    assert Checkpoints(tmp_path / "after", parts, replicated=["model"]).load() == 6
+    assert [parts["loader"].state] == reshard(states, 1)
+    assert parts["done"] == {"epoch": 1}
+    assert parts["model"].state["weight"].equal(torch.ones(3))
+
+
+def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
+    folder = save(tmp_path / "saved", states)
+    with pytest.raises(StateError, match="has states already"):
+        reshard_folder(folder, 2, folder)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        reshard_folder(tmp_path / "none", 2, tmp_path / "new")
+    with pytest.raises(ValueError, match="world_size"):
+        reshard_folder(folder, 0, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit:
+        main([str(one) for one in arguments])
+    return exit.value.code or 0
+
+
+def test_the_command(tmp_path, states, capsys):
+    folder = save(tmp_path / "saved", states)
+    assert run("reshard", folder, "--ranks", 4, "--out", tmp_path / "new") == 0
+    assert "4 states are in" in capsys.readouterr().out
+    assert len([*(tmp_path / "new").iterdir()]) == 4
+    assert run("reshard", folder, "--ranks", 2, "--out", tmp_path / "new") == 2
+    assert "has states already" in capsys.readouterr().err

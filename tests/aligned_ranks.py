@@ -1,6 +1,7 @@
 """Small graphs of several ranks in one process, a thread for each rank."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from torchdata.nodes import IterableWrapper
 
@@ -40,3 +41,40 @@ def on_ranks(world_size, run, timeout_s=TIMEOUT_S):
 
 def ids(items):
     return [sample.data["id"] for item in items if not item.info.is_filler for sample in item[0]]
+
+
+class Step(NamedTuple):
+    """What a rank gets in a step, but for its tensors."""
+
+    step: int
+    is_filler: bool
+    ids: list
+    left_out: tuple
+    ends_epoch: bool
+    optimizer_samples: int
+
+
+def described(item):
+    info, found = item.info, [sample.data["id"] for sample in item.samples]
+    return Step(
+        *(info.step, info.is_filler, found, info.left_out),
+        *(info.ends_epoch, info.optimizer_samples),
+    )
+
+
+def epoch_of(loader):
+    """The steps of an epoch, and the states before and after them."""
+    steps, states = [], [loader.state_dict()]
+    for item in loader:
+        steps.append(described(item))
+        states.append(loader.state_dict())
+    return steps, states
+
+
+def ids_of(steps):
+    return [index for step in steps if not step.is_filler for index in step.ids]
+
+
+def places_before_the_last_round(states):
+    """Those of the round before the one in which ranks share out what is left; none without."""
+    return [at for at, state in enumerate(states) if state["root"].get("shares_rest")]

@@ -174,6 +174,11 @@ def make_dataloader(size, *, timeout_s=60.0, **options):
     return ODBDataLoader(Texts(size), timeout_s=timeout_s, **given)
 
 
+def longer_if_even(text):
+    """A text that is longer on one of two ranks, whose shards then differ in tokens."""
+    return {**text, "input_ids": [*text["input_ids"], *[0] * (6 if text["id"] % 2 == 0 else 0)]}
+
+
 def describe(batch):
     """A batch as plain data: ids, whether it fills, the totals."""
     info = pop_step_info(batch)

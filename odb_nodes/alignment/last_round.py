@@ -57,8 +57,8 @@ class LastRound:
         Args:
             ahead: the group that was read last; `None` where there was none.
         """
-        if self._source is None:
-            return -1
+        if self._source is None or not all(map(self._is_shared, ahead or ())):
+            return -1  # Of data that each rank has for itself, too, some may have far more left.
         if ahead is None:
             return 0
         known: int | None = self._source.known_remaining()

@@ -135,10 +135,11 @@ class GradNorm:
             StateError: the ranks differ in weights, options or states, or end different steps.
         """
         info = self._gradients.end(self._settings())
-        is_due, self._steps = self._is_due, self._steps + 1
-        if not is_due:
+        gradients = self._gradients.take(info) if self._is_due else None
+        self._steps += 1
+        if gradients is None:
             return
-        gradients, targets_of = self._gradients.take(info), info.task_targets
+        targets_of = info.task_targets
         rows = {task: row for row, task in enumerate(self._weights) if targets_of.get(task)}
         if not rows:
             return

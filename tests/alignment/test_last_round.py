@@ -5,10 +5,18 @@ import random
 import threading
 import warnings
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from aligned_ranks import TIMEOUT_S, on_ranks
+from aligned_ranks import (
+    TIMEOUT_S,
+    described,
+    epoch_of,
+    ids_of,
+    on_ranks,
+    places_before_the_last_round,
+)
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -36,14 +44,21 @@ def sample(index, ranks):
     return {"input_ids": [1] * random.Random(index).randint(1, most), "id": index}
 
 
-def loader_of(exchange, kind="keys", budget=100, process=sample, counted=True, **options):
+def loader_of(
+    exchange, kind="keys", budget=100, process=sample, counted=True, exclude=None, **options
+):
     rank, ranks = exchange.rank, exchange.world_size
 
     def shard(size, make):
         sampler = ShardedSampler(size, shuffle=False, rank=rank, world_size=ranks)
         return ParallelProcessor(sampler, make, rank=rank, world_size=ranks)
 
-    if kind == "mixture":
+    if kind == "own data":
+        sampler = ShardedSampler(SAMPLES // ranks, shuffle=False, rank=0, world_size=1)
+        source = LengthObserver(
+            ParallelProcessor(sampler, lambda at: process(at * ranks + rank, ranks))
+        )
+    elif kind == "mixture":
         half = SAMPLES // 2 // ranks * ranks
         source = SourceMixer(
             {
@@ -61,29 +76,16 @@ def loader_of(exchange, kind="keys", budget=100, process=sample, counted=True, *
         source = LengthObserver(IterableWrapper(found))
     else:
         source = LengthObserver(shard(SAMPLES, lambda at: process(at, ranks)))
-    groups = WindowBucketer(source, budget, 64)
+    groups = WindowBucketer(source, budget, 64, exclude=exclude)
     if kind == "reads ahead":
         groups = ReadAhead(groups, 4)
     options = {"round_size": 8, "timeout_s": TIMEOUT_S, **options}
     return Loader(RankAligner(groups, exchange, **options))
 
 
-def described(item):
-    return item.info.step, item.info.is_filler, [one.data["id"] for one in item.samples]
-
-
 def epoch(ranks, **options):
     """Of each rank: its steps, and the states before and after them."""
-
-    def run(exchange):
-        loader = loader_of(exchange, **options)
-        steps, states = [], [loader.state_dict()]
-        for item in loader:
-            steps.append(described(item))
-            states.append(loader.state_dict())
-        return steps, states
-
-    return on_ranks(ranks, run)
+    return on_ranks(ranks, lambda exchange: epoch_of(loader_of(exchange, **options)))
 
 
 def given_away(whole):
@@ -92,14 +94,9 @@ def given_away(whole):
     return [
         index
         for rank, (steps, _) in enumerate(whole)
-        for _, is_filler, ids in steps
-        for index in ids
-        if index % ranks != rank and not is_filler
+        for index in ids_of(steps)
+        if index % ranks != rank
     ]
-
-
-def ids_of(steps):
-    return [index for _, is_filler, ids in steps if not is_filler for index in ids]
 
 
 @pytest.mark.parametrize("kind", ["keys", "mixture"])
@@ -110,7 +107,7 @@ def test_ranks_end_together_and_each_sample_comes_once(ranks, kind):
         range(SAMPLES)
     )
     assert len({len(steps) for steps, _ in whole}) == 1
-    assert not any(is_filler for steps, _ in whole for _, is_filler, _ in steps)
+    assert not any(step.is_filler for steps, _ in whole for step in steps)
     assert 0 < len(given_away(whole)) < SAMPLES / 10
     lengths = {index: len(sample(index, ranks)["input_ids"]) for index in range(SAMPLES)}
     tokens = [sum(lengths[index] for index in ids_of(steps)) for steps, _ in whole]
@@ -132,12 +129,10 @@ def test_ranks_end_together_and_each_sample_comes_once(ranks, kind):
 def test_every_step_resumes_with_the_same_groups(ranks, options, sampled):
     whole = epoch(ranks, **options)
     assert given_away(whole)
-    steps = len(whole[0][0])
+    steps, dense = len(whole[0][0]), places_before_the_last_round(whole[0][1])[0]
     # All places of the last round, and of the one before: what is left comes with the last.
-    for place in [
-        *range(0, steps - 50, sampled(every=9).get("every", 1)),
-        *range(steps - 50, steps),
-    ]:
+    sparse = range(0, dense, sampled(every=9).get("every", 1))
+    for place in [*sparse, *range(dense, steps)]:
 
         def run(exchange, place=place):
             steps, states = whole[exchange.rank]
@@ -170,13 +165,21 @@ def test_records_of_files_are_given_away_too(counted, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "iterable"}, {"kind": "reads ahead"}, {"uneven": "join"}, {"uneven": "stop"}],
+    [
+        {"kind": "iterable"},
+        {"kind": "own data"},
+        {"kind": "reads ahead"},
+        {"uneven": "join"},
+        {"uneven": "stop"},
+    ],
     ids=str,
 )
 def test_nothing_is_given_away_where_it_cannot_be_made_again_or_ranks_end_apart(options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what "stop" leaves over
-        assert not given_away(epoch(2, **options))
+        whole = epoch(2, **options)
+    assert not given_away(whole)
+    assert not any(places_before_the_last_round(states) for _, states in whole)
 
 
 def test_ranks_with_other_budgets_give_nothing_away_and_still_end_together():
@@ -253,18 +256,40 @@ def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
         on_ranks(2, run)
 
 
-def test_samples_are_excluded_within_the_last_round():
-    whole = epoch(2)
-    steps = len(whole[0][0])
-    place = steps - 20
-    gone = {ids[0] for rank in whole for _, _, ids in rank[0][place + 3 :: 4]}
+@pytest.mark.parametrize("whose", ["some", "all of a rank"])
+@pytest.mark.parametrize("when", ["settled", "begins", "within"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_samples_are_excluded_before_and_within_the_last_round(accumulate, when, whose):
+    whole = epoch(2, accumulate=accumulate)
+    before = places_before_the_last_round(whole[0][1])
+    place = {
+        "settled": next(at for at in before if at % accumulate == 0),
+        "begins": before[-1],
+        "within": before[-1] + 2 * accumulate,
+    }[when]
+    left = [steps[place:] for steps, _ in whole]
+    if whose == "some":
+        gone = {step.ids[0] for rank in left for step in rank[3::4]}
+    elif when == "within":
+        gone = {*ids_of(left[0])}
+    else:
+        gone = {index for rank in left for index in ids_of(rank) if index % 2 == 0}
+    options = {"accumulate": accumulate, "exclude": [*gone]}
 
-    def run(exchange):
-        loader = loader_of(exchange)
-        loader.root.source.exclude = type(loader.root.source.exclude).of([*gone])
-        loader.load_state_dict(whole[exchange.rank][1][place])
-        return [*map(described, loader)]
+    def resumed(exchange, states):
+        loader = loader_of(exchange, **options)
+        loader.load_state_dict(states[exchange.rank])
+        return epoch_of(loader)
 
-    rests = on_ranks(2, run)
-    for rest, (before, _) in zip(rests, whole, strict=True):
-        assert ids_of(rest) == [one for one in ids_of(before[place:]) if one not in gone]
+    found = on_ranks(2, lambda exchange: resumed(exchange, [rank[1][place] for rank in whole]))
+    rests = [steps for steps, _ in found]
+    kept = [[index for index in ids_of(rank) if index not in gone] for rank in left]
+    if when == "within":
+        assert [*map(ids_of, rests)] == kept
+    assert Counter(chain(*map(ids_of, rests))) == Counter(chain(*kept))
+    told = [(one.key, one.reason) for rest in rests for step in rest for one in step.left_out]
+    assert Counter(told) == Counter((index, "excluded") for index in gone)
+    assert len({*map(len, rests)}) == 1
+    for at in range(0, len(rests[0]), 4):
+        again = on_ranks(2, lambda exchange, at=at: resumed(exchange, [r[1][at] for r in found]))
+        assert [steps for steps, _ in again] == [rest[at:] for rest in rests]

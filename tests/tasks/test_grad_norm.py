@@ -9,7 +9,7 @@ from gradients import relative_error
 from rank_jobs import run_ranks
 from task_models import NEAR_FAR, Model, joint_batches, loader_of, regression, train
 
-from odb_nodes import StateError, pop_step_info
+from odb_nodes import PeerError, StateError, pop_step_info
 from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
 
 
@@ -341,6 +341,24 @@ def test_there_is_no_state_within_an_optimizer_step_also_of_one_that_measures_no
         if info.ends_optimizer_step:
             balance.step()
             assert balance.state_dict()["steps"] == info.step // 3 + 1
+
+
+def test_a_step_in_which_a_rank_is_lost_is_not_counted(monkeypatch):
+    balance, observe, ((losses, info),) = added(GradNorm)
+    observe(losses, info)
+    before = {"steps": 0, "first": {}, "weights": dict.fromkeys(NEAR_FAR, 1.0)}
+
+    def lost(*_):
+        raise PeerError("rank 1 did not come")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("odb_nodes.tasks.step_meeting.StepMeeting.meet", lost)
+        with pytest.raises(PeerError, match="rank 1 did not come"):
+            balance.step()
+    assert balance.state_dict() == before
+    observe(losses, replace(info, step=1))
+    balance.step()
+    assert balance.state_dict()["steps"] == 1
 
 
 @pytest.mark.parametrize("kind", [GradNorm, PCGrad])

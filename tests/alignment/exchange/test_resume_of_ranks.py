@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import rank_jobs as r
 from elastic import trained_on
 from rank_jobs import RankJob, run_ranks
 
@@ -45,15 +46,18 @@ def test_every_step(sizes, options, tmp_path):
 
 TRAINER = """
     from odb_nodes import Checkpoints
-    folder, size, said = sys.argv[1], [150, 110][rank], []
+    (data, folder, *kill_after), said = sys.argv[1:], []
 
     def say(line):
         print(line, flush=True)
         said.append(line)
-        if sys.argv[2:] == [str(len(said))]:
+        if kill_after == [str(len(said))]:
             time.sleep(600)  # to be killed, while the other rank is where it is
 
-    loader = r.make_loader(size, read_ahead=2)
+    if data == "shards of one dataset":
+        loader = r.make_dataloader(400, shuffle=False, process_fn=r.longer_if_even)
+    else:
+        loader = r.make_loader([150, 110][rank], read_ahead=2)
     done = {"epoch": 0}
     checkpoints = Checkpoints(folder, {"loader": loader, "done": done})
     step = checkpoints.load()
@@ -68,22 +72,45 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("kill_after", [7, 18, 30])
-def test_killing_all_ranks_and_starting_again_from_files(kill_after, tmp_path):
-    with RankJob(tmp_path, TRAINER, 2, tmp_path / "whole") as job:
+def killed_and_resumed(tmp_path, data, kill_after):
+    """What each rank says up to a kill, and when it is started again: as without a kill."""
+    with RankJob(tmp_path, TRAINER, 2, data, tmp_path / "whole") as job:
         expected = [out.splitlines() for out in job.finish()]
     folder = tmp_path / "killed"
-    with RankJob(tmp_path, TRAINER, 2, folder, kill_after) as job:
-        for _ in range(kill_after):
-            for program in job.ranks:
-                program.line()
+    with RankJob(tmp_path, TRAINER, 2, data, folder, kill_after) as job:
+        killed = [[program.line() for _ in range(kill_after)] for program in job.ranks]
         for program in job.ranks:
             os.kill(program.process.pid, signal.SIGKILL)
-    with RankJob(tmp_path, TRAINER, 2, folder) as job:
+    with RankJob(tmp_path, TRAINER, 2, data, folder) as job:
         resumed = [out.splitlines() for out in job.finish()]
-    for whole, rest in zip(expected, resumed, strict=True):
+    for whole, before, rest in zip(expected, killed, resumed, strict=True):
         assert 0 < len(rest) < len(whole)
         assert rest == whole[-len(rest) :]
+        assert before == whole[:kill_after]
+    return killed, resumed
+
+
+@pytest.mark.parametrize("kill_after", [7, 18, 30])
+def test_killing_all_ranks_and_starting_again_from_files(kill_after, tmp_path):
+    killed_and_resumed(tmp_path, "data of each rank", kill_after)
+
+
+def test_a_kill_while_samples_of_another_rank_are_trained_on_loses_and_repeats_none(tmp_path):
+    kill_after = 43
+    killed, resumed = killed_and_resumed(tmp_path, "shards of one dataset", kill_after)
+    saved = kill_after - kill_after % 4
+    epochs = [
+        [json.loads(line) for line in [*before[:saved], *rest[: rest.index("end")]]]
+        for before, rest in zip(killed, resumed, strict=True)
+    ]
+    assert sorted(key for epoch in epochs for key in r.real_ids(epoch)) == [*range(400)]
+    given_away = [
+        place
+        for rank, epoch in enumerate(epochs)
+        for place, step in enumerate(epoch)
+        if any(index % 2 != rank for index in r.real_ids([step]))
+    ]
+    assert min(given_away) < saved and kill_after < max(given_away)
 
 
 @pytest.mark.parametrize(("sizes", "window"), [([60, 45], 8), ([500, 420], "auto")])

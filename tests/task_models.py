@@ -7,17 +7,7 @@ from aligned_ranks import on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from odb_nodes import (
-    GroupCollator,
-    IterableSource,
-    LengthObserver,
-    Loader,
-    Observation,
-    ODBDataLoader,
-    RankAligner,
-    WindowBucketer,
-    pop_step_info,
-)
+from odb_nodes import Observation, ODBDataLoader, pop_step_info
 from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
 
 TASKS = ("a", "b", "c")
@@ -98,10 +88,8 @@ def joint_batches(data, ranks, accumulate=1):
     """The batches of all ranks and micro-steps of each optimizer step, put together."""
 
     def run(exchange):
-        source = LengthObserver(IterableSource(data[exchange.rank :: ranks]), observe_row)
-        bucketer = WindowBucketer(source, 40, 32)
-        aligner = RankAligner(bucketer, exchange, tasks=NEAR_FAR, accumulate=accumulate)
-        return list(Loader(GroupCollator(aligner, collate, rank=exchange.rank)))
+        shard, given = data[exchange.rank :: ranks], {"sharded": True, "shuffle": False}
+        return [*loader_of(shard, accumulate=accumulate, process_group=exchange, **given)]
 
     of_ranks = on_ranks(ranks, run)
     for start in range(0, len(of_ranks[0]), accumulate):

@@ -37,7 +37,7 @@ JOBS = st.fixed_dictionaries(
         "samples": st.sampled_from([2, 17, 60, 150, 150, 400, 400]),
         "shuffle": st.booleans(),
         "seed": st.integers(0, 2**20),
-        "skipped": st.sampled_from([0.0, 0.0, 0.3]),
+        "skipped": st.sampled_from([0.0, 0.3]),
         "skips_tail": st.booleans(),
         "too_long": st.sampled_from([0.0, 0.03]),
         "oversize": st.sampled_from(["alone", "drop"]),
@@ -99,7 +99,7 @@ def loses_no_shard(job, ranks):
 
 @pytest.mark.filterwarnings("ignore")  # of oversize samples
 @given(job=JOBS, ranks=st.integers(1, 5))
-@fewer(4)
+@fewer(6)
 def test_each_sample_comes_once_and_a_resume_goes_on_into_the_next_epoch(job, ranks):
     assume(loses_no_shard(job, ranks))
     draw = random.Random(job["seed"])

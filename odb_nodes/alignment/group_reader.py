@@ -110,15 +110,15 @@ class GroupReader:
     def read_rest(self, at: AlignerState, where: str) -> tuple[list[list[Sample]], int]:
         """Share out what is left of the epoch with the other ranks; see `LastRound.groups`."""
         found = self.terms.last_round.groups(lambda: self._take_rest(at), where)
-        self.left_out = [*self.left_out, *self.terms.last_round.take_left_out()]
+        self.left_out = [*self.left_out, *self.terms.last_round.left_out]
         return found
 
     def _take_rest(self, at: AlignerState) -> list[Sample]:
         """Return all samples that this rank has left."""
         self.terms.use(at.next_limits, None, at.next_window)
-        rest, self.ahead = self.ahead or [], None
+        rest, self.ahead = [*(self.ahead or [])], None
         while (group := self._read_one()) is not None:
-            rest = [*rest, *group]
+            rest += group
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
         self.left_out_ahead = []
         return rest

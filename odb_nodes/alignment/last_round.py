@@ -49,7 +49,8 @@ class LastRound:
         can = source is not None and hasattr(source, "known_remaining") and recalls(source)
         self._source: Any = source if can else None
         self._peers = peers
-        self._left_out: list[LeftOut] = []
+        self.left_out: list[LeftOut] = []
+        """Samples that were given to this rank in the last `groups`, but are skipped here."""
 
     def left(self, ahead: Sequence[Sample] | None) -> int:
         """Return how many samples this rank has left, as it tells the others.
@@ -77,6 +78,7 @@ class LastRound:
             SampleError: a sample cannot be made.
             PeerError: a rank failed, left, or did not come.
         """
+        self.left_out = []
         with self._peers.reporting_failure(where):
             rest = take_rest()
             budget = self._source.limits.of_groups(self._source.budget)
@@ -86,11 +88,6 @@ class LastRound:
         steps = max(self._peers.gather([cut.fewest], where))[0]
         with self._peers.reporting_failure(where):
             return [[rest[index] for index in group] for group in cut.groups(steps)], steps
-
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were given to this rank, but are skipped here."""
-        taken, self._left_out = self._left_out, []
-        return taken
 
     def _level(self, rest: list[Sample], budget: TokenBudget, where: str) -> list[Sample]:
         """Return the samples of this rank once those with more have given some away."""
@@ -127,7 +124,7 @@ class LastRound:
         others: list[str] = []  # what has become of samples that are not what they were
         for sample, gift in zip(recall(self._source, items), received, strict=True):
             if isinstance(sample, Skipped):
-                self._left_out.append(LeftOut(sample.key, sample.source, sample.reason))
+                self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
                 others.append(f"a sample{name_of(sample)} is skipped here {sample.why}")
                 continue
             made.append(sample)

@@ -285,11 +285,11 @@ class _Rank:
 
     def take_rest(self, window: int) -> list[Sample]:
         """Return all samples that are left. See `report` for `window`."""
-        rest, self._ahead = self._ahead or [], None
+        rest, self._ahead = [*(self._ahead or [])], None
         self._use(window)
         self._pool.caps = NO_CAPS
         while group := self._take():
-            rest = [*rest, *group]
+            rest += group
         return rest
 
     def offer(self, count: int) -> IntArray:

@@ -240,6 +240,35 @@ def test_a_sample_that_is_skipped_where_it_is_given_to_is_left_out():
     assert ids == Counter({*range(SAMPLES)} - moved)
 
 
+def test_a_skipped_gift_is_left_out_once_though_the_last_round_is_begun_again():
+    moved, fails = {*given_away(epoch(3))}, [True]
+
+    def run(exchange):
+        def process(index, ranks):
+            if index in moved and index % 3 != exchange.rank:
+                if exchange.rank == 1:
+                    return Skipped("not here")
+                if fails[0]:
+                    raise OSError("the disk is away")
+            return sample(index, ranks)
+
+        loader, left_out = loader_of(exchange, process=process), []
+        with pytest.raises((SampleError, PeerError), match="the disk is away"):
+            for item in loader:
+                left_out += item.info.left_out
+        barrier.wait(TIMEOUT_S)
+        fails[0] = False
+        for item in loader:
+            left_out += item.info.left_out
+        return [one.key for one in left_out]
+
+    barrier = threading.Barrier(3)
+    with pytest.warns(UserWarning, match="is skipped here"):
+        found = on_ranks(3, run)
+    assert [len(keys) > 0 for keys in found] == [False, True, False]
+    assert len({*found[1]}) == len(found[1])
+
+
 def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
     moved = {*given_away(epoch(2))}
 

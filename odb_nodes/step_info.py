@@ -126,6 +126,9 @@ class StepInfo:
             else those that were planned under the budget. 0 where neither is known.
         source_shares: the shares by which a mixture whose weights may change drew the last sample
             that this rank has read for the round of the step; empty where they cannot change.
+        batches_per_step: batches that each rank takes one after the other where it hosts several
+            `virtual_ranks`, which are "all ranks" here: those of its own. Each is a `step` and a
+            micro-step; counts and costs of all ranks are those of the batches together.
     """
 
     step: int
@@ -158,6 +161,7 @@ class StepInfo:
     task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
     world_size: int = 1
     source_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    batches_per_step: int = 1
 
     def __getattr__(self, name: str) -> Any:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""

@@ -29,11 +29,15 @@ class LossRule:
         world_size: ranks whose gradients are averaged.
         accumulate: steps of an optimizer step.
         scaling: see `RankAligner`.
+        batch: which of the batches of a step that a rank takes one after the other is this one.
+        batches: number of those: the virtual ranks that it hosts.
     """
 
     world_size: int
     accumulate: int
     scaling: LossScaling = "exact"
+    batch: int = 0
+    batches: int = 1
 
     def __post_init__(self) -> None:
         check_choice("loss_scaling", self.scaling, get_args(LossScaling))
@@ -41,7 +45,7 @@ class LossRule:
     def scale(self, info: StepInfo) -> float:
         """Return what this rank's mean loss is multiplied by."""
         if self.scaling == "none" or info.is_filler:
-            return float(not info.is_filler)
+            return float(not info.is_filler) / self.batches
         if self.scaling == "exact":
             local, total = info.local_targets, info.optimizer_targets
         else:
@@ -214,13 +218,14 @@ class AlignedRound:
             all_targets=targets,
             most_cost=most_cost,
             is_filler=is_filler,
-            micro_step=micro_step,
-            micro_steps=min(len(together), self._steps - index + micro_step),
+            micro_step=micro_step * rule.batches + rule.batch,
+            micro_steps=min(len(together), self._steps - index + micro_step) * rule.batches,
             optimizer_samples=int(together[:, 1].sum()),
             optimizer_targets=int(together[:, 2].sum()),
             modalities=measure.modalities_in(flags),
             counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
             world_size=rule.world_size,
+            batches_per_step=rule.batches,
             task_targets=dict(zip(measure.tasks, of_tasks, strict=True)),
             **facts_of_rows([] if is_filler else group),
             **facts,

@@ -66,9 +66,18 @@ class Peers:
         return self._channel.world_size
 
     @property
+    def batch_of_step(self) -> tuple[int, int]:
+        """Which of the batches of a step that this process takes is that of this rank, of how many.
+
+        More than one where the process hosts several virtual ranks.
+        """
+        place: tuple[int, int] = getattr(self._exchange, "batch_of_step", (0, 1))
+        return place
+
+    @property
     def wait_s(self) -> float:
-        """Seconds spent in exchanges so far."""
-        return self._channel.wait_s
+        """Seconds spent in exchanges so far; those of the process, where it hosts several ranks."""
+        return getattr(self._exchange, "wait_s", self._channel.wait_s)
 
     @property
     def are_connected(self) -> bool:

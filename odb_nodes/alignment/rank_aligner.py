@@ -145,7 +145,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def prepare_reset(self) -> None:
         """Find this rank's place among the others, and make sure that the sources share it."""
-        self.rule = replace(self.rule, world_size=self.peers.world_size)
+        batch, batches = self.peers.batch_of_step
+        world_size = self.peers.world_size // batches
+        self.rule = replace(self.rule, world_size=world_size, batch=batch, batches=batches)
         self._clear()
         self.peers.check_source(self.source)
 
@@ -206,15 +208,15 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         while at.emitted == len(self._steps):
             self._begin_round()
         self._agree()
-        index, step = at.emitted, at.step
+        index, step, rule = at.emitted, at.step, self.rule
         at.emitted, at.step = at.emitted + 1, at.step + 1
         item = self._steps.take(
             index,
-            self.rule,
+            rule,
             self.measure,
-            step=step,
+            step=step * rule.batches + rule.batch,
             epoch=self._epochs.epoch,
-            ends_epoch=at.is_at_end(self._steps),
+            ends_epoch=at.is_at_end(self._steps) and rule.batch == rule.batches - 1,
             left_out=tuple(self.take_left_out()),
             source_shares=self.terms.weights.shares(),
         )
@@ -331,7 +333,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             at.source, at.excluded = self._reader.next_state, {}
 
     def _round_steps(self, number: int) -> int:
-        return round_steps(number, self.rule.world_size, self.round_size, self.accumulate)
+        return round_steps(number, self.peers.world_size, self.round_size, self.accumulate)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
-from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossScaling
-from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.alignment.exchange import HostedRanks
+from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.alignment.weight_setter import WeightSetter
-from odb_nodes.collate import PackedCollate, PaddingCollate
-from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.loader.pinning import PinningCollate
-from odb_nodes.loader.pipeline import sample_node
+from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
 from odb_nodes.loader.torch_options import options_of
-from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
@@ -93,6 +89,9 @@ class ODBDataLoader(OptionGuard):
             `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
             of tokens, weights to be set, or another end of the epoch. Default: equal shares; each
             sample is emitted once in an epoch.
+        virtual_ranks: plan the steps for so many ranks, a multiple of those there are. A rank hosts
+            as many as another, and takes their batches one after the other, as micro-steps: the
+            optimizer steps are the same on any number of ranks. See docs/elastic.md.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
@@ -131,33 +130,26 @@ class ODBDataLoader(OptionGuard):
         dearest_first: int = LoaderOptions.dearest_first,
         diversity: float = LoaderOptions.diversity,
         weights: Weights | Mixing = None,
+        virtual_ranks: int | None = LoaderOptions.virtual_ranks,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
         options = LoaderOptions(
             **{field.name: given[field.name] for field in fields(LoaderOptions)}
         )
         self.dataset, self._options = dataset, options
-        collate = collate_for(options.budget, collate_fn)
-        # A subclass is left out: its `__call__` may expect the samples as processing returned them.
-        ours = type(collate) in (PaddingCollate, PackedCollate)
-        self._samples = sample_node(
-            dataset, options, getattr(collate, "prepare", None) if ours else None
-        )
-        self._budget = options.budget
-        self._bucketer = WindowBucketer(
-            self._samples, options.budget, window, state, options.exclude, dearest_first, diversity
-        )
-        if pin_memory and torch.cuda.is_available():
-            collate = PinningCollate(collate)
-        rules = round_size, uneven, loss_scaling, accumulate, seed, timeout_s
-        self._aligner = RankAligner(self._bucketer, process_group, *rules, tasks=options.tasks)
-        self._collator = GroupCollator(self._aligner, collate, seed, group_rank(process_group)[0])
-        root: BaseNode[Any] = self._collator
+        root: BaseNode[Any]
+        if virtual_ranks is None:
+            self._graphs = [RankGraph(dataset, options)]
+            root = self._graphs[0].collator
+        else:
+            team = HostedRanks(virtual_ranks, process_group, timeout_s)
+            self._graphs = graphs_of_team(dataset, options, team)
+            root = VirtualRanks([graph.collator for graph in self._graphs], team)
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
         self._setter: WeightSetter[Any] | None = None
         if Mixing.of(options.weights).settable:
-            root = self._setter = WeightSetter(root, self._aligner, prefetch)
+            root = self._setter = WeightSetter(root, self._graphs[0].aligner, prefetch)
         self._loader: Loader[Any] = Loader(root)
 
     @classmethod
@@ -192,10 +184,10 @@ class ODBDataLoader(OptionGuard):
             done = f"{self.samples_done} of {self.num_samples} samples"
         except TypeError:  # of a dataset without a length
             done = f"{self.samples_done} samples"
-        mixers = [one for one in walk(self._samples) if isinstance(one, SourceMixer)]
+        mixers = [one for one in self._nodes_of_samples() if isinstance(one, SourceMixer)]
         data = mixers[0] if mixers else type(self.dataset).__name__
         where = f"epoch {self.epoch}, step {self.step}: {done} done"
-        return f"{type(self).__name__}({data}, {self._budget}, {where})"
+        return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
 
     def __bool__(self) -> bool:
         return True  # and not `len`
@@ -224,7 +216,7 @@ class ODBDataLoader(OptionGuard):
     @property
     def accumulate(self) -> int:
         """Number of batches of an optimizer step."""
-        return self._aligner.accumulate
+        return self._graphs[0].aligner.accumulate * len(self._graphs)
 
     @property
     def num_samples(self) -> int:
@@ -233,73 +225,87 @@ class ODBDataLoader(OptionGuard):
         Raises:
             TypeError: the dataset does not know its length.
         """
-        return length_of(self._samples)
+        return sum(length_of(graph.samples) for graph in self._graphs)
 
     @property
     def epoch(self) -> int:
         """Number of the epoch that the most recent iterator, or a loaded state, is in."""
-        return self._at("epoch")
+        return self._position()[0]
 
     @property
     def step(self) -> int:
         """Number of batches taken of that epoch."""
-        return self._at("step")
+        return self._position()[1]
 
     @property
     def samples_done(self) -> int:
         """Number of samples in those batches, on this rank; of `num_samples`."""
-        return self._at("samples")
+        return self._position()[2]
 
-    def _at(self, field: str) -> int:
+    def _position(self) -> tuple[int, int, int]:
+        """Return epoch, step and samples done."""
         position = self._loader.position
         if position is None:
-            return 0
-        return int((position.root if self._setter is None else position.root["source"])[field])
+            return 0, 0, 0
+        root: Any = position.root if self._setter is None else position.root["source"]
+        if self._options.virtual_ranks is not None:
+            return place_of(root)
+        return root["epoch"], root["step"], root["samples"]
+
+    def _nodes_of_samples(self) -> Iterator[BaseNode[Any]]:
+        for graph in self._graphs:
+            yield from walk(graph.samples)
 
     @property
     def replayed_samples(self) -> int:
         """Number of samples that the last restore processed again."""
-        return self._bucketer.replayed_samples + self._aligner.replayed_samples
+        return self._total("replayed_samples", "bucketer", "aligner")
 
     @property
     def oversize_samples(self) -> int:
         """Number of samples of this epoch so far that exceeded the budget on their own."""
-        return self._bucketer.oversize_samples
+        return self._total("oversize_samples", "bucketer")
 
     @property
     def dropped_samples(self) -> int:
         """Number of samples of this epoch so far that `oversize="drop"` left out."""
-        return self._bucketer.dropped_samples
+        return self._total("dropped_samples", "bucketer")
 
     @property
     def skipped_samples(self) -> dict[str, int]:
         """Number of samples of this epoch so far that processing skipped, by reason."""
-        return self._bucketer.skipped_samples
+        reasons = [Counter(graph.bucketer.skipped_samples) for graph in self._graphs]
+        return dict(sum(reasons, Counter()))
 
     @property
     def excluded_samples(self) -> int:
         """Number of samples of this epoch so far that `exclude` left out."""
-        return self._bucketer.excluded_samples + self._aligner.excluded_samples
+        return self._total("excluded_samples", "bucketer", "aligner")
 
     @property
     def unemitted_samples(self) -> int:
         """Number of samples of this rank and epoch that `uneven="stop"` left over."""
-        return self._aligner.unemitted_samples
+        return self._total("unemitted_samples", "aligner")
+
+    def _total(self, count: str, *nodes: str) -> int:
+        """Return the sum of a count of some nodes of each graph."""
+        return sum(getattr(getattr(one, node), count) for one in self._graphs for node in nodes)
 
     @property
     def exchange_wait_s(self) -> float:
         """Seconds that the thread that makes the batches has waited for other ranks so far."""
-        return self._aligner.exchange_wait_s
+        return self._graphs[0].aligner.exchange_wait_s
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the running worker processes."""
-        processors = [one for one in walk(self._samples) if isinstance(one, ParallelProcessor)]
+        processors = (one for one in self._nodes_of_samples() if isinstance(one, ParallelProcessor))
         return [pid for one in processors for pid in one.worker_pids]
 
     def trust_labels(self) -> None:
         """Do not warn of weights: see `GroupCollator.trust_labels`."""
-        self._collator.trust_labels()
+        for graph in self._graphs:
+            graph.collator.trust_labels()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from now on, in later epochs too. All ranks call it alike.

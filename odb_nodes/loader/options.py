@@ -94,6 +94,7 @@ class LoaderOptions(BatchOptions, JobOptions):
     sharded: bool = False
     loss_scaling: LossScaling = LossRule.scaling
     weights: Weights | Mixing = None
+    virtual_ranks: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,10 +109,25 @@ class LoaderOptions(BatchOptions, JobOptions):
                 'would not hear of a change. Let it be "fill" or "stop".'
             )
         check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
+        if self.virtual_ranks is not None:
+            self._check_virtual_ranks()
         if self.workers is not None and self.num_workers:
             raise ValueError(
                 "`num_workers` and `workers` must not both be given, but are "
                 f"{self.num_workers} and {self.workers} instead."
+            )
+
+    def _check_virtual_ranks(self) -> None:
+        check_count("virtual_ranks", self.virtual_ranks)
+        rules = {
+            '`uneven` must not be "join"': self.uneven == "join",
+            "`sharded` must be False": self.sharded,
+            "`weights` must not be settable": Mixing.of(self.weights).settable,
+        }
+        if broken := [rule for rule, is_broken in rules.items() if is_broken]:
+            raise ValueError(
+                f"{broken[0]} with `virtual_ranks`, which plan the same steps for whatever number "
+                "of ranks."
             )
 
     @property

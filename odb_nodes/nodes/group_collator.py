@@ -183,7 +183,8 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         run = partial(self._collate_group, group, info)
         if self._seeded.draws_nothing:
             return run()
-        place = (info.step, part) if part else (info.step,)
+        step = info.step // info.batches_per_step
+        place = (step, part) if part else (step,)
         return self._seeded.call(run, hash_ints(self._seed, self._rank, info.epoch, *place))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -236,7 +237,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         if self._fresh:  # The trainer waits for this batch.
             return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
         if self._seeded.draws:
-            return DeferredBatch(partial(self._seeded.call, run, key))
+            return DeferredBatch(partial(self._seeded.call, run, key), info)
         return self._seeded.call_ahead(run, key)
 
     def _collate_group(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:

@@ -23,6 +23,7 @@ from odb_nodes._core.seeds import (
     states_of_rngs,
 )
 from odb_nodes.errors import WorkerError
+from odb_nodes.step_info import StepInfo
 
 __all__ = ["DeferredBatch", "SeededCollate", "declares_draws"]
 
@@ -56,9 +57,11 @@ class DeferredBatch:
 
     Attributes:
         collate: returns the batch; may be called again if it raises.
+        info: the `StepInfo` of its step.
     """
 
     collate: Run
+    info: StepInfo
 
 
 class SeededCollate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Sized
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
-from torchdata.nodes import BaseNode
+from torchdata.nodes import BaseNode, Stateful
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes._compat.torchdata import RANDOM_SAMPLERS
@@ -103,6 +104,35 @@ def source_of(
     check_iterable("sampler", sampler, _REPEATABLE_ORDER)
     _check_order(sampler)
     return IterableSource(sampler, *shard, yields_indices=True), dataset
+
+
+def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:
+    """Return a dataset, or a dict of them, for one of several ranks in one process.
+
+    What keeps a position of its own is copied.
+
+    Raises:
+        TypeError: it is a node, which reads for one rank, or cannot be copied.
+    """
+    if type(dataset) is dict:
+        return {name: dataset_of_rank(one, rank, world_size) for name, one in dataset.items()}
+    if isinstance(dataset, JsonlSource):
+        return dataset.copy(rank, world_size)
+    if isinstance(dataset, BaseNode):
+        raise TypeError(
+            f"`dataset` must not be a node (`{type(dataset).__name__}`) with `virtual_ranks`: it "
+            "reads for one rank. Pass a dataset, an iterable, or a `JsonlSource`."
+        )
+    if isinstance(dataset, (IterableDataset, Stateful)) or is_stream(dataset):
+        try:
+            return copy.deepcopy(dataset)
+        except Exception as error:  # of any kind: it is the user's
+            raise TypeError(
+                f"`dataset` (`{type(dataset).__name__}`) must be copied for each of several "
+                f"`virtual_ranks` in one process, which raised {error!r}. Open files and "
+                "connections in `__iter__`, or pass a map-style dataset."
+            ) from error
+    return dataset
 
 
 def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:

@@ -113,11 +113,19 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         if count_records:
             self._records = sum(map(count_records_of, self._paths))
 
-    def copy(self) -> JsonlSource:
-        """Return a source over the same files, at their beginning, that shares no position."""
+    def copy(self, rank: int | None = None, world_size: int | None = None) -> JsonlSource:
+        """Return a source over the same files, at their beginning, that shares no position.
+
+        Args:
+            rank: whose records it yields; default: those of the same rank.
+            world_size: number of ranks; give both or none.
+        """
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
         EpochNode.__init__(source)
         source._open, source._mended = None, set()
+        if rank is not None and world_size is not None:
+            source._rank, source._world_size = rank, world_size
+            source._share = Share(rank, world_size)
         source.begin_epoch()
         return source
 

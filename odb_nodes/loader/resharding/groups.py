@@ -85,7 +85,7 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
     Raises:
         StateError: they do not, or a rank has ended where that ends others.
     """
-    uneven, accumulate = config["uneven"], config["accumulate"]
+    uneven = config["uneven"]
     over = [rank for rank, at in enumerate(found) if at.last]
     if over and uneven == "join":
         raise StateError(
@@ -93,13 +93,7 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
             f"{over} have. Reshard a checkpoint before that, or one after the epoch."
         )
     check_alike("RankAligner", found, _SAME_PLACE)
-    if inside := found[0].emitted % accumulate:
-        raise StateError(
-            f"the states stand at step {found[0].step} of epoch {found[0].epoch}, within an "
-            f"optimizer step of {accumulate} steps, of which {inside} are done: their gradients "
-            "are those of other ranks. Reshard a checkpoint that was saved where "
-            "`StepInfo.ends_optimizer_step` is True."
-        )
+    check_between_optimizer_steps(found[0], config)
     if over and uneven == "stop":
         raise StateError(
             'the last round of an epoch with `uneven="stop"` has begun, which leaves samples out '
@@ -107,6 +101,31 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
         )
     if any(at.held is None for at in found):
         raise _without_keys()
+
+
+def check_between_optimizer_steps(
+    at: AlignerState, config: Mapping[str, Any], batches: int = 0
+) -> None:
+    """Check that a rank stands between two optimizer steps.
+
+    Args:
+        at: where it stands.
+        config: the configuration of its `RankAligner`.
+        batches: batches that are out of the step that is next.
+
+    Raises:
+        StateError: it does not.
+    """
+    accumulate = config["accumulate"]
+    inside = at.emitted % accumulate
+    if at.is_at_end(at.steps(ends_alone=False)) or not (inside or batches):
+        return
+    raise StateError(
+        f"the states stand at step {at.step} of epoch {at.epoch}, within an optimizer step of "
+        f"{accumulate} steps, of which {inside} are done{', and a part of one' * bool(batches)}: "
+        "their gradients are those of other ranks. Reshard a checkpoint that was saved where "
+        "`StepInfo.ends_optimizer_step` is True."
+    )
 
 
 def _sealed(

@@ -90,18 +90,23 @@ def check_alike(node: str, values: Sequence[NodeState], fields: Sequence[str]) -
                 )
 
 
-def sealed_as(state: Mapping[str, Any], values: NodeState, rank: int, world_size: int) -> Any:
+def sealed_as(
+    state: Mapping[str, Any], values: NodeState, rank: int | None = None, world_size: int = 1
+) -> Any:
     """Return a state like another one, of a rank that goes on.
 
     Args:
         state: whose node and configuration it has.
         values: what it holds; a source's state in it is not copied.
-        rank: the rank that goes on.
+        rank: the rank that goes on; `None` for a node that does not say which it is of.
         world_size: number of ranks that go on.
     """
     config = dict(state["config"])
-    if OF_A_RANK[0] in config:
-        config |= {"rank": rank, "world_size": world_size}
+    config |= {
+        name: value
+        for name, value in zip(OF_A_RANK, (rank, world_size), strict=True)
+        if name in config
+    }
     declared: Any = type(values)
     sparse = sparse_defaults(declared)
     held = {

@@ -16,6 +16,8 @@ from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.loader.resharding.groups import reshard_aligner
 from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_as
+from odb_nodes.loader.resharding.virtual import NODE as VIRTUAL
+from odb_nodes.loader.resharding.virtual import process_of, rehost
 from odb_nodes.nodes.group_collator import CollatorState
 
 _DIGEST = "digest"
@@ -54,7 +56,7 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
             "the states hold none of a loader: give what its `state_dict()` returned, alone or in "
             "a dict."
         )
-    order = _order([_aligner_of(_at(state, holders[0])) for state in states])
+    order = _order([_rank_of(_at(state, holders[0])) for state in states])
     states = [states[index] for index in order]
     if len(states) == world_size:
         return [copy_state(state) for state in states]
@@ -104,6 +106,8 @@ def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, An
     if not between_epochs:
         check_alike(name, found, ("num_yielded",))
     yielded = max(one.num_yielded for one in found)
+    if node_of(found[0].root) == VIRTUAL:  # whose batches are those of several ranks
+        yielded = yielded * len(states) // world_size
     return [seal_whole(name, replace(found[0], root=root, num_yielded=yielded)) for root in roots]
 
 
@@ -114,6 +118,8 @@ def _reshard_root(
     node = node_of(states[0])
     if node == "RankAligner":
         return reshard_aligner(states, world_size, left=left)
+    if node == VIRTUAL:
+        return rehost(states, world_size, left=left), left
     declared: Any = CollatorState if node == "GroupCollator" else SetterState
     found = opened(states, declared)
     sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
@@ -149,32 +155,33 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
     return state
 
 
-def _aligner_of(state: Any) -> Any:
-    """Return the state of the `RankAligner` in that of a loader."""
+def _rank_of(state: Any) -> Any:
+    """Return the configuration that says which rank has saved the state of a loader."""
     node = "Loader"
     inner: Any = state.get("root") if isinstance(state, Mapping) else None
     while (name := node_of(inner)) in ("GroupCollator", "WeightSetter"):
         node, inner = name, inner["source"]
+    if name == VIRTUAL:
+        return process_of(inner)
     if name != "RankAligner":
         raise StateError(
             f"the states cannot be resharded: below the `{node}` must be a `RankAligner`, or a "
             f"node over one that this library knows, but is {f'a `{name}`' if name else 'none'}. "
             "Use `ODBDataLoader`, or build the graph so."
         )
-    return inner
+    return inner.get("config")
 
 
-def _order(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the indices of the states of all ranks of a `RankAligner`, by rank.
+def _order(configs: Sequence[Any]) -> list[int]:
+    """Return the indices of the states of all ranks, by rank.
 
     Raises:
         StateError: a rank is missing, or there are states of several jobs.
     """
-    configs: list[Any] = [state.get("config") for state in states]
     known = [one for one in configs if isinstance(one, Mapping) and "rank" in one]
     found: list[Any] = [one["rank"] for one in known]
     sizes: list[Any] = sorted({one["world_size"] for one in known})
-    if len(known) != len(states) or len(sizes) != 1:
+    if len(known) != len(configs) or len(sizes) != 1:
         raise StateError(f"the states must be of one job, but are of jobs of {sizes} ranks.")
     if missing := sorted({*range(sizes[0])} - {*found}):
         raise StateError(
@@ -183,7 +190,7 @@ def _order(states: Sequence[Mapping[str, Any]]) -> list[int]:
         )
     if len(found) != sizes[0]:
         raise StateError(f"the states must be one of each rank, but are of ranks {sorted(found)}.")
-    return sorted(range(len(states)), key=lambda index: found[index])
+    return sorted(range(len(configs)), key=lambda index: found[index])
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -1,0 +1,83 @@
+"""The graph of one rank of an `ODBDataLoader`, from its samples to its batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from odb_nodes.alignment import RankAligner
+from odb_nodes.alignment.exchange import HostedRanks, group_rank
+from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.collate.for_budget import collate_for
+from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.loader.pinning import PinningCollate
+from odb_nodes.loader.pipeline import sample_node
+from odb_nodes.nodes import GroupCollator, WindowBucketer
+from odb_nodes.processing import WorkerOptions
+from odb_nodes.sources.datasets import dataset_of_rank
+
+
+class RankGraph:
+    """The graph of one rank.
+
+    Args:
+        dataset: the `dataset` of the `ODBDataLoader`.
+        options: its options; `process_group` is that of this rank.
+
+    Attributes:
+        samples: the node that yields the processed samples.
+        bucketer: forms the groups.
+        aligner: gives all ranks the same steps.
+        collator: makes the batches; the last node.
+    """
+
+    def __init__(self, dataset: Any, options: LoaderOptions) -> None:
+        collate = collate_for(options.budget, options.collate_fn)
+        # A subclass is left out: its `__call__` may expect the samples as processing returned them.
+        ours = type(collate) in (PaddingCollate, PackedCollate)
+        self.samples = sample_node(
+            dataset, options, getattr(collate, "prepare", None) if ours else None
+        )
+        self.bucketer = WindowBucketer(
+            self.samples,
+            options.budget,
+            options.window,
+            options.state,
+            options.exclude,
+            options.dearest_first,
+            options.diversity,
+        )
+        if options.pin_memory and torch.cuda.is_available():
+            collate = PinningCollate(collate)
+        self.aligner = RankAligner(
+            self.bucketer,
+            options.process_group,
+            options.round_size,
+            options.uneven,
+            options.loss_scaling,
+            options.accumulate,
+            options.seed,
+            options.timeout_s,
+            tasks=options.tasks,
+        )
+        rank, _ = group_rank(options.process_group)
+        self.collator = GroupCollator(self.aligner, collate, options.seed, rank)
+
+
+def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> list[RankGraph]:
+    """Return the graphs of the virtual ranks that this process hosts, which share its workers.
+
+    Raises:
+        TypeError: a dataset cannot be read for several ranks in one process.
+    """
+    workers = options.workers or WorkerOptions(num_workers=options.num_workers)
+    workers = replace(workers, num_workers=-(-workers.num_workers // team.hosted))
+    shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
+    graphs = []
+    for number in range(team.hosted):
+        exchange = team.exchange(number)
+        own = dataset_of_rank(dataset, exchange.rank, exchange.world_size)
+        graphs.append(RankGraph(own, replace(shared, process_group=exchange)))
+    return graphs

@@ -1,0 +1,74 @@
+"""States of virtual ranks, for another number of processes that host them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.alignment.virtual_ranks import VirtualState
+from odb_nodes.contract import copy_state
+from odb_nodes.errors import StateError
+from odb_nodes.loader.resharding.groups import check_between_optimizer_steps
+from odb_nodes.loader.resharding.sealed import check_alike, node_of, opened, sealed_as
+from odb_nodes.nodes.group_collator import CollatorState
+
+NODE = "VirtualRanks"
+
+
+def rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[str, Any]]:
+    """Return the states of `VirtualRanks` as those of another number of processes.
+
+    The states of the virtual ranks stay as they are.
+
+    Args:
+        states: its state in each process, in their order.
+        world_size: number of processes from now on.
+        left: the epoch was left, so that the next one follows.
+
+    Raises:
+        StateError: they are within an optimizer step, or `world_size` does not divide the number of
+            virtual ranks.
+    """
+    found = opened(states, VirtualState)
+    graphs = {name: one for state in found for name, one in state.sources.items()}
+    if len(graphs) % world_size:
+        raise StateError(
+            f"the states are of {len(graphs)} virtual ranks, which {world_size} ranks cannot host "
+            "alike: their number must divide it."
+        )
+    if not left:
+        check_alike(NODE, found, ("turn",))
+        _check_place([*graphs.values()], found[0].turn)
+    hosted = len(graphs) // world_size
+    names = [*graphs]
+    return [
+        sealed_as(
+            states[0],
+            replace(
+                found[0],
+                sources={name: copy_state(graphs[name]) for name in names[first : first + hosted]},
+                **dict.fromkeys(("turn", "samples", "digest"), 0),
+            ),
+            world_size=world_size,
+        )
+        for first in range(0, len(names), hosted)
+    ]
+
+
+def process_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return which process has saved a state of `VirtualRanks`, and of how many."""
+    first = min(map(int, state["sources"]))
+    return {"rank": first // len(state["sources"]), "world_size": state["config"]["world_size"]}
+
+
+def _check_place(graphs: Sequence[Any], turn: int) -> None:
+    """Check that all graphs stand at the same place, between two optimizer steps."""
+    check_alike("GroupCollator", opened(graphs, CollatorState), ("step",))
+    aligners = [graph["source"] for graph in graphs]
+    if any(node_of(one) != "RankAligner" for one in aligners):
+        raise StateError("the states of virtual ranks must hold those of a `RankAligner` each.")
+    config = aligners[0]["config"]
+    for at in opened(aligners, AlignerState):
+        check_between_optimizer_steps(at, config, turn)

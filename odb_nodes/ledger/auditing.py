@@ -14,6 +14,7 @@ from odb_nodes._core.checks import MAX_KEY, check_count, check_type
 from odb_nodes.ledger.checks import Findings, check_keys, fate_of
 from odb_nodes.ledger.entries import Entries, Names, entries_of, merkle_root
 from odb_nodes.ledger.history import Stretch, extent_of, ranges, shares_of, stretches
+from odb_nodes.ledger.rank_records import RankRecords, records_by_rank
 from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 from odb_nodes.ledger.report import Audit, EpochAudit
@@ -45,10 +46,10 @@ class _Run:
     has_ends: bool
 
     @classmethod
-    def of(cls, files: Sequence[RankFile], parts: Sequence[Stretch]) -> _Run:
+    def of(cls, ranks: Sequence[RankRecords], parts: Sequence[Stretch]) -> _Run:
         """Return what is known of all epochs."""
-        last_epochs = {file.rank: parts[0].epoch - 1 if parts else 0 for file in files}
-        done = {file.rank: parts[0].first if parts else 0 for file in files}
+        last_epochs = {one.rank: parts[0].epoch - 1 if parts else 0 for one in ranks}
+        done = {one.rank: parts[0].first if parts else 0 for one in ranks}
         begun = before = 0  # steps, as those of `done`, are counted over epochs
         for epoch, group in groupby(parts, key=lambda one: one.epoch):
             own = list(group)
@@ -65,12 +66,10 @@ class _Run:
             ]
             starts = [before + header.step for header in headers if header.epoch == epoch]
             begun, before = max([begun, *starts]), stop
-        closed = [
-            done[file.rank] for file in files if file.attempts and file.attempts[-1].is_closed
-        ]
+        closed = [done[one.rank] for one in ranks if one.attempts and one.attempts[-1].is_closed]
         # A checkpoint that an attempt begins at is of all ranks; so is the end of a run.
         least = max([begun, before - MOST_STEPS_BEHIND, *closed])
-        heads = [attempt.heads for file in files for attempt in file.attempts]
+        heads = [attempt.heads for one in ranks for attempt in one.attempts]
         return cls(
             last_epochs=last_epochs,
             may_be_killed=frozenset(rank for rank, steps in done.items() if steps >= least),
@@ -118,13 +117,14 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     found.notes += [
         f"rank {file.rank}: nothing is recorded." for file in files if not file.attempts
     ]
-    found.notes += [text for file in files for text in _begun_anew(file)]
-    parts = stretches(files)
+    ranks = records_by_rank(files)
+    found.notes += [text for one in ranks for text in _begun_anew(one)]
+    parts = stretches(ranks)
     if not parts and (total := sum(size.values()) if isinstance(size, Mapping) else size):
         found.problems.append(f"no sample has a fate, of {total:,}: nothing is recorded.")
-    run = _Run.of(files, parts)
+    run = _Run.of(ranks, parts)
     epochs: list[EpochAudit] = []
-    names = Names.of(files)
+    names = Names.of(ranks)
     for epoch, group in groupby(parts, key=lambda one: one.epoch):
         own = list(group)
         is_complete = _check_steps(own, epochs[-1] if epochs else None, run, found)
@@ -138,8 +138,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     return Audit(
         folder=str(folder),
         attempts={
-            file.rank: tuple((one.header.epoch, one.header.step) for one in file.attempts)
-            for file in files
+            one.rank: tuple((own.header.epoch, own.header.step) for own in one.attempts)
+            for one in ranks
         },
         epochs=tuple(epochs),
         problems=tuple(found.problems),
@@ -173,15 +173,16 @@ def _records(entries: Entries) -> Iterator[tuple[int, int, bytes]]:
     return zip(entries.ranks.tolist(), entries.steps.tolist(), entries.digests, strict=True)
 
 
-def _begun_anew(file: RankFile) -> Iterator[str]:
+def _begun_anew(records: RankRecords) -> Iterator[str]:
     """Say which attempts leave nothing of those before them: perhaps they are of another run."""
-    starts = [(attempt.header.epoch, attempt.header.step) for attempt in file.attempts]
+    starts = [(attempt.header.epoch, attempt.header.step) for attempt in records.attempts]
     for number in range(1, len(starts)):
         if starts[number] <= min(starts[:number]):
             where = "epoch {} step {}".format(*starts[number])
             yield (
-                f"rank {file.rank}: attempt {number + 1} begins at {where}, so that nothing counts "
-                "that was recorded before. If it is of another run, give each a folder of its own."
+                f"rank {records.rank}: attempt {number + 1} begins at {where}, so that nothing "
+                "counts that was recorded before. If it is of another run, give each a folder of "
+                "its own."
             )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.ledger.history import Block, Stretch
-from odb_nodes.ledger.reading import RankFile
+from odb_nodes.ledger.rank_records import RankRecords
 from odb_nodes.ledger.records import (
     FILLER,
     HEAD,
@@ -44,9 +44,9 @@ class Names:
     reasons: dict[str, int] = field(default_factory=lambda: {"": TRAINED})
 
     @classmethod
-    def of(cls, files: Sequence[RankFile]) -> Names:
+    def of(cls, ranks: Sequence[RankRecords]) -> Names:
         """Return no numbers yet, and which sources any rank is known to have for itself."""
-        attempts = [attempt for file in files for attempt in file.attempts]
+        attempts = [attempt for one in ranks for attempt in one.attempts]
         named = [name for attempt in attempts for name in attempt.names.values()]
         return cls(own={text for text, flags in named if flags & OWN})
 
@@ -101,7 +101,7 @@ def entries_of(stretches: Sequence[Stretch], names: Names) -> Entries:
         fates=np.zeros(size, np.int32),
         repeats=None,
         ends=ends,
-        ranks=np.repeat([block.file.rank for block in chunks], list(map(len, heads))).astype("i4"),
+        ranks=np.repeat([block.of.rank for block in chunks], list(map(len, heads))).astype("i4"),
         steps=np.concatenate([block.steps for block in chunks]),
         digests=[],
         leaves=np.empty((0, DIGEST_BYTES), np.uint8),
@@ -114,8 +114,8 @@ def entries_of(stretches: Sequence[Stretch], names: Names) -> Entries:
         entries.digests += _digests(entries, slice(at, stop), head, count)
         at = stop
     entries.leaves = _leaves(entries)
-    for file in {id(block.file): block.file for block in chunks}.values():
-        file.forget_pages()
+    for records in {id(block.of): block.of for block in chunks}.values():
+        records.forget_pages()
     return entries
 
 
@@ -126,7 +126,7 @@ def _chunks(stretches: Sequence[Stretch]) -> Iterator[Block]:
             for block in blocks:
                 for at in range(0, len(block.indices), _CHUNK_RECORDS):
                     indices = block.indices[at : at + _CHUNK_RECORDS]
-                    yield Block(file=block.file, attempt=block.attempt, indices=indices)
+                    yield Block(of=block.of, attempt=block.attempt, indices=indices)
 
 
 def _decode(
@@ -168,7 +168,7 @@ def _column(block: Block, starts: Ints, rows: Ints, width: int) -> tuple[Ints, I
     if not width:
         return np.zeros(int(rows.sum()), np.int64), starts
     stops = starts + rows * width
-    data = block.file.data
+    data = block.attempt.data
     parts = [data[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
     kind = "<i8" if width == 8 else f"<u{width}"
     return np.frombuffer(b"".join(parts), kind).astype(np.int64), stops
@@ -180,7 +180,7 @@ def _numbers(names: Names, block: Block) -> tuple[npt.NDArray[np.int32], npt.NDA
     sources, reasons = [], []
     for number in range(max(own) + 2):
         text, _ = own.get(number, (f"name {number}, which is damaged", 0))
-        key = (text, block.file.rank if text in names.own else -1)
+        key = (text, block.of.rank if text in names.own else -1)
         sources.append(names.sources.setdefault(key, len(names.sources)))
         reasons.append(names.reasons.setdefault(text, len(names.reasons)))
     return np.array(sources, np.int32), np.array(reasons, np.int32)

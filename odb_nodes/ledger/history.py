@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes.ledger.reading import Attempt, RankFile, position
+from odb_nodes.ledger.rank_records import RankRecords
+from odb_nodes.ledger.reading import Attempt, position
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 
 _NEVER = 1 << 62
@@ -22,12 +23,12 @@ class Block:
     """Records of one attempt that count, all of one epoch.
 
     Attributes:
-        file: the file that they are in.
+        of: all records of the rank.
         attempt: the attempt.
         indices: which of its records, (n,) int64.
     """
 
-    file: RankFile
+    of: RankRecords
     attempt: Attempt
     indices: npt.NDArray[np.int64]
 
@@ -58,9 +59,9 @@ class Stretch:
     replaced: dict[int, list[Block]]
 
 
-def stretches(files: Sequence[RankFile]) -> list[Stretch]:
+def stretches(ranks: Sequence[RankRecords]) -> list[Stretch]:
     """Return what counts, in the order of the run."""
-    jobs = _jobs(files)
+    jobs = _jobs(ranks)
     starts = [min(_start(attempt) for _, attempt in job) for job in jobs]
     found: list[Stretch] = []
     for number, job in enumerate(jobs):
@@ -69,7 +70,7 @@ def stretches(files: Sequence[RankFile]) -> list[Stretch]:
         for block, is_replaced in _blocks(job, limit):
             epoch = int(block.attempt.heads["epoch"][block.indices[0]])
             by_rank = by_epoch.setdefault(epoch, ({}, {}))[is_replaced]
-            by_rank.setdefault(block.file.rank, []).append(block)
+            by_rank.setdefault(block.of.rank, []).append(block)
         for epoch, (blocks, replaced) in by_epoch.items():
             if not blocks:
                 continue
@@ -158,11 +159,11 @@ def _text_of(spans: Sequence[tuple[int, int]]) -> str:
     return ", ".join(named + [f"{rest:,} more"] * bool(rest))
 
 
-def _jobs(files: Sequence[RankFile]) -> list[list[tuple[RankFile, Attempt]]]:
+def _jobs(ranks: Sequence[RankRecords]) -> list[list[tuple[RankRecords, Attempt]]]:
     """Return the attempts by time, cut where the number of ranks changes."""
-    attempts = [(file, attempt) for file in files for attempt in file.attempts]
+    attempts = [(one, attempt) for one in ranks for attempt in one.attempts]
     attempts.sort(key=lambda one: one[1].header.time_s)
-    jobs: list[list[tuple[RankFile, Attempt]]] = []
+    jobs: list[list[tuple[RankRecords, Attempt]]] = []
     for one in attempts:
         if not jobs or jobs[-1][0][1].header.world_size != one[1].header.world_size:
             jobs.append([])
@@ -170,22 +171,22 @@ def _jobs(files: Sequence[RankFile]) -> list[list[tuple[RankFile, Attempt]]]:
     return jobs
 
 
-def _blocks(job: list[tuple[RankFile, Attempt]], limit: int) -> Iterator[tuple[Block, bool]]:
+def _blocks(job: list[tuple[RankRecords, Attempt]], limit: int) -> Iterator[tuple[Block, bool]]:
     """Yield the records of a job, attempt by attempt and epoch by epoch, and which are replaced."""
     limits: dict[int, int] = {}
     kept = []
-    for file, attempt in sorted(job, key=lambda one: -one[1].number):  # the last one first
-        before = limits.get(file.rank, limit)
-        kept.append((file, attempt, before))
-        limits[file.rank] = min(before, _start(attempt))
-    for file, attempt, before in reversed(kept):
+    for records, attempt in sorted(job, key=lambda one: -one[1].number):  # the last one first
+        before = limits.get(records.rank, limit)
+        kept.append((records, attempt, before))
+        limits[records.rank] = min(before, _start(attempt))
+    for records, attempt, before in reversed(kept):
         positions, epochs = attempt.positions, attempt.heads["epoch"]
         is_replaced = positions >= before
         for epoch in np.unique(epochs):
             for chosen in (False, True):
                 is_one = (epochs == epoch) & (is_replaced == chosen) & (positions < limit)
                 if len(indices := np.flatnonzero(is_one)):
-                    yield Block(file=file, attempt=attempt, indices=indices), chosen
+                    yield Block(of=records, attempt=attempt, indices=indices), chosen
 
 
 def _start(attempt: Attempt) -> int:

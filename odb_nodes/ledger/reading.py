@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.ledger.records import (
+    BATCHES,
     END,
     HEAD,
     HEADER_BYTES,
@@ -51,6 +52,8 @@ class Attempt:
         heads: their fields, (n,) of `HEAD_DTYPE`.
         is_closed: whether its end was recorded.
         shares: index of a step record -> the shares of the mixture from it on, source -> share.
+        batches: virtual ranks of the process: their batches of a step come one after the other.
+        data: the bytes of the file.
     """
 
     header: Header
@@ -60,6 +63,8 @@ class Attempt:
     heads: npt.NDArray[np.void]
     is_closed: bool
     shares: dict[int, dict[str, float]]
+    batches: int
+    data: memoryview
 
     def shares_at(self, index: int) -> dict[str, float]:
         """Return the shares of the mixture at a step record; empty where none are recorded."""
@@ -156,6 +161,7 @@ class RankFile:
         where = f"attempt {number}, at its beginning"
         epoch, step = header.epoch, header.step
         shares: dict[int, dict[str, float]] = {}
+        batches = 1
         data, unpack = self.data, HEAD.unpack_from
         while at < end:
             head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
@@ -170,11 +176,14 @@ class RankFile:
                     "was changed, removed, doubled or moved"
                 )
             crc, kind = head[0], head[1]
-            if kind == NAME and head[5] & SHARES:
+            if kind == NAME and head[5] & BATCHES:
+                text = bytes(data[at + HEAD.size : stop])
+                batches = int(text) if text.isdigit() and int(text) else 1
+            elif kind == NAME and head[5] & SHARES:
                 shares |= _shares(len(offsets), data[at + HEAD.size : stop])
             elif kind == NAME and head[3] < MOST_NAMES:
-                text = bytes(data[at + HEAD.size : stop]).decode("utf-8", "replace")
-                names[head[3]] = (text, head[5])
+                text = bytes(data[at + HEAD.size : stop])
+                names[head[3]] = (text.decode("utf-8", "replace"), head[5])
             elif kind == END:
                 is_closed = True
             elif kind != NAME and (continues or _is_near(head, epoch, step)):
@@ -191,6 +200,8 @@ class RankFile:
             heads=np.frombuffer(heads, HEAD_DTYPE),
             is_closed=is_closed,
             shares=shares,
+            batches=batches,
+            data=data,
         )
         self.attempts.append(attempt)
 

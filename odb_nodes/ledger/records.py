@@ -7,6 +7,8 @@
     name     a record too: the text of a source or a reason, before the first that refers to it
     shares   a name with the flag `SHARES`, before each step at which a mixture's shares are others
              than at the step before: JSON, source -> share
+    batches  a name with the flag `BATCHES`, first in an attempt of a process that hosts several
+             virtual ranks: their number, in digits
 
 A column is absent where all of it is 0, and as narrow as its largest value allows. All integers are
 little-endian. An attempt numbers its names anew.
@@ -40,8 +42,10 @@ the source is written without it: it holds for the source, whatever the record, 
 SHARES = 2
 """Flag of a name that says shares."""
 SHARE_DIGITS = 6
+BATCHES = 4
+"""Flag of a name that says the batches of a step."""
 MOST_NAMES = 1 << 20
-"""Numbers of names are less; shares have this one."""
+"""Numbers of names are less; shares and batches have this one."""
 KINDS = frozenset((NAME, END, *range(STEP, STEP + 4)))
 
 NO_KEY = -1
@@ -147,6 +151,7 @@ class Encoder:
         self._numbers = {("", 0): 0}
         self._own: set[str] = set()
         self._shares = b""
+        self._batches = 1
 
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after those of the names that it is the first to need."""
@@ -154,13 +159,14 @@ class Encoder:
         keys: Sequence[int | None] = info.keys
         sources: Sequence[str] = info.row_sources
         repeats: Sequence[int] = info.row_repeats
-        names = self._changed_shares(info.source_shares)
+        names = self._changed_batches(info.batches_per_step)
+        names += self._changed_shares(info.source_shares)
         if left:
             keys = (*keys, *(one.key for one in left))
             sources = (*sources, *(one.source for one in left))
         key_bytes, column = _keys(keys)
         source_bytes = repeat_bytes = 0
-        if self._world_size > 1 and info.own_sources:
+        if self._world_size * info.batches_per_step > 1 and info.own_sources:
             self._own |= info.own_sources
         if self._own or any(sources):
             numbers = [self._number(one, OWN * (one in self._own), names) for one in sources]
@@ -188,6 +194,13 @@ class Encoder:
     def end(self) -> bytes:
         """Return the record of the end of the attempt."""
         return self._record(END, 0, 0, 0, 0, 0, b"")
+
+    def _changed_batches(self, batches: int) -> list[bytes]:
+        """Return a record of the batches of a step, where they are others than before."""
+        if batches == self._batches:
+            return []
+        self._batches, text = batches, str(batches).encode()
+        return [self._record(NAME, 0, MOST_NAMES, len(text), BATCHES, 0, text)]
 
     def _changed_shares(self, shares: Mapping[str, float]) -> list[bytes]:
         """Return a record of the shares of a mixture, where they are others than before."""

@@ -12,6 +12,7 @@ import numpy as np
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.entries import TRAINED, Entries, Names, entries_of
 from odb_nodes.ledger.history import Block, stretches
+from odb_nodes.ledger.rank_records import records_by_rank
 from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, STEP
 from odb_nodes.sample import LeftOut
@@ -68,9 +69,10 @@ def read_steps(
             f"the ledger in `{folder}` is damaged, so nothing is made of it: {problems[0]} See its "
             "audit."
         )
-    names = Names.of(files)
+    ranks = records_by_rank(files)
+    names = Names.of(ranks)
     found: dict[int, list[StepRecord]] = {}
-    for part in stretches(files):
+    for part in stretches(ranks):
         if part.epoch != epoch:
             continue
         by_rank: dict[int, dict[int, StepRecord]] = {rank: {} for rank in range(part.world_size)}

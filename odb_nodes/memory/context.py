@@ -16,6 +16,7 @@ from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import Channel, Exchange, LocalExchange
+from odb_nodes.alignment.virtual_ranks import VirtualRanks
 from odb_nodes.contract.graph import budget_below, walk
 from odb_nodes.errors import PeerError
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -102,6 +103,11 @@ class GuardContext:
         """
         check_type("loader", loader, ODBDataLoader | Loader, _remedy_of(loader))
         nodes = [*walk(loader.root)]
+        if any(isinstance(node, VirtualRanks) for node in nodes):
+            raise TypeError(
+                "`loader` must not have `virtual_ranks` under a guard, which computes a step in "
+                "parts on the ranks that there are. Make the budget fit the smallest device."
+            )
         collators = [node for node in nodes if isinstance(node, GroupCollator)]
         if len(collators) != 1:
             raise TypeError(

@@ -74,15 +74,16 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
         SampleError: a sample cannot be processed.
     """
     table, options = table_of_loader(loader, samples), loader.options
+    processes = group_rank(options.process_group)[1]
     job = SimulationOptions(
-        world_size=group_rank(options.process_group)[1],
+        world_size=options.virtual_ranks or processes,
         budget=options.budget,
         **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
     )
     shuffle = options.shuffle is not False and options.sampler is None
     report = TableEpoch(table=table, shuffle=shuffle, weights=options.weights).report(job)
     return EpochEstimate(
-        steps=report.steps,
+        steps=report.steps * job.world_size // processes,
         optimizer_steps=-(-report.steps // job.accumulate),
         relative_error=table.relative_error,
         padding_share=1 - report.density,

@@ -72,7 +72,8 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
             complete one is read.
 
     Returns:
-        What was read, and the state of each rank, in their order.
+        What was read, and the state of each rank, in their order; of each virtual rank, where
+        processes hosted several.
 
     Raises:
         OSError: there is no such file or folder.
@@ -85,8 +86,10 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
         elif contents := folders.contents():
             missing = {name: one.missing for name, one in contents.items()}
             raise StateError(f"`{path}` has no complete checkpoint; missing ranks: {missing}.")
-        return str(path), [inspect_state(state, str(path)) for state in states_in(path)]
-    return str(path), [inspect_state(load_state(path), str(path))]
+        states = states_in(path)
+    else:
+        states = [load_state(path)]
+    return str(path), [one for state in states for one in _inspections(state, str(path))]
 
 
 def inspect_state(state: Any, name: str = "the state") -> Inspection:
@@ -99,6 +102,11 @@ def inspect_state(state: Any, name: str = "the state") -> Inspection:
     Raises:
         StateError: it holds none of a loader.
     """
+    return next(_inspections(state, name))
+
+
+def _inspections(state: Any, name: str) -> Iterator[Inspection]:
+    """Yield what a state says of the rank that has saved it, or of each one that it hosted."""
     found = next(_loaders(state), None)
     if found is None:
         raise StateError(f"`{name}` holds no state of a loader. Pass one that `save_state` wrote.")
@@ -107,6 +115,13 @@ def inspect_state(state: Any, name: str = "the state") -> Inspection:
         unseal_whole(found, "Loader", LoaderState)
     except StateError as error:
         damage = str(error)
+    root = found["root"]
+    hosted = root["sources"].values() if root.get("node") == "VirtualRanks" else [root]
+    for one in hosted:
+        yield _inspection({**found, "root": one}, damage)
+
+
+def _inspection(found: Mapping[str, Any], damage: str) -> Inspection:
     nodes = [*_nodes(found["root"])]
     by_name = dict(reversed([(one["node"], one) for _, one in nodes]))
     bucketer, aligner = by_name.get("WindowBucketer", {}), by_name.get("RankAligner", {})

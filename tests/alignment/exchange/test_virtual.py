@@ -1,0 +1,126 @@
+"""Virtual ranks of one process: one runs at a time, and their messages travel as one."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from aligned_ranks import on_ranks
+
+from odb_nodes import PeerError
+from odb_nodes.alignment.exchange import HostedRanks, Interrupted
+
+TIMEOUT_S = 10.0
+
+
+def team(hosted=3, process_group=None, processes=1, timeout_s=TIMEOUT_S):
+    found = HostedRanks(hosted * processes, process_group, timeout_s)
+    found.resume()
+    return found
+
+
+def row(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def gathering(exchange, rounds=3):
+    """What a virtual rank gathers in some rounds."""
+
+    def run():
+        exchange.connect(2)
+        return [
+            exchange.all_gather(row(exchange.rank, number)).tolist() for number in range(rounds)
+        ]
+
+    return run
+
+
+def test_all_virtual_ranks_of_all_processes_gather_the_same():
+    def process(outer):
+        hosts = team(3, outer, processes=2)
+        return hosts.run([gathering(hosts.exchange(number)) for number in range(3)])
+
+    expected = [[[rank, number] for rank in range(6)] for number in range(3)]
+    assert on_ranks(2, process) == [[expected] * 3] * 2
+
+
+def test_one_runs_at_a_time_and_the_next_while_it_waits():
+    hosts, inside, most, order = team(), 0, 0, []
+
+    def run(number):
+        nonlocal inside, most
+        for part in range(3):
+            inside += 1
+            most = max(most, inside)
+            order.append((part, number))
+            time.sleep(0.01)
+            inside -= 1
+            hosts.exchange(number).all_gather(row(part))
+        return number
+
+    assert hosts.run([lambda number=number: run(number) for number in range(3)]) == [0, 1, 2]
+    assert most == 1
+    assert [part for part, _ in order] == sorted(part for part, _ in order)
+
+
+def test_the_cause_is_raised_and_not_what_others_say_of_it():
+    hosts = team()
+
+    def fail():
+        raise OSError("disk")
+
+    def told():
+        raise PeerError("rank 1 failed")
+
+    with pytest.raises(OSError, match="disk"):
+        hosts.run([told, fail, told])
+    with pytest.raises(StopIteration):
+        hosts.run([iter(()).__next__] * 3)
+
+
+def test_a_virtual_rank_that_does_not_come_is_named():
+    hosts = team(timeout_s=0.3)
+    with pytest.raises(PeerError, match=r"virtual rank \[2\] of this process within 0.3 s"):
+        hosts.run([gathering(hosts.exchange(0)), gathering(hosts.exchange(1)), lambda: None])
+
+
+def test_an_interrupt_ends_all_waits_until_it_is_taken_back():
+    hosts = team()
+    threading.Timer(0.2, hosts.interrupt).start()
+    with pytest.raises(Interrupted):
+        hosts.run([gathering(hosts.exchange(0)), gathering(hosts.exchange(1)), lambda: None])
+    with pytest.raises(Interrupted):
+        hosts.exchange(0).all_gather(row(1))
+    hosts.resume()
+    calls = [gathering(hosts.exchange(number), 1) for number in range(3)]
+    assert hosts.run(calls) == [[[[0, 0], [1, 0], [2, 0]]]] * 3
+
+
+def test_outside_of_a_step_one_speaks_for_all():
+    hosts = team()
+    assert hosts.exchange(1).all_gather(row(7, 8)).tolist() == [[7, 8]] * 3
+
+
+def test_an_exit_in_one_ends_the_waits_of_the_others():
+    hosts = team()
+
+    def leave():
+        raise SystemExit(3)
+
+    start = time.monotonic()
+    with pytest.raises(SystemExit):
+        hosts.run([gathering(hosts.exchange(0)), leave, gathering(hosts.exchange(2))])
+    assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+def test_a_process_hosts_its_share():
+    hosts = HostedRanks(6, None, TIMEOUT_S)
+    exchange = hosts.exchange(4)
+    assert (exchange.rank, exchange.world_size, exchange.batch_of_step) == (4, 6, (4, 6))
+
+    def process(outer):
+        with pytest.raises(ValueError, match="multiple of the number of ranks"):
+            HostedRanks(3, outer, TIMEOUT_S)
+        return [HostedRanks(4, outer, TIMEOUT_S).exchange(number).rank for number in range(2)]
+
+    assert on_ranks(2, process) == [[0, 1], [2, 3]]

@@ -1,0 +1,95 @@
+"""What processes that host virtual ranks record: the same, on any number of them."""
+
+import pytest
+from aligned_ranks import on_ranks
+from elastic import EXCLUDED, SAMPLES, make
+
+from odb_nodes import Ledger, audit, pop_step_info, reshard
+from odb_nodes.ledger.steps import read_steps
+
+VIRTUAL = 4
+
+
+def run(folder, processes, states=None, batches=None, is_killed=False):
+    """Record an epoch, or some batches of each process, and return the states after each step."""
+
+    def process(exchange):
+        loader = make(exchange, virtual_ranks=VIRTUAL)
+        if states is not None:
+            loader.load_state_dict(states[exchange.rank])
+        ledger = Ledger(folder, rank=exchange.rank, world_size=processes)
+        saved = []
+        for number, batch in enumerate(loader, start=1):
+            ledger.record(pop_step_info(batch))
+            saved.append(loader.state_dict())
+            if number == batches:
+                break
+        if is_killed:
+            ledger._file.close()
+        else:
+            ledger.close()
+        loader.close()
+        return saved
+
+    return on_ranks(processes, process)
+
+
+def states_after(saved, step):
+    """The states of all processes after so many steps."""
+    hosted = VIRTUAL // len(saved)
+    return [of_process[step * hosted - 1] for of_process in saved]
+
+
+def facts(folder):
+    found = audit(folder, SAMPLES)
+    assert found.ok, found.problems
+    (epoch,) = found.epochs
+    assert epoch.is_complete and epoch.world_sizes == (VIRTUAL,)
+    return epoch.digest, epoch.steps, epoch.fates
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The facts of a run of as many processes as virtual ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, VIRTUAL)
+    return facts(folder)
+
+
+@pytest.mark.parametrize("processes", [2, 1])
+def test_the_audit_is_the_same_on_any_number_of_processes(processes, expected, tmp_path):
+    run(tmp_path, processes)
+    assert facts(tmp_path) == expected
+    assert sum(expected[2].values()) == SAMPLES and expected[2]["excluded"] == len(EXCLUDED)
+
+
+@pytest.mark.parametrize("further", [0, 1, 3])
+@pytest.mark.parametrize("first, then", [(4, 2), (2, 4), (1, 4), (4, 1), (2, 1), (2, 2)])
+def test_steps_after_the_checkpoint_are_replaced(first, then, further, expected, tmp_path):
+    step = 5
+    saved = run(tmp_path, first, batches=step * VIRTUAL // first + further, is_killed=True)
+    run(tmp_path, then, states=reshard(states_after(saved, step), then))
+    assert facts(tmp_path) == expected
+
+
+def test_a_resume_within_a_step_replaces_what_it_repeats(expected, tmp_path):
+    saved = run(tmp_path, 2, batches=9, is_killed=True)
+    run(tmp_path, 2, states=[of_process[6] for of_process in saved])
+    assert facts(tmp_path) == expected
+
+
+def test_steps_that_were_lost_are_missed(tmp_path):
+    saved = run(tmp_path, 1, batches=4, is_killed=True)
+    for state in (saved[0][3],):
+        later = run(tmp_path / "elsewhere", 1, states=[state], batches=8)[0][-1]
+    run(tmp_path, 2, states=reshard([later], 2))
+    found = audit(tmp_path, SAMPLES)
+    assert any("not recorded: step 1 to 2" in text for text in found.problems), found.problems
+
+
+def test_steps_are_read_as_those_of_virtual_ranks(tmp_path):
+    run(tmp_path / "two", 2)
+    run(tmp_path / "four", 4)
+    two, four = (read_steps(tmp_path / name, 0, [0, 3]) for name in ("two", "four"))
+    assert two == four
+    assert len(two[3]) == VIRTUAL

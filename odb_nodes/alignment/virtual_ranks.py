@@ -96,8 +96,9 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 
     def save(self) -> VirtualState:
         """Return where the graphs stood before the step, and how far the step is out."""
+        # Shared by the states of a step: copied by the `Loader`, whose node this is alone.
         return VirtualState(
-            sources=copy_state(self._states()),
+            sources={**self._states()},
             turn=self._turn,
             samples=self._samples,
             digest=self._digest,

@@ -1,10 +1,13 @@
 """Throughput of three loaders, side by side: odb_nodes, online-dynamic-batching, torch.
 
     python examples/benchmarks/benchmark_loader.py
+    python examples/benchmarks/benchmark_loader.py --kind ready
     python examples/benchmarks/benchmark_loader.py --samples 2000 --rounds 1
 
 All collate the same texts with the same function and the same number of workers, and processing is
-next to nothing: what is measured is the plumbing. In every round each loader runs one epoch, from
+next to nothing: what is measured is the plumbing. With `--kind ready` it is nothing at all, samples
+have one tensor each, and the collate function pads row by row in torch, as many do: what is left is
+the case for a loader that collates in its workers. In every round each loader runs one epoch, from
 the start of its workers to their end, one loader after the other; of each loader the median run
 counts. Throughput is the machine's; the ratios are the result.
 """
@@ -36,6 +39,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "torch": torch.tensor,
     "list": np.ndarray.tolist,
 }
+READY = "ready"
 
 Batch = dict[str, Any]
 
@@ -45,7 +49,8 @@ class ByteTexts(Dataset[Batch]):
 
     Args:
         samples: number of texts.
-        kind: type of `input_ids` and `labels`, both (L,) int64: a key of `KINDS`.
+        kind: type of `input_ids` and `labels`, both (L,) int64: a key of `KINDS`. `READY`:
+            `input_ids` alone, tensors that were made before.
     """
 
     def __init__(self, samples: int, kind: str) -> None:
@@ -56,13 +61,35 @@ class ByteTexts(Dataset[Batch]):
         lengths = np.clip(tokens, SHORTEST_TOKENS, LONGEST_TOKENS).astype(int)
         self.texts = [letters[:length] for length in lengths]
         self.kind = kind
+        self.ready = [torch.arange(n) for n in lengths.tolist()] if kind == READY else []
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Batch:
+        if self.ready:
+            return {"input_ids": self.ready[index]}
         ids = np.frombuffer(self.texts[index].encode(), np.uint8).astype(np.int64)
         return {key: KINDS[self.kind](ids) for key in ("input_ids", "labels")}
+
+    @property
+    def collate_fn(self) -> Callable[[list[Batch]], Batch]:
+        """What makes a batch of samples."""
+        return pad_row_by_row if self.ready else PaddingCollate()
+
+
+def pad_row_by_row(samples: list[Batch]) -> Batch:
+    """Return `input_ids` and `attention_mask`, (B, T) int64, padded by 0."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    batch = {
+        key: torch.zeros(len(samples), width, dtype=torch.int64)
+        for key in ("input_ids", "attention_mask")
+    }
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        batch["input_ids"][row, :length] = sample["input_ids"]
+        batch["attention_mask"][row, :length] = 1
+    return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +146,7 @@ class Contender:
 def odb_nodes_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
     """Yield the batches of this library's loader."""
     with ODBDataLoader(
-        dataset, token_budget=BUDGET_TOKENS, num_workers=workers, collate_fn=PaddingCollate()
+        dataset, token_budget=BUDGET_TOKENS, num_workers=workers, collate_fn=dataset.collate_fn
     ) as loader:
         yield from loader
 
@@ -134,14 +161,14 @@ def reference_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
         num_workers=workers,
         prefetch_factor=64,
         join=False,
-        collate_fn=PaddingCollate(),
+        collate_fn=dataset.collate_fn,
     )
 
 
 def torch_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
     """Yield the batches of torch's loader, each of the same number of samples."""
     yield from DataLoader(
-        dataset, BATCH_SAMPLES, shuffle=True, num_workers=workers, collate_fn=PaddingCollate()
+        dataset, BATCH_SAMPLES, shuffle=True, num_workers=workers, collate_fn=dataset.collate_fn
     )
 
 
@@ -213,7 +240,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20_000, help="texts per epoch")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader")
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each loader")
-    parser.add_argument("--kind", choices=KINDS, default="numpy", help="type of the token ids")
+    parser.add_argument("--kind", choices=[*KINDS, READY], default="numpy", help="type of ids")
     args = parser.parse_args()
     contenders = make_contenders(args.samples, args.kind)
     report(contenders, compare(contenders, args.workers, args.rounds))

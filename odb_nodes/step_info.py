@@ -29,37 +29,56 @@ class SourceCount(NamedTuple):
 
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; an empty dict if no sample has a source."""
-    if not any(sample.source for sample in samples):
-        return {}
-    return add_counts((sample.source, SourceCount(1, sample.tokens)) for sample in samples)
+    return _counts_by([sample.source for sample in samples], samples)
 
 
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
     """Return supervised tokens by task; an empty dict if no sample has one."""
-    targets = {sample.task_name: 0 for sample in samples if sample.task_name}
-    for sample in samples if targets else ():
-        targets[sample.task_name] = targets.get(sample.task_name, 0) + sample.targets
-    return targets
+    return _targets_by([sample.task_name for sample in samples], samples)
 
 
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that say which samples are in its batch."""
+    sources = [sample.source for sample in samples]
+    tasks = [sample.task or sample.source for sample in samples]
+    items = [sample.item for sample in samples]
     return {
-        "local_sources": count_sources(samples),
-        "keys": tuple(sample.key for sample in samples),
-        "row_sources": tuple(sample.source for sample in samples),
-        "row_tasks": tuple(sample.task_name for sample in samples),
-        "local_task_targets": count_tasks(samples),
-        "local_tasks": add_counts(
-            (sample.task_name, SourceCount(1, sample.tokens))
-            for sample in samples
-            if sample.task_name
-        ),
-        "row_repeats": tuple(sample.repeat for sample in samples),
+        "local_sources": _counts_by(sources, samples),
+        "keys": tuple([sample.key for sample in samples]),
+        "row_sources": (*sources,),
+        "row_tasks": (*tasks,),
+        "local_task_targets": _targets_by(tasks, samples),
+        "local_tasks": _counts_by(tasks, samples, named_only=True),
+        "row_repeats": tuple([0 if item is None else item.repeat for item in items]),
         "own_sources": frozenset(
-            sample.source for sample in samples if sample.item and sample.item.world_size == 1
+            [
+                source
+                for source, item in zip(sources, items, strict=True)
+                if item is not None and item.world_size == 1
+            ]
         ),
     }
+
+
+def _counts_by(
+    names: Sequence[str], samples: Sequence[Sample], *, named_only: bool = False
+) -> dict[str, SourceCount]:
+    """Return samples and tokens by name; an empty dict if none has one."""
+    if not any(names):
+        return {}
+    return add_counts(
+        (name, SourceCount(1, sample.tokens))
+        for name, sample in zip(names, samples, strict=True)
+        if name or not named_only
+    )
+
+
+def _targets_by(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, int]:
+    """Return supervised tokens by name, that of "" last; an empty dict if none has one."""
+    targets = {name: 0 for name in names if name}
+    for name, sample in zip(names, samples, strict=True) if targets else ():
+        targets[name] = targets.get(name, 0) + sample.targets
+    return targets
 
 
 def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCount]:

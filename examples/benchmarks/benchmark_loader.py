@@ -73,7 +73,7 @@ class ByteTexts(Dataset[Batch]):
         return {key: KINDS[self.kind](ids) for key in ("input_ids", "labels")}
 
     @property
-    def collate_fn(self) -> Callable[[list[Batch]], Batch]:
+    def collate_fn(self) -> Callable[[Any], Any]:
         """What makes a batch of samples."""
         return pad_row_by_row if self.ready else PaddingCollate()
 

@@ -10,6 +10,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.contract.fields import InRange
 from odb_nodes.contract.node import StatefulNode
 from odb_nodes.contract.state import NodeState
+from odb_nodes.sample import ItemKey
 
 __all__ = ["EpochCounter", "EpochNode", "EpochState"]
 
@@ -123,6 +124,10 @@ class EpochNode(StatefulNode[T, S]):
     def _next(self) -> T:
         self._epochs.started = True
         return super()._next()
+
+    def _next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
+        self._epochs.started = True
+        return super()._next_items(count)
 
     def _saved_values(self) -> dict[str, Any]:
         counter = self._epochs

@@ -21,10 +21,13 @@ from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import ItemKey, LeftOut
 
-__all__ = ["StatefulNode", "call_member", "check_node", "member"]
+__all__ = ["StatefulNode", "call_member", "check_node", "member", "take"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
+
+_ONE_BY_ONE = ("next", "item_key", "item_location")
+"""Methods that `next_items` stands for."""
 
 
 class StatefulNode(BaseNode[T], Generic[T, S]):
@@ -42,6 +45,10 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     A node that reads data may define `read(key) -> item` beside `item_key`: a restore then reads
     just the items that it needs. A node in between may pass that on by `recalls`, `recall(items)`
     and `select(wanted)`, as `LengthObserver` does.
+
+    A node of many small items may define `next_items` beside `next`, which gives out several at
+    once. A class that defines one of `_ONE_BY_ONE` anew has to define `next_items` anew, too: it is
+    otherwise not used.
 
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
@@ -65,6 +72,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        own = vars(cls)
+        if "next_items" not in own and any(name in own for name in _ONE_BY_ONE):
+            cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
         if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
             raise TypeError(
                 f"`STATE` of `{cls.__name__}` must be a dataclass derived from "
@@ -148,6 +158,17 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """
         return None
 
+    def next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:  # noqa: ARG002
+        """Return some of the next items, and their keys, as so many calls of `next` would.
+
+        Args:
+            count: the most items; at least one is returned.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        return [self.next()], [self.item_key()]
+
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last call."""
         return []
@@ -206,18 +227,35 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         return seal(type(self).__name__, config, values)
 
     def __next__(self) -> T:
-        if self.__failure is not None:
-            raise self.__failure
-        if not (self.__is_made and self.__is_reset):
-            self.reset(None)
+        self.__check_stands()
         try:
             return self._next()
         except StopIteration:
             raise
         except BaseException as error:
-            if not self.retries_errors:
-                self.__failure = self._as_exception(error)
+            self.__note(error)
             raise
+
+    def take_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
+        """Return some of the next items, and their keys: see `next_items`."""
+        self.__check_stands()
+        try:
+            return self._next_items(count)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.__note(error)
+            raise
+
+    def __check_stands(self) -> None:
+        if self.__failure is not None:
+            raise self.__failure
+        if not (self.__is_made and self.__is_reset):
+            self.reset(None)
+
+    def __note(self, error: BaseException) -> None:
+        if not self.retries_errors:
+            self.__failure = self._as_exception(error)
 
     def _as_exception(self, error: BaseException) -> Exception:
         """Return the error to raise from now on: Ctrl-C loses what was on its way."""
@@ -251,6 +289,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def _next(self) -> T:
         return self.next()
 
+    def _next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
+        return self.next_items(count)
+
     def _saved_values(self) -> dict[str, Any]:
         # The state of a source is new already; what else may be a list or dict of the node's own.
         declared: Any = self.STATE
@@ -272,6 +313,21 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             else:
                 known = isinstance(source, BaseNode)
                 check_state_of(source if known else f"a source of `{type(self).__name__}`", state)
+
+
+def take(node: BaseNode[T], count: int) -> tuple[list[T], list[Any]]:
+    """Return some of the next items of any node, at least one, and their keys.
+
+    Args:
+        node: the node.
+        count: the most items.
+
+    Raises:
+        StopIteration: there are no more.
+    """
+    if isinstance(node, StatefulNode):
+        return node.take_items(count)
+    return [next(node)], [call_member(node, "item_key")]
 
 
 def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:

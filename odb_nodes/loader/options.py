@@ -138,13 +138,13 @@ class LoaderOptions(BatchOptions, JobOptions):
         depend on the number of workers.
         """
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
+        if settable := Mixing.of(self.weights).settable:
+            options = replace(options, chunk_size=options.first_chunk_samples)
         if options.in_flight_samples is not None:
             return options
         window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
-        ahead = max(window, 4 * options.chunk_size * options.num_workers)
-        if Mixing.of(self.weights).settable:
-            ahead = window
-        return replace(options, in_flight_samples=ahead)
+        ahead = 0 if settable else 4 * options.first_chunk_samples * options.num_workers
+        return replace(options, in_flight_samples=max(window, ahead))
 
 
 def _by_name(name: str, functions: Any) -> dict[str, Any]:

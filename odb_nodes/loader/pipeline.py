@@ -140,7 +140,7 @@ class _Pipeline:
             if all(sizes.values()):
                 warn_of_sizes(sizes, mixing.stop)
         workers = options.worker_options
-        in_hand = (workers.in_flight_samples or 0) + 2 * workers.chunk_size
+        in_hand = (workers.in_flight_samples or 0) + 2 * workers.most_chunk_samples
         mix = partial(
             SourceMixer,
             weights=weights,

@@ -39,10 +39,15 @@ class Snapshots:
             self._taken.clear()
         self.put(ordinal, copy_state(self._source.state_dict()))
 
-    def take_if_due(self, ordinal: int) -> None:
-        """Keep the present state if the last one kept is an interval old."""
+    def take_if_due(self, ordinal: int) -> int:
+        """Keep the present state if the last one kept is an interval old.
+
+        Returns:
+            Samples until the next one is due.
+        """
         if ordinal >= self._taken[-1][0] + self.interval:
             self.take(ordinal)
+        return self._taken[-1][0] + self.interval - ordinal
 
     def at_or_before(self, ordinal: int) -> tuple[int, Any]:
         """Return the last (ordinal, state) that is not after `ordinal`, and forget earlier ones."""

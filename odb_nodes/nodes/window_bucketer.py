@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -14,7 +14,7 @@ from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
-from odb_nodes.contract.node import check_node
+from odb_nodes.contract.node import check_node, take
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
@@ -294,12 +294,14 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             ordinals: list[int] = []
             samples: list[Sample] = []
             try:
-                for _ in range(room):
-                    sample = self._pull()
-                    if self._exclusions.admit(sample, self._pool.pulled):
-                        ordinals.append(self._pool.pulled)
-                        samples.append(sample)
-                    self._pool.pulled += 1
+                while room > 0:
+                    pulled = self._pull(room)
+                    room -= len(pulled)
+                    for sample in self._checked(pulled):
+                        if self._exclusions.admit(sample, self._pool.pulled):
+                            ordinals.append(self._pool.pulled)
+                            samples.append(sample)
+                        self._pool.pulled += 1
                     if filling is not None:
                         filling.update(self._pool.pulled)
             except StopIteration:
@@ -308,17 +310,20 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 self._add(ordinals, samples)
                 self.window.note(samples)
 
-    def _pull(self) -> Sample | Skipped:
-        self._snapshots.take_if_due(self._pool.pulled)
-        sample = next(self.source)
-        if not isinstance(sample, (Sample, Skipped)):
-            raise SampleError(
-                f"`source` of {type(self).__name__} must yield `Sample`, but yielded "
-                f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
-            )
-        if self._diversity:
-            check_has_task(sample)
-        return sample
+    def _pull(self, most: int) -> list[Sample | Skipped]:
+        until_due = self._snapshots.take_if_due(self._pool.pulled)
+        return take(self.source, min(most, until_due))[0]
+
+    def _checked(self, samples: Iterable[Sample | Skipped]) -> Iterator[Sample | Skipped]:
+        for sample in samples:
+            if not isinstance(sample, (Sample, Skipped)):
+                raise SampleError(
+                    f"`source` of {type(self).__name__} must yield `Sample`, but yielded "
+                    f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
+                )
+            if self._diversity:
+                check_has_task(sample)
+            yield sample
 
     def _add(self, ordinals: list[int], samples: list[Sample]) -> None:
         tokens = [sample.tokens for sample in samples]

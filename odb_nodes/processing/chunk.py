@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -67,10 +68,17 @@ class ChunkTask:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The good results of a chunk in order, packed or not, and the failure that ended it early."""
+    """What became of a chunk.
+
+    Attributes:
+        results: its good results in order, packed or not.
+        failure: what ended it early.
+        seconds: that it has taken.
+    """
 
     results: Any
     failure: Failure | None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,18 +113,20 @@ class ChunkProcessor:
         Raises:
             WorkerError: another thread did not give the generators back.
         """
+        start = time.perf_counter()
         if self.seed is None:
             results, failure = self._apply(task, caught)
         else:
             with own_rngs(self.limit_s):
                 results, failure = self._apply(task, caught)
-        return ChunkResult(results, failure)
+        return ChunkResult(results, failure, time.perf_counter() - start)
 
     def run_packed(self, task: ChunkTask) -> ChunkResult:
         """Process a chunk in a worker process, and pack the results for transport."""
+        start = time.perf_counter()
         results, failure = self._apply(task, (BaseException,))
         try:
-            return ChunkResult(pack(results), failure)
+            return ChunkResult(pack(results), failure, time.perf_counter() - start)
         except Exception:
             good = 0
             try:

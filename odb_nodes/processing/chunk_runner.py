@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
+from odb_nodes.processing.chunk_fit import ChunkFit
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
@@ -37,6 +38,12 @@ class ChunkRunner:
         self._pool: WorkerPool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
+        self._fit = ChunkFit(options)
+
+    @property
+    def chunk_items(self) -> int:
+        """Items that the next chunk should have."""
+        return self._fit.items
 
     @property
     def is_started(self) -> bool:
@@ -129,6 +136,8 @@ class ChunkRunner:
         try:
             result = future.result()
             packed = isinstance(self._pool, ProcessPool)
+            size_bytes = sum(map(len, result.results)) if packed else 0
+            self._fit.note(len(task.items), result.seconds, size_bytes)
             return unpack(result.results) if packed else result.results, result.failure
         except WorkerError as error:
             raise self._fail(f"while processing {task}: {error}") from error

@@ -5,11 +5,18 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from odb_nodes._core.checks import check_callable, check_choice, check_count, check_seconds
 
 Method = Literal["process", "thread"]
+ChunkSize = int | Literal["auto"]
+
+AUTO: Final = "auto"
+_FIRST_SAMPLES = 32
+"""Samples of an `"auto"` chunk before anything is known of them."""
+MOST_SAMPLES = 256
+"""The most samples of an `"auto"` chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +28,8 @@ class WorkerOptions:
         method: `"process"`, or `"thread"` for processing that releases the GIL.
         start_method: how worker processes start: `"fork"`, `"spawn"`, `"forkserver"`, or `None`
             for the platform's default.
-        chunk_size: number of samples sent and processed together.
+        chunk_size: number of samples sent and processed together; `"auto"`: as many as take a
+            worker 20 ms or fill 1 MiB, from 1 to 256, so that all workers are busy.
         in_flight_samples: number of samples being processed or waiting to be taken, beyond the one
             in hand; `None` for 4 chunks per worker.
         timeout_s: seconds to wait for a chunk before it is an error.
@@ -35,14 +43,15 @@ class WorkerOptions:
     num_workers: int = 0
     method: Method = "process"
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    chunk_size: int = 32
+    chunk_size: ChunkSize = AUTO
     in_flight_samples: int | None = None
     timeout_s: float = 600.0
     worker_init_fn: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         check_count("num_workers", self.num_workers, 0)
-        check_count("chunk_size", self.chunk_size)
+        if self.chunk_size != AUTO:
+            check_count("chunk_size", self.chunk_size)
         if self.in_flight_samples is not None:
             check_count("in_flight_samples", self.in_flight_samples)
         check_choice("method", self.method, get_args(Method))
@@ -58,10 +67,20 @@ class WorkerOptions:
                 )
 
     @property
-    def chunks_ahead(self) -> int:
-        """Chunks in flight beyond the one in hand."""
+    def first_chunk_samples(self) -> int:
+        """Samples of the first chunk."""
+        return _FIRST_SAMPLES if self.chunk_size == AUTO else self.chunk_size
+
+    @property
+    def most_chunk_samples(self) -> int:
+        """The most samples of a chunk."""
+        return MOST_SAMPLES if self.chunk_size == AUTO else self.chunk_size
+
+    @property
+    def samples_ahead(self) -> int:
+        """Samples in flight beyond the chunk in hand, up to a whole number of chunks."""
         if self.num_workers == 0:
             return 0
         if self.in_flight_samples is None:
-            return 4 * self.num_workers
-        return -(-self.in_flight_samples // self.chunk_size)
+            return 4 * self.num_workers * self.first_chunk_samples
+        return self.in_flight_samples

@@ -16,7 +16,7 @@ from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import ItemLocation, format_location
-from odb_nodes.contract.node import check_node, member
+from odb_nodes.contract.node import check_node, member, take
 from odb_nodes.contract.recall import checked_key, recall, recalls
 from odb_nodes.errors import StateError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
@@ -35,7 +35,7 @@ class _Chunk:
     """A chunk in flight, and how its items were read."""
 
     submitted: Submitted
-    source_state: Any  # before it
+    states: Sequence[tuple[int, Any]]  # of the source, before some of its items
     locations: Sequence[ItemLocation | None]  # of its items
     steps: Sequence[int]  # raw items from each on to the next one
     source_error: Exception | None
@@ -163,18 +163,25 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             WorkerError: a worker died, did not answer in time, or belongs to the process that this
                 one was forked from. Likewise.
         """
-        while True:
-            for result, key, step in self._ready:
-                self._key = key
-                self._taken += step
-                self._position += step
-                if key is not None and key.source:
-                    count, _ = self._taken_of.get(key.source, _NONE)
-                    self._taken_of[key.source] = count + 1, key.repeat
-                return result  # type: ignore[no-any-return]
+        (result,), _ = self.next_items(1)
+        return result
+
+    def next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
+        """Return the next processed samples of a chunk, and the keys of their items."""
+        while not (ready := [*islice(self._ready, self._until_state(count))]):
             if self._failure is not None:
                 raise self._failure
             self._take_chunk()
+        self._out += len(ready)
+        results, keys, steps = zip(*ready, strict=True)
+        self._key = keys[-1]
+        self._taken += sum(steps)
+        self._position += sum(steps)
+        for key in keys:
+            if key is not None and key.source:
+                taken, _ = self._taken_of.get(key.source, _NONE)
+                self._taken_of[key.source] = taken + 1, key.repeat
+        return [*results], [*keys]
 
     def item_key(self) -> ItemKey | None:
         """Return that of the item that the last sample was made of."""
@@ -191,14 +198,14 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             SampleError, WorkerError: see `next`.
         """
-        again, size = recall(self.source, items), self._workers.chunk_size
+        again, size = recall(self.source, items), self._runner.chunk_items
         waiting: deque[Submitted] = deque()
         try:
             for start in range(0, len(items), size):
                 keys = items[start : start + size]
                 task = self._task(list(islice(again, size)), keys, range(start, start + len(keys)))
                 waiting.append(self._runner.submit(task))
-                if len(waiting) > self._workers.chunks_ahead:
+                if (len(waiting) - 1) * size >= self._workers.samples_ahead:
                     yield from self._recalled(waiting.popleft())
             while waiting:
                 yield from self._recalled(waiting.popleft())
@@ -236,6 +243,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def _clear(self) -> None:
         self._runner.resume()
         self._in_flight: deque[_Chunk] = deque()
+        self._ahead = 0  # items in flight
+        self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
+        self._out = 0  # items of the chunk in hand that are out
+        self._since_state = 0  # items read since the last state of the source
         self._ready: Iterator[tuple[Any, ItemKey | None, int]] = iter(())
         self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
         self._failure: Exception | None = None
@@ -267,7 +278,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             StopIteration: the source has ended and nothing is in flight.
         """
         self._runner.check()
-        while not self._source_ended and len(self._in_flight) <= self._workers.chunks_ahead:
+        while not self._source_ended and self._has_room():
             self._read_chunk()
         if not self._in_flight:
             # Nothing is out since this state: it stands at the end of the epoch.
@@ -278,7 +289,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         results, failure = self._runner.results(chunk.submitted)
         self._in_flight.popleft()
         task = chunk.submitted.task
-        self._source_state, self._taken, self._taken_of = chunk.source_state, 0, {}
+        self._ahead -= len(task.items)
+        self._states, self._out = deque(chunk.states), 0
         self._ready = zip(results, task.keys, chunk.steps, strict=False)
         if failure is not None:
             bad = len(results)
@@ -289,21 +301,45 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         elif chunk.source_error is not None:
             self._failure = chunk.source_error
 
+    def _until_state(self, count: int) -> int:
+        """Stand at the source's state before the next item, where there is one.
+
+        Returns:
+            Items up to the next state, at most `count`.
+        """
+        if self._states and self._states[0][0] == self._out:
+            self._source_state = self._states.popleft()[1]
+            self._taken, self._taken_of = 0, {}
+        return min(count, self._states[0][0] - self._out) if self._states else count
+
+    def _has_room(self) -> bool:
+        """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""
+        if not self._in_flight:
+            return True
+        first = len(self._in_flight[0].submitted.task.items)
+        return self._ahead - first < self._workers.samples_ahead
+
     def _read_chunk(self) -> None:
-        source_state = copy_state(self.source.state_dict())
+        # A state at fixed distances, whatever is in a chunk: it must not depend on time.
+        distance, states = self._workers.first_chunk_samples, []
         items: list[Any] = []
         keys: list[ItemKey | None] = []
         locations: list[ItemLocation | None] = []
         steps: list[int] = []
         error: Exception | None = None
-        key_of, location_of = member(self.source, "item_key"), member(self.source, "item_location")
+        location_of = member(self.source, "item_location")
         try:
-            while len(items) < self._workers.chunk_size:
-                item = next(self.source)
-                keys.append(checked_key(self.source, key_of()))
-                locations.append(location_of())
-                items.append(item)
-                steps.append(1)
+            while (left := self._runner.chunk_items - len(items)) > 0:
+                if self._since_state in (0, distance):
+                    states.append((len(items), copy_state(self.source.state_dict())))
+                    self._since_state = 0
+                left = min(left, distance - self._since_state)
+                some, their_keys = take(self.source, 1 if self._gaps else left)
+                self._since_state += len(some)
+                keys += [checked_key(self.source, key) for key in their_keys]
+                locations += [location_of()] if len(some) == 1 else [None] * len(some)
+                items += some
+                steps += [1] * len(some)
                 if self._gaps and (gap := self._gaps.popleft()):
                     steps[-1] += gap
                     self._skip(gap, sum(steps))
@@ -317,7 +353,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             task = self._task(items, keys, positions[: len(items)])
             self._submitted = positions[-1]
             submitted = self._runner.submit(task)
-            self._in_flight.append(_Chunk(submitted, source_state, locations, steps, error))
+            self._in_flight.append(_Chunk(submitted, states, locations, steps, error))
+            self._ahead += len(items)
 
     def _task(
         self, items: list[Any], keys: Sequence[ItemKey | None], positions: Sequence[int]

@@ -148,7 +148,7 @@ def _process(connection: socket.socket, processor: ChunkProcessor) -> None:
         result = ChunkResult([], None) if stale else processor.run_packed(task)
         if os.getpid() != own_pid:  # `process_fn` has forked, and this is the child
             os._exit(0)
-        send(connection, [pickle.dumps(result.failure), *result.results])
+        send(connection, [pickle.dumps((result.failure, result.seconds)), *result.results])
 
 
 def _die_with_parent() -> None:

@@ -142,7 +142,7 @@ class WorkerProcess:
             self._last_words = content.text
         else:
             self._has_answered = True
-            self._pending.get_nowait().set_result(ChunkResult(results, content))
+            self._pending.get_nowait().set_result(ChunkResult(results, *content))
 
     def what_hangs(self) -> str:
         """Return what this worker is busy with."""

@@ -119,6 +119,15 @@ class ShardedSampler(EpochNode[int, SamplerState]):
 
     def next(self) -> int:
         """Return the next index of this rank."""
+        (index,) = self._take(1)
+        return index
+
+    def next_items(self, count: int) -> tuple[list[int], list[ItemKey | None]]:
+        """Return some of the next indices of this rank, and their keys."""
+        indices, cycle = self._take(count), self._epochs.cycle
+        return indices, [ItemKey("", index, self._world_size, cycle) for index in indices]
+
+    def _take(self, count: int) -> list[int]:
         offset = self._position - self._block_start
         if offset >= len(self._block):
             if self._position >= len(self):
@@ -126,9 +135,10 @@ class ShardedSampler(EpochNode[int, SamplerState]):
             offset = 0
             self._block_start = self._position
             self._block = self._indices(self._position, min(self._position + _BLOCK, len(self)))
-        self._position += 1
-        self._last = self._block[offset]
-        return self._last
+        indices = self._block[offset : offset + count]
+        self._position += len(indices)
+        self._last = indices[-1]
+        return indices
 
     def item_key(self) -> ItemKey:
         """Return the last index."""

@@ -123,7 +123,9 @@ def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
         with ODBDataLoader(range(SIZE), process_fn=listed, **given) as loader:
             pooled = []
             for batch in loader:
-                pooled += [s.data["input_ids"] for s in loader._bucketer._pool.items().values()]
+                pooled += [
+                    s.data["input_ids"] for s in loader._graphs[0].bucketer._pool.items().values()
+                ]
                 yield batch["input_ids"].tolist()
             kinds.append({type(row) for row in pooled})
 

@@ -78,6 +78,8 @@ INVALID = [
     ("window", True, TypeError, "must be an integer"),
     ("window", "Auto", ValueError, "must be \"auto\" or a number of samples, but is 'Auto'"),
     ("round_size", "x", TypeError, "must be an integer"),
+    ("virtual_ranks", 0, ValueError, "must be in 1.."),
+    ("virtual_ranks", 2.0, TypeError, "must be an integer"),
     ("uneven", "x", ValueError, r'must be one of \("fill", "join", "stop"\), but is \'x\''),
     ("accumulate", True, TypeError, "must be an integer"),
     ("seed", 1.5, TypeError, "must be an integer"),

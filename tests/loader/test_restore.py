@@ -174,7 +174,9 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed, sampled
     again = make(shelf)
     again.reset(first.state_dict())
     pooled = [one.key for one in again._pool.items().values()]
-    assert shelf.nexts < WorkerOptions().chunk_size  # of the chunk that the state stands in
+    assert (
+        shelf.nexts < WorkerOptions().first_chunk_samples
+    )  # of the chunk that the state stands in
     assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
     assert {*shelf.reads} <= {*pooled}
     rest = [[one.data for one in group] for group in again]
@@ -267,7 +269,7 @@ def test_data_that_changed_are_found_100_of_100(tmp_path):
         fresh = make(data)
         fresh.load_state_dict(state)
         iter(fresh)
-        pooled = [one.key for one in fresh._bucketer._pool.items().values()]
+        pooled = [one.key for one in fresh._graphs[0].bucketer._pool.items().values()]
         key = rng.choice(pooled)
         again = make(changed_at(data, key, ("edited", "swapped")[seed % 2], rng))
         again.load_state_dict(state)
@@ -540,7 +542,7 @@ def test_a_state_has_at_most_20_bytes_a_pooled_sample(window, kind):
         it = iter(loader)
         for _ in range(8):
             next(it)
-        state = loader._bucketer.state_dict()
+        state = loader._graphs[0].bucketer.state_dict()
     parts = [part for part in (*state["pool"], state["waiting"]) if isinstance(part, bytes)]
-    assert sum(map(len, parts)) <= 20 * len(loader._bucketer._pool)
+    assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer._pool)
     assert (state["pool"][4] is not None) == (kind == "cycle")

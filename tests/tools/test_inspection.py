@@ -41,7 +41,7 @@ def test_a_state_says_where_it_stands():
     facts = found.facts
     assert (facts["epoch"], facts["step"], facts["yielded"]) == ("0", "5", "5")
     assert facts["samples"] == str(loader.samples_done)
-    bucketer = loader._bucketer
+    bucketer = loader._graphs[0].bucketer
     assert sorted(found.pool.tolist()) == sorted(bucketer._pool.table()[0].tolist())
     assert found.config["WindowBucketer"]["window"] == 20
     assert found.config["ShardedSampler"]["size"] == 400

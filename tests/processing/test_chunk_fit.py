@@ -1,0 +1,83 @@
+"""Chunks follow the time and the bytes of their items, and nothing else follows them."""
+
+import pytest
+
+from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions
+from odb_nodes.processing.chunk_fit import ChunkFit
+
+MIB = 1 << 20
+
+
+def fitted(seconds_per_item, bytes_per_item, chunks=12, **options):
+    """The size of chunks after some."""
+    given = {"num_workers": 2, "in_flight_samples": 4096}
+    fit = ChunkFit(WorkerOptions(**given | options))
+    for _ in range(chunks):
+        fit.note(fit.items, fit.items * seconds_per_item, fit.items * bytes_per_item)
+    return fit.items
+
+
+@pytest.mark.parametrize(
+    "seconds, size_bytes, expected",
+    [
+        (1e-6, 10, 256),  # cheap and small: as many as there may be
+        (1e-3, 10, 20),  # 20 ms
+        (1e-6, MIB // 8, 8),  # 1 MiB
+        (1.0, 10, 1),
+        (1e-6, 5 * MIB, 1),
+        (0.0, 0, 256),
+    ],
+)
+def test_a_chunk_takes_20_ms_or_1_mib(seconds, size_bytes, expected):
+    assert fitted(seconds, size_bytes) == expected
+
+
+def test_it_grows_step_by_step_and_shrinks_at_once():
+    fit = ChunkFit(WorkerOptions(num_workers=2, in_flight_samples=4096))
+    sizes = [fit.items]
+    for _ in range(4):
+        fit.note(fit.items, 0.0, 0)
+        sizes.append(fit.items)
+    assert sizes == [32, 64, 128, 256, 256]
+    fit.note(256, 256 * 0.01, 0)
+    assert fit.items == 2
+
+
+@pytest.mark.parametrize("in_flight, workers, expected", [(64, 4, 8), (2, 4, 1), (None, 2, 64)])
+def test_each_worker_has_two_chunks(in_flight, workers, expected):
+    assert fitted(0.0, 0, num_workers=workers, in_flight_samples=in_flight) == expected
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 7}, {"num_workers": 0}])
+def test_a_given_size_and_the_trainers_own_thread_stay(options):
+    assert fitted(0.0, 0, **options) == options.get("chunk_size", 32)
+    assert fitted(9.0, 0, **options) == options.get("chunk_size", 32)
+
+
+def test_an_empty_chunk_says_nothing():
+    fit = ChunkFit(WorkerOptions(num_workers=1))
+    fit.note(0, 1.0, 0)
+    assert fit.items == 32
+
+
+def test_states_do_not_depend_on_what_is_in_a_chunk():
+    def states(sizes, **options):
+        node = ParallelProcessor(
+            ShardedSampler(300, rank=0, world_size=1), str, workers=WorkerOptions(**options)
+        )
+        runner, found = node._runner, []
+        node.reset(None)
+        try:
+            for number in range(300):
+                runner._fit.items = sizes[number % len(sizes)]
+                found.append(node.state_dict())
+                next(node)
+        finally:
+            node.close()
+        return found
+
+    expected = states([32])
+    assert [one["taken"] for one in expected[:34]] == [*range(33), 1]
+    for options in {}, {"num_workers": 2, "method": "thread"}:
+        for sizes in [1], [5, 40], [100], [256, 3, 31]:
+            assert states(sizes, **options) == expected

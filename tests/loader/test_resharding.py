@@ -34,7 +34,7 @@ from odb_nodes import (
     WindowBucketer,
     reshard,
 )
-from odb_nodes.loader.resharding.groups import dealt_by_tokens
+from odb_nodes.loader.resharding.pools import dealt_by_tokens
 
 RANKS = (1, 2, 3, 4, 8)
 PAIRS = [pair for pair in itertools.product(RANKS, RANKS) if pair[0] != pair[1]]

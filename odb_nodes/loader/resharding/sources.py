@@ -15,7 +15,7 @@ from odb_nodes.loader.resharding.sealed import (
     check_alike,
     node_of,
     opened,
-    sealed_as,
+    sealed_for_ranks,
 )
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.processing.processor_state import ProcessorState
@@ -75,10 +75,11 @@ def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, An
 def _observer(states: Sequence[Any], reading: Reading) -> list[Any]:
     found = opened(states, ObserverState)
     sources = reshard_source([one.source for one in found], reading)
-    return [
-        sealed_as(states[0], ObserverState(source=source, position=done), rank, len(sources))
-        for rank, (source, done) in enumerate(zip(sources, reading.done, strict=True))
+    values = [
+        ObserverState(source=source, position=done)
+        for source, done in zip(sources, reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -89,15 +90,12 @@ def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
     below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
     sources = reshard_source([one.source for one in found], below)
     started = any(one.started for one in found)
-    return [
-        sealed_as(
-            states[0],
-            replace(found[0], source=source, started=started, taken=0, position=done, taken_of={}),
-            rank,
-            len(sources),
-        )
-        for rank, (source, done) in enumerate(zip(sources, reading.done, strict=True))
+    alike = replace(found[0], started=started, taken=0, taken_of={})
+    values = [
+        replace(alike, source=source, position=done)
+        for source, done in zip(sources, reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -108,24 +106,13 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
         Share(rank, ranks.before, one).after(one.position + taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
     ]
-    started = any(one.started for one in found)
+    alike = replace(found[0], started=any(one.started for one in found))
     shares = dealt(left, ranks.after, states[0]["config"]["size"])
-    return [
-        sealed_as(
-            states[0],
-            replace(
-                found[0],
-                started=started,
-                position=done,
-                done=done,
-                start=share.start,
-                extra=share.extra,
-            ),
-            rank,
-            ranks.after,
-        )
-        for rank, (share, done) in enumerate(zip(shares, reading.done, strict=True))
+    values = [
+        replace(alike, position=done, done=done, start=share.start, extra=share.extra)
+        for share, done in zip(shares, reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -137,18 +124,12 @@ def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
     ]
     earliest = min(found, key=lambda one: one.record)
-    started = any(one.started for one in found)
-    return [
-        sealed_as(
-            states[0],
-            replace(earliest, started=started, done=done, start=share.start, extra=share.extra),
-            rank,
-            ranks.after,
-        )
-        for rank, (share, done) in enumerate(
-            zip(dealt(left, ranks.after), reading.done, strict=True)
-        )
+    alike = replace(earliest, started=any(one.started for one in found))
+    values = [
+        replace(alike, done=done, start=share.start, extra=share.extra)
+        for share, done in zip(dealt(left, ranks.after), reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -179,27 +160,23 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     is_over = any if stop == "first_exhausted" else all
     farthest_back = min(found, key=lambda at: at.position)
     positions = ranks.split(sum(at.position for at in found))
-    return [
-        sealed_as(
-            states[0],
-            MixerState(
-                sources={name: sources[name][rank] for name in names},
-                samples={name: samples[name][rank] for name in names},
-                tokens={name: tokens[name][rank] for name in names},
-                exhausted=exhausted,
-                ended=is_over(at.ended for at in found),
-                weights=farthest_back.weights,
-                targets={
-                    name: sum(at.targets[name] for at in found) / ranks.after
-                    for name in found[0].targets
-                },
-                position=positions[rank],
-            ),
-            rank,
-            ranks.after,
+    values = [
+        MixerState(
+            sources={name: sources[name][rank] for name in names},
+            samples={name: samples[name][rank] for name in names},
+            tokens={name: tokens[name][rank] for name in names},
+            exhausted=exhausted,
+            ended=is_over(at.ended for at in found),
+            weights=farthest_back.weights,
+            targets={
+                name: sum(at.targets[name] for at in found) / ranks.after
+                for name in found[0].targets
+            },
+            position=positions[rank],
         )
         for rank in range(ranks.after)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _check_cycles(node: str, found: Sequence[EpochState]) -> None:

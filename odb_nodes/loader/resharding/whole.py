@@ -15,7 +15,7 @@ from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.loader.resharding.groups import reshard_aligner
-from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_as
+from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
 from odb_nodes.nodes.group_collator import CollatorState
 
 _DIGEST = "digest"
@@ -119,14 +119,11 @@ def _reshard_root(
     sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
     if not between_epochs:
         check_alike(node, found, ("step", "number", "calls")[: 1 if node == "GroupCollator" else 3])
-    changes: list[dict[str, Any]] = [{} for _ in sources]
+    values = [replace(found[0], source=source) for source in sources]
     if node == "GroupCollator":
         samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
-        changes = [{"samples": count} for count in samples]
-    return [
-        sealed_as(states[0], replace(found[0], source=source, **changes[rank]), rank, world_size)
-        for rank, source in enumerate(sources)
-    ], between_epochs
+        values = [replace(one, samples=own) for one, own in zip(values, samples, strict=True)]
+    return sealed_for_ranks(states[0], values), between_epochs
 
 
 def _is_loader(state: Any) -> bool:

@@ -17,6 +17,7 @@ from odb_nodes import (
     Mixing,
     ODBDataLoader,
     StateError,
+    TokenBudget,
     WeightSchedule,
     WorkerOptions,
     reshard,
@@ -148,6 +149,26 @@ def test_of_a_mixture_each_sample_comes_once(files, by, before, after, sampled):
         assert max(Counter(rows).values()) == 1
         ids = [index for found in parts for _, of_step in found for index in of_step]
         assert sorted(ids) == everything
+
+
+@pytest.mark.parametrize("after", [1, 3, 8])
+def test_ranks_stand_for_as_many_samples_as_there_are_whatever_was_dropped(after):
+    def make(exchange):
+        datasets = {f"source {at}": range(20 * at, 20 * at + 20) for at in range(10)}
+        return ODBDataLoader(
+            datasets,
+            token_budget=TokenBudget(90, oversize="drop"),
+            window=12,
+            round_size=8,
+            timeout_s=TIMEOUT_S,
+            process_group=exchange,
+            process_fn=lambda index: {"input_ids": [1] * 200} if index % 3 == 0 else text(index),
+        )
+
+    begun = job(2, make=make)
+    for step in range(1, len(begun[0][1]) - 1, 5):
+        rest = job(after, resharded(begun, step, after), make=make)
+        assert sum(total for *_, (*_, total) in rest) == 200
 
 
 def shares_of(ranks, steps):

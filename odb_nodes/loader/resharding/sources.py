@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from odb_nodes.contract import EpochState
@@ -231,14 +232,19 @@ def _shared_out(found: Sequence[MixerState], what: str, ranks: Ranks) -> dict[st
 
 
 def _done_by_source(found: Sequence[MixerState], reading: Reading) -> dict[str, list[int]]:
-    """Return what the ranks stand for of each source: together what they stand for of all."""
-    done = _shared_out(found, "samples", reading.ranks)
-    largest = max(done, key=lambda name: sum(done[name]))
-    done[largest] = [
-        max(0, total - sum(done[name][rank] for name in done if name != largest))
-        for rank, total in enumerate(reading.done)
-    ]
-    return done
+    """Return what the ranks stand for of each source: together what they stand for of all.
+
+    Sources and ranks are laid along one line: a rank stands for what lies beside it.
+    """
+    totals = {name: sum(at.samples[name] for at in found) for name in found[0].samples}
+    skipped = sum(reading.done) - sum(totals.values())  # which a mixture does not count
+    totals[max(totals, key=lambda name: totals[name])] += skipped
+    of_sources = [0, *accumulate(totals.values())]
+    of_ranks = [0, *accumulate(reading.done)]
+    return {
+        name: [max(0, min(stop, last) - max(start, first)) for start, stop in pairwise(of_ranks)]
+        for name, (first, last) in zip(totals, pairwise(of_sources), strict=True)
+    }
 
 
 _Rule = Callable[[Sequence[Any], Reading], list[Any]]

@@ -242,6 +242,27 @@ def test_sources_that_began_again_on_some_ranks_alone_are_refused():
     assert outcomes.pop("resharded") and outcomes
 
 
+@pytest.mark.parametrize("stop", ["cycle", "first_exhausted"])
+def test_a_rank_may_have_nothing_left_of_a_source_that_others_had(stop):
+    def make(exchange):
+        return ODBDataLoader(
+            {"a": [text(index) for index in range(400)], "b": [text(1000 + at) for at in range(4)]},
+            weights=Mixing(weights={"a": 30, "b": 1}, stop=stop),
+            token_budget=90,
+            window=12,
+            timeout_s=TIMEOUT_S,
+            process_group=exchange,
+        )
+
+    assert job(4, make=make, steps=3)  # where each rank has a sample of each source, it begins
+    begun = job(1, make=make, steps=20)
+    for step in (1, 8, 19):
+        states = resharded(begun, step, 4)
+        had = [_find(state, "SourceMixer")["samples"]["b"] for state in states]
+        assert 0 in had and any(had)
+        assert job(4, states, make=make, steps=5)
+
+
 @pytest.mark.parametrize("ramp", [False, True])
 def test_weights_that_change_go_on(ramp):
     schedule = WeightSchedule([(0, EQUAL), (120, {**EQUAL, "a": 6})], ramp=ramp)

@@ -159,6 +159,7 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     tokens = _shared_out(found, "tokens", ranks)
     exhausted = [name for name in found[0].exhausted if all(name in at.exhausted for at in found)]
     is_over = any if stop == "first_exhausted" else all
+    had = [name for name in names if any(at.samples[name] or name in at.had for at in found)]
     farthest_back = min(found, key=lambda at: at.position)
     positions = ranks.split(sum(at.position for at in found))
     values = [
@@ -174,6 +175,7 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
                 for name in found[0].targets
             },
             position=positions[rank],
+            had=had,
         )
         for rank in range(ranks.after)
     ]

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from aligned_ranks import TIMEOUT_S
+from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import (
     SAMPLES,
     augmented,
@@ -234,6 +234,19 @@ def test_samples_that_are_excluded_later_are_counted_once():
     trained, left = ids_of([*begun, *rest])
     assert sorted(trained + left) == [*range(SAMPLES)]
     assert {*range(100, 110)} - {*ids_of(begun)[0]} <= {*left}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 15])
+def test_groups_are_under_a_budget_that_is_lowered_at_once(steps):
+    begun = job(3, steps=max(steps, 1))
+    states = resharded(begun, steps, 2)
+
+    def run(exchange):
+        loader = make(exchange, token_budget=TokenBudget(50, oversize="drop"))
+        loader.load_state_dict(states[exchange.rank], change_budget=True)
+        return [batch["input_ids"].numel() for batch in loader]
+
+    assert max(max(sizes) for sizes in on_ranks(2, run)) <= 50
 
 
 def test_of_composed_nodes():

@@ -375,6 +375,31 @@ def test_states_of_other_steps_or_arguments_are_refused():
         reshard([states[0], other[1]], 3)
 
 
+def test_states_of_two_runs_are_refused():
+    def run(first, **options):
+        def make(exchange, **options):
+            data = [tokens_of(index) for index in range(first, first + SAMPLES)]
+            given = {"token_budget": 80, "window": 16, "timeout_s": TIMEOUT_S}
+            return ODBDataLoader(data, process_group=exchange, **given | options)
+
+        return states_at(job(2, steps=2, make=make, **options), 2)
+
+    states = run(0)
+    with pytest.raises(StateError, match="of different places: `totals_digest`"):
+        reshard([states[0], run(1)[1]], 3)
+    with pytest.raises(StateError, match="of different places: `excluded`"):
+        reshard([states[0], run(0, exclude=[229])[1]], 3)
+
+
+def test_each_loader_of_a_dict_must_be_of_the_same_ranks():
+    states = states_at(whole(3), 2)
+    (alone,) = states_at(whole(1), 0)
+    with pytest.raises(StateError, match="state of rank 0 of a loader is where that of rank 2"):
+        reshard([{"a": one, "b": two} for one, two in zip(states, states[::-1], strict=True)], 2)
+    with pytest.raises(StateError, match=r"are of ranks \[0, 0, 0\] of 1"):
+        reshard([{"a": one, "b": alone} for one in states], 2)
+
+
 def test_a_damaged_state_is_refused():
     states = states_at(whole(2), 2)
     damaged = {**states[1], "num_yielded": 1}

@@ -19,7 +19,9 @@ _SAME_PLACE = (
     "emitted",
     "round",
     "next_limits",
+    "next_caps",
     "next_window",
+    "shares_rest",
     "weights",
 )
 
@@ -51,12 +53,13 @@ def reshard_aligner(
         return _sealed(states, found, ranks, sources, **over), True
     _check_can_be_dealt(found, config)
     sources = reshard_pool(found, ranks)
+    check_alike("RankAligner", found, ("totals_digest",))  # last: other errors say what differs
     rest = _between_rounds() | {
         "round": found[0].round + any(at.plan is not None for at in found),
         "held": NO_RECORDS,
         "sizes": [0, 0],
         "weight_changes": _in_force(found),
-        "shares_rest": all(at.shares_rest for at in found) and world_size > 1,
+        "shares_rest": found[0].shares_rest and world_size > 1,
     }
     return _sealed(states, found, ranks, sources, **rest), False
 

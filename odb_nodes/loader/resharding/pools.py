@@ -38,7 +38,7 @@ def reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str, 
             "may hold samples. Reshard a state that was saved after the last step of an epoch."
         )
     pools = opened(states, BucketerState)
-    check_alike("WindowBucketer", pools, ("mode",))
+    check_alike("WindowBucketer", pools, ("mode", "excluded"))
     waiting = _waiting(found, pools, ranks.before).among(ranks.after)
     left_out = [
         pool.excluded_samples + pool.dropped_samples + sum(pool.skipped_samples.values())

@@ -97,6 +97,13 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
 
 def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     name = node_of(states[0])
+    order = _order([_aligner_of(state) for state in states])
+    for rank, place in enumerate(order):
+        if rank != place:
+            raise StateError(
+                f"the state of rank {rank} of a loader is where that of rank {place} should be: "
+                "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
+            )
     found = [unseal_whole(state, name, LoaderState) for state in states]
     check_alike(name, found, ("ended", "left", "next_epoch"))
     left = found[0].ended or found[0].left
@@ -151,7 +158,7 @@ def _aligner_of(state: Any) -> Any:
     node = "Loader"
     inner: Any = state.get("root") if isinstance(state, Mapping) else None
     while (name := node_of(inner)) in ("GroupCollator", "WeightSetter"):
-        node, inner = name, inner["source"]
+        node, inner = name, inner.get("source")
     if name != "RankAligner":
         raise StateError(
             f"the states cannot be resharded: below the `{node}` must be a `RankAligner`, or a "
@@ -179,7 +186,11 @@ def _order(states: Sequence[Mapping[str, Any]]) -> list[int]:
             "missing. Use a checkpoint that all ranks have saved."
         )
     if len(found) != sizes[0]:
-        raise StateError(f"the states must be one of each rank, but are of ranks {sorted(found)}.")
+        raise StateError(
+            f"the states must be one of each rank, but are of ranks {sorted(found)} of {sizes[0]}. "
+            "Where several processes read the same data, reshard one state of each rank; a loader "
+            "of one process alone cannot be resharded."
+        )
     return sorted(range(len(states)), key=lambda index: found[index])
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -30,11 +31,16 @@ from odb_nodes import (
     RankAligner,
     ShardedSampler,
     StateError,
+    StepInfo,
     TokenBudget,
     WindowBucketer,
     reshard,
 )
+from odb_nodes.contract import NodeState
+from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.loader.resharding.pools import dealt_by_tokens
+from odb_nodes.monitor import Monitor
+from odb_nodes.monitor.state import MonitorState
 
 RANKS = (1, 2, 3, 4, 8)
 PAIRS = [pair for pair in itertools.product(RANKS, RANKS) if pair[0] != pair[1]]
@@ -422,6 +428,41 @@ def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
     beside[1]["ema"] = torch.zeros(3)
     with pytest.raises(StateError, match=r"`state\['ema'\]` must be equal on all ranks"):
         reshard(beside, 3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_a_monitor_begins_anew_at_its_step(before, after, tmp_path):
+    states = states_at(whole(before), 2)
+    beside = []
+    for rank, state in enumerate(states):
+        with Monitor(tmp_path / str(rank)) as monitor:
+            for step in range(2):
+                info = StepInfo.of_one_rank([], step)
+                monitor.step({"input_ids": torch.ones(rank + 1, 2)}, info)
+            beside.append({"loader": state, "monitor": monitor.state_dict()})
+            monitor.close(write=False)
+    assert beside[0]["monitor"]["share"]["shapes"] == {"1x2": 2}
+    anew = seal_whole("Monitor", MonitorState(step=2, written=2, epoch_written=2))
+    found = reshard(beside, after)
+    assert [one["monitor"] for one in found] == [anew] * after
+    assert [one["loader"] for one in found] == reshard(states, after)
+
+
+@dataclass(kw_only=True)
+class RunState(NodeState):
+    """What a trainer keeps of a run."""
+
+    samples: int
+    loader: dict
+
+
+def test_what_holds_a_loader_must_be_whole():
+    states = states_at(whole(2), 2)
+    runs = [seal_whole("Run", RunState(samples=9, loader=one)) for one in states]
+    found = reshard(runs, 3)
+    assert [unseal_whole(one, "Run", RunState).loader for one in found] == reshard(states, 3)
+    with pytest.raises(StateError, match="`state` is damaged: its digest"):
+        reshard([{**one, "samples": 8} for one in runs], 3)
 
 
 def test_samples_are_dealt_to_as_many_and_as_long():

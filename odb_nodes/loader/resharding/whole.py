@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment.weight_setter import SetterState
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
+from odb_nodes.contract.state import ENVELOPE, add_digest, seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.loader.resharding.groups import reshard_aligner
+from odb_nodes.loader.resharding.monitors import monitor_anew
 from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
 from odb_nodes.nodes.group_collator import CollatorState
 
@@ -75,16 +77,19 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     first = states[0]
     if _is_loader(first):
         return _reshard_loader(states, world_size)
+    if all(map(_is_sealed_whole, states)):
+        bare = [_without_digest(one, place) for one in states]
+        are_monitors = {*map(node_of, bare)} == {"Monitor"}
+        rule = monitor_anew if are_monitors else partial(reshard_parts, place=place)
+        return [add_digest(one) for one in rule(bare, world_size)]
     if isinstance(first, Mapping) and all(
         isinstance(one, Mapping) and one.keys() == first.keys() for one in states
     ):
         parts = {
             key: reshard_parts([one[key] for one in states], world_size, f"{place}[{key!r}]")
             for key in first
-            if not (key == _DIGEST and node_of(first))
         }
-        found = [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
-        return [add_digest(one) for one in found] if len(parts) < len(first) else found
+        return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
     for rank, one in enumerate(states):
         if not _alike(first, one):
             raise StateError(
@@ -133,10 +138,29 @@ def _reshard_root(
     return sealed_for_ranks(states[0], values), between_epochs
 
 
+def _is_sealed_whole(state: Any) -> bool:
+    """Tell whether a state is one of `seal_whole`."""
+    return bool(node_of(state)) and {*ENVELOPE, _DIGEST} <= state.keys()
+
+
+def _without_digest(state: Any, place: str) -> dict[str, Any]:
+    """Return a sealed state without its digest, which is that of what it holds.
+
+    Raises:
+        StateError: it is not.
+    """
+    bare = {key: one for key, one in state.items() if key != _DIGEST}
+    if add_digest(bare)[_DIGEST] != state[_DIGEST]:
+        raise StateError(
+            f"`{place}` is damaged: its digest is not that of what was saved. Use an earlier "
+            "checkpoint."
+        )
+    return bare
+
+
 def _is_loader(state: Any) -> bool:
     """Tell whether a state is that of a `Loader`, by whatever name a subclass has."""
-    fields = {*LoaderState.__dataclass_fields__, _DIGEST}
-    return bool(node_of(state)) and fields <= state.keys()
+    return _is_sealed_whole(state) and LoaderState.__dataclass_fields__.keys() <= state.keys()
 
 
 def _loaders_in(state: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:

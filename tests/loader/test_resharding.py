@@ -430,6 +430,16 @@ def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
         reshard(beside, 3)
 
 
+def test_what_is_no_number_is_equal_to_itself():
+    states = states_at(whole(2), 2)
+    nan, other = ({"best": float("nan"), "at": torch.tensor([1, x])} for x in (float("nan"), 2.0))
+    beside = [{"loader": one, **data} for one, data in zip(states, ({**nan}, {**nan}), strict=True)]
+    beside[1]["at"] = nan["at"].clone()
+    assert all(one["at"] is nan["at"] for one in reshard(beside, 3))
+    with pytest.raises(StateError, match=r"`state\['at'\]` must be equal on all ranks"):
+        reshard([beside[0], beside[1] | {"at": other["at"]}], 3)
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_a_monitor_begins_anew_at_its_step(before, after, tmp_path):
     states = states_at(whole(before), 2)

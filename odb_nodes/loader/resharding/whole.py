@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment.weight_setter import SetterState
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.state import ENVELOPE, add_digest, seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
+from odb_nodes.loader.resharding.alike import alike
 from odb_nodes.loader.resharding.groups import reshard_aligner
 from odb_nodes.loader.resharding.monitors import monitor_anew
 from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
@@ -37,7 +36,8 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
         world_size: number of ranks from now on.
 
     Returns:
-        The state of each rank, in their order.
+        The state of each rank, in their order. With another number of ranks, data beside a loader
+        are the first rank's, and not copied.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -91,13 +91,13 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
         }
         return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
     for rank, one in enumerate(states):
-        if not _alike(first, one):
+        if not alike(first, one):
             raise StateError(
                 f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
                 f"is {first!r:.80} on rank 0, and {one!r:.80} on rank {rank}. Reshard the states "
                 "of the loader alone; what is sharded (FSDP) torch.distributed.checkpoint can load."
             )
-    return [copy_state(first) for _ in range(world_size)]
+    return [first] * world_size  # not copied: it may be a model
 
 
 def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
@@ -216,14 +216,3 @@ def _order(states: Sequence[Mapping[str, Any]]) -> list[int]:
             "of one process alone cannot be resharded."
         )
     return sorted(range(len(states)), key=lambda index: found[index])
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal, also where they hold tensors."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return type(one) is type(other) and bool(one == other)

@@ -136,8 +136,9 @@ def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks, stop = opened(states, MixerState), reading.ranks, states[0]["config"]["stop"]
     names = [*found[0].sources]
+    read_of = reading.taken_of or [{} for _ in found]
     taken_of = [
-        _taken_by_source(rank, at, reading.taken[rank], (*reading.taken_of[rank:], {})[0])
+        _taken_by_source(rank, at, reading.taken[rank], read_of[rank])
         for rank, at in enumerate(found)
     ]
     for at, of in zip(found, taken_of, strict=True):
@@ -149,7 +150,7 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     samples, done = _shared_out(found, "samples", ranks), _done_by_source(found, reading)
     sources: dict[str, list[Any]] = {}
     for name in names:
-        below = [_within(name, one) for one in reading.taken_of]
+        below = [_within(name, one) for one in read_of]
         counts = [of[name] for of in taken_of]
         part = Reading(ranks=ranks, taken=counts, taken_of=below, done=done[name])
         try:

@@ -14,8 +14,8 @@ from odb_nodes.contract.state import ENVELOPE, add_digest, seal_whole, unseal_wh
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.loader.resharding.alike import alike
-from odb_nodes.loader.resharding.groups import reshard_aligner
 from odb_nodes.loader.resharding.monitors import monitor_anew
+from odb_nodes.loader.resharding.rounds import reshard_aligner
 from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
 from odb_nodes.nodes.group_collator import CollatorState
 

@@ -108,6 +108,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                 settable,
             )
         self._exhausted: list[str] = []  # at least once in this epoch
+        self._had: list[str] = []  # before the epoch was dealt to other ranks
         self._last = ""
         self._clear()
 
@@ -277,7 +278,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._samples = dict.fromkeys(self.sources, 0)
         self._tokens = dict.fromkeys(self.sources, 0)
         self._exhausted = []
-        self._had: list[str] = []  # before the epoch was dealt to other ranks
+        self._had = []
         self._ended = False
         if self.changing is not None:
             self.changing.begin()

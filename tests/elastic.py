@@ -1,6 +1,7 @@
 """Jobs that go on with other numbers of ranks: in one process, a thread for each rank."""
 
 import random
+from functools import cache
 
 from aligned_ranks import TIMEOUT_S, on_ranks
 
@@ -94,3 +95,23 @@ def states_at(ranks, step):
 
 def resharded(ranks, step, world_size):
     return reshard(states_at(ranks, step), world_size)
+
+
+@cache
+def whole(world_size):
+    """An epoch of so many ranks."""
+    return job(world_size)
+
+
+def infos(ranks):
+    return [[(info, ids) for info, ids in found] for found, *_ in ranks]
+
+
+def tokens_of(index):
+    rng = random.Random(index)
+    tokens = [rng.randrange(33) for _ in range(rng.randint(2, 24))]
+    return {
+        "input_ids": tokens,
+        "labels": [one if rng.random() < 0.6 else -100 for one in tokens],
+        "id": index,
+    }

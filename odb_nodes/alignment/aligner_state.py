@@ -127,6 +127,11 @@ class AlignerState(EpochState):
         return {"step": self.step, **terms, **weights}
 
     @property
+    def totals_digest(self) -> int:
+        """A number that is the same on all ranks of the same round."""
+        return AlignedRound.from_bytes(self.plan, self.tasks).digest()
+
+    @property
     def weights(self) -> dict[str, float] | None:
         """The weights that were set last, and agreed on; `None` where none were."""
         return self.weight_changes[-1][1] if self.weight_changes else None

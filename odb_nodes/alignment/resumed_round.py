@@ -75,6 +75,8 @@ class ResumedRound:
         if not at_end:
             self._form(most)
         self._reader.terms.budget.change(at)
+        if self._reader.recalls and self._reader.ahead is None:  # Nothing was formed before.
+            self._reader.terms.budget.tighten(at.next_limits)
         self._exclude(at_end)
 
     def _form(self, most: int) -> None:

@@ -16,6 +16,7 @@ from odb_nodes.loader.checkpoint_folders import file_name, step_of
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.resharding import reshard_parts
+from odb_nodes.loader.resharding.alike import alike
 from odb_nodes.loader.resharding.sealed import Ranks
 
 __all__ = ["CheckpointParts", "PartStates"]
@@ -123,18 +124,19 @@ class CheckpointParts:
             StateError: a file is damaged, has other parts, or lacks what a dict has; or a part
                 cannot be that of another number of ranks.
         """
-        files = [_read(folder, saved, ranks.before) for saved in range(ranks.before)]
-        shared = self._replicated_of(files[0]["parts"])
-        of_ranks = [
-            {name: one for name, one in file["parts"].items() if name not in shared}
-            for file in files
-        ]
+        first = _read(folder, 0, ranks.before)
+        shared = self._replicated_of(first["parts"])
+        of_ranks = [{name: one for name, one in first["parts"].items() if name not in shared}]
+        generators = [first["generators"]]
+        for saved in range(1, ranks.before):
+            file = _read(folder, saved, ranks.before)
+            of_ranks.append(_kept_once(file["parts"], of_ranks[0]))
+            generators.append(file["generators"])
         own = {}
         for name in of_ranks[0]:
             states = [one.get(name) for one in of_ranks]
             own[name] = reshard_parts(states, ranks.after, f"parts[{name!r}]")[rank]
-        generators = files[rank % ranks.before]["generators"]
-        return self._checked(folder, own | shared, generators)
+        return self._checked(folder, own | shared, generators[rank % ranks.before])
 
     def _replicated_of(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return those parts of rank 0 that it has written for all."""
@@ -202,6 +204,14 @@ def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
             f"`{folder}` to go on from the one before."
         )
     return dict(state)
+
+
+def _kept_once(parts: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a rank; those that are equal to the first one's take no memory more."""
+    return {
+        name: first[name] if name in first and alike(one, first[name]) else one
+        for name, one in parts.items()
+    }
 
 
 def _check_keys(place: str, part: dict[Any, Any], state: object, folder: Path) -> None:

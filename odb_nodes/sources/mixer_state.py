@@ -22,6 +22,7 @@ class MixerState(NodeState):
         weights: by which the last item was drawn, where they can change.
         targets: what each source should have had when they last changed; likewise.
         position: items of the epoch so far, skipped ones included; likewise.
+        had: sources that ranks had samples of before the epoch was dealt to another number of them.
     """
 
     sources: SourceStates
@@ -32,6 +33,7 @@ class MixerState(NodeState):
     weights: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
     targets: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
     position: Annotated[Count, Sparse()] = 0
+    had: Annotated[list[str], Sparse()] = field(default_factory=list)
 
     def validate(self) -> None:
         """Check that all fields are of the same sources, and that weights are some."""
@@ -41,5 +43,7 @@ class MixerState(NodeState):
         numbers = [*self.weights.values(), *self.targets.values()]
         if not all(map(math.isfinite, numbers)) or any(one < 0 for one in self.weights.values()):
             raise ValueError("`weights` or `targets` are no weights.")
-        if not (names == self.samples.keys() == self.tokens.keys() >= {*self.exhausted}):
-            raise ValueError("`sources`, `samples`, `tokens` and `exhausted` name other sources.")
+        if not (names == self.samples.keys() == self.tokens.keys() >= {*self.exhausted, *self.had}):
+            raise ValueError(
+                "`sources`, `samples`, `tokens`, `exhausted` and `had` name other sources."
+            )

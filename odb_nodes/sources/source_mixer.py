@@ -108,6 +108,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                 settable,
             )
         self._exhausted: list[str] = []  # at least once in this epoch
+        self._had: list[str] = []  # before the epoch was dealt to other ranks
         self._last = ""
         self._clear()
 
@@ -165,7 +166,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         for name, node in self.sources.items():
             node.reset(state.sources[name])
         self._samples, self._tokens = state.samples, state.tokens
-        self._exhausted, self._ended = state.exhausted, state.ended
+        self._exhausted, self._ended, self._had = state.exhausted, state.ended, state.had
         if self.changing is not None:
             self.changing.go_to(state.position, state.weights, state.targets)
 
@@ -181,6 +182,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             weights={} if changing is None else dict(changing.queue.weights),
             targets={} if changing is None else changing.queue.targets,
             position=0 if changing is None else changing.position,
+            had=self._had,
         )
 
     def next(self) -> Any:
@@ -276,6 +278,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._samples = dict.fromkeys(self.sources, 0)
         self._tokens = dict.fromkeys(self.sources, 0)
         self._exhausted = []
+        self._had = []
         self._ended = False
         if self.changing is not None:
             self.changing.begin()
@@ -299,7 +302,8 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     def _exhaust(self, name: str) -> None:
         # One of several ranks may have none of a small source, as long as it only runs out sooner.
         alone = resolve_rank(None, None)[1] == 1
-        if not self._samples[name] and (alone or self._stop != "all_exhausted"):
+        had = self._samples[name] or name in self._had
+        if not had and (alone or self._stop != "all_exhausted"):
             remedy = (
                 "Leave it out, or mend it: perhaps it can be read only once."
                 if alone

@@ -26,17 +26,19 @@ def states_in(folder: Path) -> list[Any]:
         raise FileNotFoundError(
             f"there is no folder `{folder}`: pass the folder of a checkpoint, with a file per rank."
         )
-    found = {
-        int(match[2]): (file, int(match[3]))
-        for file in folder.iterdir()
-        if (match := RANK_FILE.fullmatch(file.name))
-    }
+    files = [match for file in folder.iterdir() if (match := RANK_FILE.fullmatch(file.name))]
+    found = {int(match[2]): folder / match[0] for match in files}
     if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
         raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")
-    sizes = {size for _, size in found.values()}
+    if len(kinds := sorted({match[1] for match in files})) > 1:
+        raise StateError(
+            f"`{folder}` must hold the states of one checkpoint, but has files of several kinds, "
+            f"which begin with {kinds}. Give those of the loader a folder of their own."
+        )
+    sizes = {int(match[3]) for match in files}
     if len(sizes) != 1 or sorted(found) != [*range(min(sizes))]:
         raise StateError(
             f"`{folder}` must hold one state of each rank, but has {sorted(found)} of "
             f"{sorted(sizes)} ranks."
         )
-    return [load_state(found[rank][0]) for rank in sorted(found)]
+    return [load_state(found[rank]) for rank in sorted(found)]

@@ -58,6 +58,8 @@ def reshard_folder(
 
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
+    if len(states) == world_size:
+        return [*states]
     shared = {
         name: part
         for name, part in states[0]["parts"].items()

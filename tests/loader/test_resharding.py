@@ -1,30 +1,29 @@
 """A run goes on with another number of ranks: each sample of the epoch once, with exact losses."""
 
 import itertools
-import random
-from functools import cache
 
 import pytest
 import torch
-from aligned_ranks import TIMEOUT_S
+from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import (
     SAMPLES,
     augmented,
     ids_of,
+    infos,
     job,
     make,
     resharded,
     sample,
     states_at,
+    tokens_of,
+    whole,
 )
 from gradients import LanguageModel, gradient_of, mean_loss, relative_error
 
 from odb_nodes import (
     GroupCollator,
-    IterableSource,
     LengthObserver,
     Loader,
-    ODBDataLoader,
     PaddingCollate,
     ParallelProcessor,
     RankAligner,
@@ -34,7 +33,7 @@ from odb_nodes import (
     WindowBucketer,
     reshard,
 )
-from odb_nodes.loader.resharding.groups import dealt_by_tokens
+from odb_nodes.loader.resharding.pools import dealt_by_tokens
 
 RANKS = (1, 2, 3, 4, 8)
 PAIRS = [pair for pair in itertools.product(RANKS, RANKS) if pair[0] != pair[1]]
@@ -42,20 +41,10 @@ PAIRS = [pair for pair in itertools.product(RANKS, RANKS) if pair[0] != pair[1]]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@cache
-def whole(world_size):
-    """An epoch of so many ranks."""
-    return job(world_size)
-
-
 def steps_of(ranks, sampled, every=5):
     """The steps at which to reshard: with `--exhaustive` all of them."""
     places = range(len(ranks[0][1]))
     return [*places[:: sampled(every=every).get("every", 1)]]
-
-
-def infos(ranks):
-    return [[(info, ids) for info, ids in found] for found, *_ in ranks]
 
 
 def check_once(parts, counts):
@@ -174,16 +163,6 @@ def test_samples_are_the_same_on_other_ranks():
     assert all(len(contents) == 1 for contents in seen.values())
 
 
-def tokens_of(index):
-    rng = random.Random(index)
-    tokens = [rng.randrange(33) for _ in range(rng.randint(2, 24))]
-    return {
-        "input_ids": tokens,
-        "labels": [one if rng.random() < 0.6 else -100 for one in tokens],
-        "id": index,
-    }
-
-
 @pytest.mark.parametrize(("before", "after", "accumulate"), [(2, 3, 1), (4, 1, 2), (3, 4, 2)])
 def test_the_gradient_is_that_of_one_process(before, after, accumulate):
     options = {"process_fn": tokens_of, "accumulate": accumulate, "exclude": None}
@@ -234,6 +213,19 @@ def test_samples_that_are_excluded_later_are_counted_once():
     trained, left = ids_of([*begun, *rest])
     assert sorted(trained + left) == [*range(SAMPLES)]
     assert {*range(100, 110)} - {*ids_of(begun)[0]} <= {*left}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 15])
+def test_groups_are_under_a_budget_that_is_lowered_at_once(steps):
+    begun = job(3, steps=max(steps, 1))
+    states = resharded(begun, steps, 2)
+
+    def run(exchange):
+        loader = make(exchange, token_budget=TokenBudget(50, oversize="drop"))
+        loader.load_state_dict(states[exchange.rank], change_budget=True)
+        return [batch["input_ids"].numel() for batch in loader]
+
+    assert max(max(sizes) for sizes in on_ranks(2, run)) <= 50
 
 
 def test_of_composed_nodes():
@@ -296,94 +288,6 @@ def test_uneven_join_goes_on_as_long_as_no_rank_has_ended():
             break
         rest = job(2, resharded(begun, step, 2), uneven="join")
         check_once([first_steps(begun, step), rest], rest)
-
-
-# --- what cannot be resharded ---------------------------------------------------------------------
-
-
-def iterable(exchange, **options):
-    data = [tokens_of(index) for index in range(SAMPLES)]
-    return ODBDataLoader(
-        IterableSource(data, exchange.rank, exchange.world_size),
-        token_budget=80,
-        window=16,
-        process_group=exchange,
-        timeout_s=TIMEOUT_S,
-        **options,
-    )
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"make": iterable}, "the source cannot read samples by keys"),
-        ({"state": "payload"}, 'saved with `state="payload"`'),
-    ],
-    ids=["iterable", "payload"],
-)
-def test_what_no_other_rank_can_read_goes_on_with_others_between_epochs(how, message):
-    begun = job(2, **how)
-    with pytest.raises(StateError, match=message):
-        resharded(begun, 3, 3)
-    for step, epoch in ((0, 0), (-1, 1)):
-        rest = job(3, resharded(begun, step, 3), epochs=1 + epoch, **how)
-        expected = job(3, epochs=1 + epoch, **how)
-        assert infos(rest) == [
-            [one for one in found if one[0].epoch == epoch] for found in infos(expected)
-        ]
-
-
-def test_data_that_a_rank_has_for_itself_is_not_another_ranks():
-    begun = job(2, steps=3, sharded=True)
-    with pytest.raises(StateError, match="each rank has data of its own"):
-        resharded(begun, -1, 3)
-
-
-def test_states_of_all_ranks_are_needed():
-    states = states_at(whole(4), 2)
-    with pytest.raises(StateError, match=r"those of ranks \[1, 3\] are missing"):
-        reshard([states[0], states[2]], 2)
-    with pytest.raises(StateError, match=r"one of each rank, but are of ranks \[0, 0, 1, 2, 3\]"):
-        reshard([*states, states[0]], 2)
-    with pytest.raises(StateError, match=r"of jobs of \[3, 4\] ranks"):
-        reshard([*states[:3], states_at(whole(3), 2)[0]], 2)
-    with pytest.raises(ValueError, match="`states` must have the state of each rank"):
-        reshard([], 2)
-    with pytest.raises(StateError, match="hold none of a loader"):
-        reshard([{"step": 3}], 2)
-
-
-def test_states_of_other_steps_or_arguments_are_refused():
-    states = states_at(whole(2), 2)
-    with pytest.raises(StateError, match="`step` is 2 on rank 0, but 3 on rank 1"):
-        reshard([states[0], states_at(whole(2), 3)[1]], 3)
-    other = states_at(job(2, steps=2, window=8), 2)
-    with pytest.raises(StateError, match="of different graphs: `WindowBucketer` with"):
-        reshard([states[0], other[1]], 3)
-
-
-def test_a_damaged_state_is_refused():
-    states = states_at(whole(2), 2)
-    damaged = {**states[1], "num_yielded": 1}
-    with pytest.raises(StateError, match="digest"):
-        reshard([states[0], damaged], 3)
-
-
-def test_a_state_without_ranks_is_refused():
-    groups = WindowBucketer(LengthObserver(ShardedSampler(9, rank=0, world_size=1), len), 9)
-    with pytest.raises(StateError, match="below the `GroupCollator` must be a `RankAligner`"):
-        reshard([Loader(GroupCollator(groups)).state_dict()], 2)
-
-
-def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
-    states = states_at(whole(2), 2)
-    beside = [{"loader": one, "step": 2, "ema": torch.ones(3)} for one in states]
-    found = reshard(beside, 3)
-    assert [one["loader"] for one in found] == reshard(states, 3)
-    assert all(one["step"] == 2 and one["ema"].equal(torch.ones(3)) for one in found)
-    beside[1]["ema"] = torch.zeros(3)
-    with pytest.raises(StateError, match=r"`state\['ema'\]` must be equal on all ranks"):
-        reshard(beside, 3)
 
 
 def test_samples_are_dealt_to_as_many_and_as_long():

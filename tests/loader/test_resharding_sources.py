@@ -7,7 +7,6 @@ import random
 import re
 from collections import Counter
 
-import numpy as np
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import job, resharded, states_at
@@ -17,12 +16,12 @@ from odb_nodes import (
     Mixing,
     ODBDataLoader,
     StateError,
+    TokenBudget,
     WeightSchedule,
     WorkerOptions,
     reshard,
 )
 from odb_nodes.contract.state import add_digest
-from odb_nodes.sources.share import Share, dealt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -150,6 +149,26 @@ def test_of_a_mixture_each_sample_comes_once(files, by, before, after, sampled):
         assert sorted(ids) == everything
 
 
+@pytest.mark.parametrize("after", [1, 3, 8])
+def test_ranks_stand_for_as_many_samples_as_there_are_whatever_was_dropped(after):
+    def make(exchange):
+        datasets = {f"source {at}": range(20 * at, 20 * at + 20) for at in range(10)}
+        return ODBDataLoader(
+            datasets,
+            token_budget=TokenBudget(90, oversize="drop"),
+            window=12,
+            round_size=8,
+            timeout_s=TIMEOUT_S,
+            process_group=exchange,
+            process_fn=lambda index: {"input_ids": [1] * 200} if index % 3 == 0 else text(index),
+        )
+
+    begun = job(2, make=make)
+    for step in range(1, len(begun[0][1]) - 1, 5):
+        rest = job(after, resharded(begun, step, after), make=make)
+        assert sum(total for *_, (*_, total) in rest) == 200
+
+
 def shares_of(ranks, steps):
     counts = Counter()
     for found, *_ in ranks:
@@ -221,6 +240,27 @@ def test_sources_that_began_again_on_some_ranks_alone_are_refused():
     assert outcomes.pop("resharded") and outcomes
 
 
+@pytest.mark.parametrize("stop", ["cycle", "first_exhausted"])
+def test_a_rank_may_have_nothing_left_of_a_source_that_others_had(stop):
+    def make(exchange):
+        return ODBDataLoader(
+            {"a": [text(index) for index in range(400)], "b": [text(1000 + at) for at in range(4)]},
+            weights=Mixing(weights={"a": 30, "b": 1}, stop=stop),
+            token_budget=90,
+            window=12,
+            timeout_s=TIMEOUT_S,
+            process_group=exchange,
+        )
+
+    assert job(4, make=make, steps=3)  # where each rank has a sample of each source, it begins
+    begun = job(1, make=make, steps=20)
+    for step in (1, 8, 19):
+        states = resharded(begun, step, 4)
+        had = [_find(state, "SourceMixer")["samples"]["b"] for state in states]
+        assert 0 in had and any(had)
+        assert job(4, states, make=make, steps=5)
+
+
 @pytest.mark.parametrize("ramp", [False, True])
 def test_weights_that_change_go_on(ramp):
     schedule = WeightSchedule([(0, EQUAL), (120, {**EQUAL, "a": 6})], ramp=ramp)
@@ -267,43 +307,3 @@ def test_a_mixture_whose_sources_are_not_counted_is_refused():
     del at["taken_of"], states[0]["digest"]
     with pytest.raises(StateError, match="the sources of only 0 are known"):
         reshard([add_digest(states[0]), states[1]], 3)
-
-
-def test_what_is_left_of_a_share_is_dealt_once():
-    rng = random.Random(0)
-    for _ in range(100):
-        size, ranks = rng.randrange(1, 200), rng.randrange(1, 6)
-        shares, seen = [Share(rank, ranks) for rank in range(ranks)], []
-        for _ in range(3):
-            left = []
-            for share in shares:
-                out = rng.randint(share.done, share.count(size))
-                seen += share.at(share.done, out).tolist()
-                left.append(share.after(out))
-            ranks = rng.randrange(1, 6)
-            states = dealt(left, ranks, size)
-            for state in states:
-                state.done = rng.randrange(5)
-                state.validate()
-            shares = [Share(rank, ranks, state) for rank, state in enumerate(states)]
-        for share in shares:
-            numbers = share.at(share.done, share.count(size))
-            assert all(number in share for number in numbers.tolist())
-            assert sum(number in share for number in range(size)) == len(numbers)
-            seen += numbers.tolist()
-        assert sorted(seen) == [*range(size)]
-
-
-def test_what_is_left_from_a_number_on():
-    for start, named in ((0, []), (12, [3, 5, 9])):
-        state = dealt([Share(0, 1).after(0)], 1)[0]
-        state.start, state.extra = start, np.array(named, "<i8").tobytes() or None
-        for rank in range(3):
-            share = Share(rank, 3, state)
-            own = [number for number in range(60) if number in share]
-            for number in range(40):
-                rest = [one for one in own if one >= number]
-                for read_already in (0, 1, 4):
-                    left = share.from_number(number, read_already)
-                    found = [*left.named.tolist(), *range(left.start + rank, 60, 3)]
-                    assert found == rest[read_already:]

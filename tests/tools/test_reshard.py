@@ -65,6 +65,37 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     assert parts["model"].state["weight"].equal(torch.ones(3))
 
 
+def save_parts(folder, states):
+    """Save what `Checkpoints` does of each rank."""
+    folder.mkdir(parents=True)
+    for rank, state in enumerate(states):
+        about = {"version": 1, "step": 2, "rank": rank, "world_size": len(states)}
+        saved = {"checkpoint": about, "parts": {"loader": state}, "generators": {}}
+        save_state(saved, folder / f"rank{rank:05d}-of-{len(states):05d}.pt")
+    return folder
+
+
+def test_as_many_ranks_as_before_get_their_states_as_they_are(tmp_path, states):
+    for folder in (
+        save(tmp_path / "states", states),
+        save_parts(tmp_path / "parts", states),
+    ):
+        files = reshard_folder(folder, 3, tmp_path / f"new {folder.name}")
+        assert [load_state(file) for file in files] == [
+            load_state(folder / file.name) for file in files
+        ]
+
+
+def test_files_that_were_mixed_up_are_refused(tmp_path, states):
+    folder = save_parts(tmp_path / "saved", [states[1], states[0], states[2]])
+    with pytest.raises(StateError, match="mixed up"):
+        reshard_folder(folder, 2, tmp_path / "new")
+    both = save(tmp_path / "both", states)
+    save_state({"other": 1}, both / "other-rank00000-of-00003.pt")
+    with pytest.raises(StateError, match="of several kinds"):
+        reshard_folder(both, 2, tmp_path / "new")
+
+
 def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
     folder = save(tmp_path / "saved", states)
     with pytest.raises(StateError, match="has states already"):

@@ -20,7 +20,7 @@ _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
     "SourceMixer": {
         "exhausted": [],
         "ended": False,
-        **dict.fromkeys(("weights", "targets", "position"), _ABSENT),
+        **dict.fromkeys(("weights", "targets", "position", "had"), _ABSENT),
     },
     "WindowBucketer": {
         "pulled": 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from odb_nodes.contract import NodeState, copy_state
 from odb_nodes.contract.fields import sparse_defaults
@@ -90,28 +90,22 @@ def check_alike(node: str, values: Sequence[NodeState], fields: Sequence[str]) -
                 )
 
 
-def sealed_as(
-    state: Mapping[str, Any], values: NodeState, rank: int | None = None, world_size: int = 1
-) -> Any:
-    """Return a state like another one, of a rank that goes on.
+def sealed_for_ranks(state: Mapping[str, Any], values: Sequence[NodeState]) -> list[dict[str, Any]]:
+    """Return states like another one, of the ranks that go on.
 
     Args:
-        state: whose node and configuration it has.
-        values: what it holds; a source's state in it is not copied.
-        rank: the rank that goes on; `None` for a node that does not say which it is of.
-        world_size: number of ranks that go on.
+        state: whose node and configuration they have.
+        values: what each of them holds; a source's state in it is not copied.
     """
-    config = dict(state["config"])
-    config |= {
-        name: value
-        for name, value in zip(OF_A_RANK, (rank, world_size), strict=True)
-        if name in config
-    }
-    declared: Any = type(values)
-    sparse = sparse_defaults(declared)
-    held = {
-        name: value
-        for name, value in vars(values).items()
-        if name not in sparse or value != sparse[name]
-    }
-    return seal(node_of(state), copy_state(config), held)
+    config, declared = dict(state["config"]), cast(Any, type(values[0]))
+    sparse, sealed = sparse_defaults(declared), []
+    for rank, one in enumerate(values):
+        own = zip(OF_A_RANK, (rank, len(values)), strict=True)
+        config |= {name: value for name, value in own if name in config}
+        held = {
+            name: value
+            for name, value in vars(one).items()
+            if name not in sparse or value != sparse[name]
+        }
+        sealed.append(seal(node_of(state), copy_state(config), held))
+    return sealed

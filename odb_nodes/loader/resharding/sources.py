@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from odb_nodes.contract import EpochState
@@ -15,7 +16,7 @@ from odb_nodes.loader.resharding.sealed import (
     check_alike,
     node_of,
     opened,
-    sealed_as,
+    sealed_for_ranks,
 )
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.processing.processor_state import ProcessorState
@@ -75,10 +76,11 @@ def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, An
 def _observer(states: Sequence[Any], reading: Reading) -> list[Any]:
     found = opened(states, ObserverState)
     sources = reshard_source([one.source for one in found], reading)
-    return [
-        sealed_as(states[0], ObserverState(source=source, position=done), rank, len(sources))
-        for rank, (source, done) in enumerate(zip(sources, reading.done, strict=True))
+    values = [
+        ObserverState(source=source, position=done)
+        for source, done in zip(sources, reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -89,15 +91,12 @@ def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
     below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
     sources = reshard_source([one.source for one in found], below)
     started = any(one.started for one in found)
-    return [
-        sealed_as(
-            states[0],
-            replace(found[0], source=source, started=started, taken=0, position=done, taken_of={}),
-            rank,
-            len(sources),
-        )
-        for rank, (source, done) in enumerate(zip(sources, reading.done, strict=True))
+    alike = replace(found[0], started=started, taken=0, taken_of={})
+    values = [
+        replace(alike, source=source, position=done)
+        for source, done in zip(sources, reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -108,24 +107,13 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
         Share(rank, ranks.before, one).after(one.position + taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
     ]
-    started = any(one.started for one in found)
+    alike = replace(found[0], started=any(one.started for one in found))
     shares = dealt(left, ranks.after, states[0]["config"]["size"])
-    return [
-        sealed_as(
-            states[0],
-            replace(
-                found[0],
-                started=started,
-                position=done,
-                done=done,
-                start=share.start,
-                extra=share.extra,
-            ),
-            rank,
-            ranks.after,
-        )
-        for rank, (share, done) in enumerate(zip(shares, reading.done, strict=True))
+    values = [
+        replace(alike, position=done, done=done, start=share.start, extra=share.extra)
+        for share, done in zip(shares, reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
@@ -137,25 +125,20 @@ def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
     ]
     earliest = min(found, key=lambda one: one.record)
-    started = any(one.started for one in found)
-    return [
-        sealed_as(
-            states[0],
-            replace(earliest, started=started, done=done, start=share.start, extra=share.extra),
-            rank,
-            ranks.after,
-        )
-        for rank, (share, done) in enumerate(
-            zip(dealt(left, ranks.after), reading.done, strict=True)
-        )
+    alike = replace(earliest, started=any(one.started for one in found))
+    values = [
+        replace(alike, done=done, start=share.start, extra=share.extra)
+        for share, done in zip(dealt(left, ranks.after), reading.done, strict=True)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks, stop = opened(states, MixerState), reading.ranks, states[0]["config"]["stop"]
     names = [*found[0].sources]
+    read_of = reading.taken_of or [{} for _ in found]
     taken_of = [
-        _taken_by_source(rank, at, reading.taken[rank], (*reading.taken_of[rank:], {})[0])
+        _taken_by_source(rank, at, reading.taken[rank], read_of[rank])
         for rank, at in enumerate(found)
     ]
     for at, of in zip(found, taken_of, strict=True):
@@ -167,7 +150,7 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     samples, done = _shared_out(found, "samples", ranks), _done_by_source(found, reading)
     sources: dict[str, list[Any]] = {}
     for name in names:
-        below = [_within(name, one) for one in reading.taken_of]
+        below = [_within(name, one) for one in read_of]
         counts = [of[name] for of in taken_of]
         part = Reading(ranks=ranks, taken=counts, taken_of=below, done=done[name])
         try:
@@ -177,29 +160,27 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     tokens = _shared_out(found, "tokens", ranks)
     exhausted = [name for name in found[0].exhausted if all(name in at.exhausted for at in found)]
     is_over = any if stop == "first_exhausted" else all
+    had = [name for name in names if any(at.samples[name] or name in at.had for at in found)]
     farthest_back = min(found, key=lambda at: at.position)
     positions = ranks.split(sum(at.position for at in found))
-    return [
-        sealed_as(
-            states[0],
-            MixerState(
-                sources={name: sources[name][rank] for name in names},
-                samples={name: samples[name][rank] for name in names},
-                tokens={name: tokens[name][rank] for name in names},
-                exhausted=exhausted,
-                ended=is_over(at.ended for at in found),
-                weights=farthest_back.weights,
-                targets={
-                    name: sum(at.targets[name] for at in found) / ranks.after
-                    for name in found[0].targets
-                },
-                position=positions[rank],
-            ),
-            rank,
-            ranks.after,
+    values = [
+        MixerState(
+            sources={name: sources[name][rank] for name in names},
+            samples={name: samples[name][rank] for name in names},
+            tokens={name: tokens[name][rank] for name in names},
+            exhausted=exhausted,
+            ended=is_over(at.ended for at in found),
+            weights=farthest_back.weights,
+            targets={
+                name: sum(at.targets[name] for at in found) / ranks.after
+                for name in found[0].targets
+            },
+            position=positions[rank],
+            had=had,
         )
         for rank in range(ranks.after)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def _check_cycles(node: str, found: Sequence[EpochState]) -> None:
@@ -254,14 +235,19 @@ def _shared_out(found: Sequence[MixerState], what: str, ranks: Ranks) -> dict[st
 
 
 def _done_by_source(found: Sequence[MixerState], reading: Reading) -> dict[str, list[int]]:
-    """Return what the ranks stand for of each source: together what they stand for of all."""
-    done = _shared_out(found, "samples", reading.ranks)
-    largest = max(done, key=lambda name: sum(done[name]))
-    done[largest] = [
-        max(0, total - sum(done[name][rank] for name in done if name != largest))
-        for rank, total in enumerate(reading.done)
-    ]
-    return done
+    """Return what the ranks stand for of each source: together what they stand for of all.
+
+    Sources and ranks are laid along one line: a rank stands for what lies beside it.
+    """
+    totals = {name: sum(at.samples[name] for at in found) for name in found[0].samples}
+    skipped = sum(reading.done) - sum(totals.values())  # which a mixture does not count
+    totals[max(totals, key=lambda name: totals[name])] += skipped
+    of_sources = [0, *accumulate(totals.values())]
+    of_ranks = [0, *accumulate(reading.done)]
+    return {
+        name: [max(0, min(stop, last) - max(start, first)) for start, stop in pairwise(of_ranks)]
+        for name, (first, last) in zip(totals, pairwise(of_sources), strict=True)
+    }
 
 
 _Rule = Callable[[Sequence[Any], Reading], list[Any]]

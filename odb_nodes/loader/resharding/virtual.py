@@ -10,8 +10,8 @@ from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.virtual_ranks import VirtualState
 from odb_nodes.contract import copy_state
 from odb_nodes.errors import StateError
-from odb_nodes.loader.resharding.groups import check_between_optimizer_steps
-from odb_nodes.loader.resharding.sealed import check_alike, node_of, opened, sealed_as
+from odb_nodes.loader.resharding.rounds import check_between_optimizer_steps
+from odb_nodes.loader.resharding.sealed import check_alike, node_of, opened, sealed_for_ranks
 from odb_nodes.nodes.group_collator import CollatorState
 
 NODE = "VirtualRanks"
@@ -43,18 +43,15 @@ def rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[s
         _check_place([*graphs.values()], found[0].turn)
     hosted = len(graphs) // world_size
     names = [*graphs]
-    return [
-        sealed_as(
-            states[0],
-            replace(
-                found[0],
-                sources={name: copy_state(graphs[name]) for name in names[first : first + hosted]},
-                **dict.fromkeys(("turn", "samples", "digest"), 0),
-            ),
-            world_size=world_size,
+    values = [
+        replace(
+            found[0],
+            sources={name: copy_state(graphs[name]) for name in names[first : first + hosted]},
+            **dict.fromkeys(("turn", "samples", "digest"), 0),
         )
         for first in range(0, len(names), hosted)
     ]
+    return sealed_for_ranks(states[0], values)
 
 
 def process_of(state: Mapping[str, Any]) -> dict[str, int]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-import torch
 
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment.weight_setter import SetterState
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
+from odb_nodes.contract.state import ENVELOPE, add_digest, seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
-from odb_nodes.loader.resharding.groups import reshard_aligner
-from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_as
+from odb_nodes.loader.resharding.alike import alike
+from odb_nodes.loader.resharding.monitors import monitor_anew
+from odb_nodes.loader.resharding.rounds import reshard_aligner
+from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
 from odb_nodes.loader.resharding.virtual import NODE as VIRTUAL
 from odb_nodes.loader.resharding.virtual import process_of, rehost
 from odb_nodes.nodes.group_collator import CollatorState
@@ -37,7 +38,8 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
         world_size: number of ranks from now on.
 
     Returns:
-        The state of each rank, in their order.
+        The state of each rank, in their order. With another number of ranks, data beside a loader
+        are the first rank's, and not copied.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -77,28 +79,38 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     first = states[0]
     if _is_loader(first):
         return _reshard_loader(states, world_size)
+    if all(map(_is_sealed_whole, states)):
+        bare = [_without_digest(one, place) for one in states]
+        are_monitors = {*map(node_of, bare)} == {"Monitor"}
+        rule = monitor_anew if are_monitors else partial(reshard_parts, place=place)
+        return [add_digest(one) for one in rule(bare, world_size)]
     if isinstance(first, Mapping) and all(
         isinstance(one, Mapping) and one.keys() == first.keys() for one in states
     ):
         parts = {
             key: reshard_parts([one[key] for one in states], world_size, f"{place}[{key!r}]")
             for key in first
-            if not (key == _DIGEST and node_of(first))
         }
-        found = [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
-        return [add_digest(one) for one in found] if len(parts) < len(first) else found
+        return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
     for rank, one in enumerate(states):
-        if not _alike(first, one):
+        if not alike(first, one):
             raise StateError(
                 f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
                 f"is {first!r:.80} on rank 0, and {one!r:.80} on rank {rank}. Reshard the states "
                 "of the loader alone; what is sharded (FSDP) torch.distributed.checkpoint can load."
             )
-    return [copy_state(first) for _ in range(world_size)]
+    return [first] * world_size  # not copied: it may be a model
 
 
 def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     name = node_of(states[0])
+    order = _order([_rank_of(state) for state in states])
+    for rank, place in enumerate(order):
+        if rank != place:
+            raise StateError(
+                f"the state of rank {rank} of a loader is where that of rank {place} should be: "
+                "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
+            )
     found = [unseal_whole(state, name, LoaderState) for state in states]
     check_alike(name, found, ("ended", "left", "next_epoch"))
     left = found[0].ended or found[0].left
@@ -125,20 +137,36 @@ def _reshard_root(
     sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
     if not between_epochs:
         check_alike(node, found, ("step", "number", "calls")[: 1 if node == "GroupCollator" else 3])
-    changes: list[dict[str, Any]] = [{} for _ in sources]
+    values = [replace(found[0], source=source) for source in sources]
     if node == "GroupCollator":
         samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
-        changes = [{"samples": count} for count in samples]
-    return [
-        sealed_as(states[0], replace(found[0], source=source, **changes[rank]), rank, world_size)
-        for rank, source in enumerate(sources)
-    ], between_epochs
+        values = [replace(one, samples=own) for one, own in zip(values, samples, strict=True)]
+    return sealed_for_ranks(states[0], values), between_epochs
+
+
+def _is_sealed_whole(state: Any) -> bool:
+    """Tell whether a state is one of `seal_whole`."""
+    return bool(node_of(state)) and {*ENVELOPE, _DIGEST} <= state.keys()
+
+
+def _without_digest(state: Any, place: str) -> dict[str, Any]:
+    """Return a sealed state without its digest, which is that of what it holds.
+
+    Raises:
+        StateError: it is not.
+    """
+    bare = {key: one for key, one in state.items() if key != _DIGEST}
+    if add_digest(bare)[_DIGEST] != state[_DIGEST]:
+        raise StateError(
+            f"`{place}` is damaged: its digest is not that of what was saved. Use an earlier "
+            "checkpoint."
+        )
+    return bare
 
 
 def _is_loader(state: Any) -> bool:
     """Tell whether a state is that of a `Loader`, by whatever name a subclass has."""
-    fields = {*LoaderState.__dataclass_fields__, _DIGEST}
-    return bool(node_of(state)) and fields <= state.keys()
+    return _is_sealed_whole(state) and LoaderState.__dataclass_fields__.keys() <= state.keys()
 
 
 def _loaders_in(state: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -160,7 +188,7 @@ def _rank_of(state: Any) -> Any:
     node = "Loader"
     inner: Any = state.get("root") if isinstance(state, Mapping) else None
     while (name := node_of(inner)) in ("GroupCollator", "WeightSetter"):
-        node, inner = name, inner["source"]
+        node, inner = name, inner.get("source")
     if name == VIRTUAL:
         return process_of(inner)
     if name != "RankAligner":
@@ -189,16 +217,9 @@ def _order(configs: Sequence[Any]) -> list[int]:
             "missing. Use a checkpoint that all ranks have saved."
         )
     if len(found) != sizes[0]:
-        raise StateError(f"the states must be one of each rank, but are of ranks {sorted(found)}.")
+        raise StateError(
+            f"the states must be one of each rank, but are of ranks {sorted(found)} of {sizes[0]}. "
+            "Where several processes read the same data, reshard one state of each rank; a loader "
+            "of one process alone cannot be resharded."
+        )
     return sorted(range(len(configs)), key=lambda index: found[index])
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal, also where they hold tensors."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return type(one) is type(other) and bool(one == other)

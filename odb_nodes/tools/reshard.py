@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from odb_nodes._core.checks import check_count
+from odb_nodes.contract.state import add_digest
 from odb_nodes.contract.state_file import save_state
 from odb_nodes.errors import StateError
 from odb_nodes.loader.resharding import reshard, reshard_parts
+from odb_nodes.loader.resharding.sealed import node_of
+from odb_nodes.monitor.resharding import HOLDER, reshard_monitor
 from odb_nodes.tools.rank_states import RANK_FILE, states_in
 
 __all__ = ["reshard_folder"]
@@ -47,13 +50,39 @@ def reshard_folder(
     if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS:
         found = _of_checkpoints(states, world_size)
     else:
-        found = reshard(states, world_size)
+        found = _of_trainer(states, world_size)
     prefix = names[0][1]
     out.mkdir(parents=True, exist_ok=True)
     files = [out / f"{prefix}rank{rank:05d}-of-{world_size:05d}.pt" for rank in range(world_size)]
     for state, file in zip(found, files, strict=True):
         save_state(state, file)
     return files
+
+
+def _of_trainer(states: Sequence[Any], world_size: int) -> list[Any]:
+    """Return the states of loaders, alone or beside other data of a run, such as a `Monitor`."""
+    if len(states) == world_size or not all(_has_monitor(state) for state in states):
+        return reshard(states, world_size)
+    monitors = reshard_monitor([state["monitor"] for state in states], world_size)
+    others = [
+        {key: value for key, value in state.items() if key not in ("monitor", "digest")}
+        for state in states
+    ]
+    found = [
+        {**state, "monitor": monitor}
+        for state, monitor in zip(reshard(others, world_size), monitors, strict=True)
+    ]
+    return [add_digest(one) if "digest" in states[0] else one for one in found]
+
+
+def _has_monitor(state: Any) -> bool:
+    return isinstance(state, Mapping) and node_of(state.get("monitor")) == HOLDER
+
+
+def _of_part(states: Sequence[Any], world_size: int, place: str) -> list[Any]:
+    if node_of(states[0]) == HOLDER:
+        return reshard_monitor(states, world_size)
+    return reshard_parts(states, world_size, place)
 
 
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
@@ -67,7 +96,11 @@ def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, An
         {name: one for name, one in state["parts"].items() if name not in shared}
         for state in states
     ]
-    parts = reshard_parts(own, world_size, "parts")
+    of_parts = {
+        name: _of_part([one.get(name) for one in own], world_size, f"parts[{name!r}]")
+        for name in own[0]
+    }
+    parts = [{name: of[rank] for name, of in of_parts.items()} for rank in range(world_size)]
     parts[0] |= shared
     return [
         {

@@ -14,6 +14,7 @@ from language_models import read
 from rank_jobs import RankJob
 
 from odb_nodes import audit
+from odb_nodes.monitor import read_run
 
 SIZE = 60
 PROGRAM = """
@@ -53,6 +54,8 @@ def test_a_trainer(tmp_path, after):
     with job(tmp_path, "trainer_jobs", after, options | {"name": "on", "resume": True}) as ranks:
         ranks.finish(200)
     check(ledger, (2, after))
+    (epoch,) = read_run(tmp_path / "monitor").epochs
+    assert epoch["sum"]["samples"] == SIZE and epoch["first_step"] == 1
 
 
 @pytest.mark.parametrize("after", [1, 3])

@@ -33,6 +33,10 @@ def states_in(folder: Path) -> list[Any]:
     }
     if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
         raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")
+    if not found:
+        raise StateError(
+            f"`{folder}` has no states: pass the folder of a checkpoint, with a file per rank."
+        )
     sizes = {size for _, size in found.values()}
     if len(sizes) != 1 or sorted(found) != [*range(min(sizes))]:
         raise StateError(

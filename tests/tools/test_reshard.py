@@ -127,6 +127,11 @@ def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
         reshard_folder(tmp_path / "none", 2, tmp_path / "new")
     with pytest.raises(ValueError, match="world_size"):
         reshard_folder(folder, 0, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        StateError, match="`.*empty` has no states: pass the folder of a checkpoint"
+    ):
+        reshard_folder(tmp_path / "empty", 2, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

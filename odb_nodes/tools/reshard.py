@@ -30,15 +30,15 @@ def reshard_folder(
         folder: the folder of a checkpoint, of `Checkpoints`, `save_rank_state` or a trainer. Its
             other files are not copied.
         world_size: number of ranks from now on.
-        out: the folder to write into, made where it does not exist. To load it with `Checkpoints`,
-            give it the name that `folder` has.
+        out: the folder to write into, made where it does not exist. For a checkpoint of
+            `Checkpoints` it must have the name that `folder` has.
 
     Returns:
         The files, by rank.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        TypeError, ValueError: `world_size` is no number of ranks.
+        TypeError, ValueError: `world_size` is no number of ranks, or `out` has another name.
         StateError: the states cannot be resharded, or `out` has states already.
     """
     folder, out = Path(folder), Path(out)
@@ -48,6 +48,11 @@ def reshard_folder(
     if out.is_dir() and any(RANK_FILE.fullmatch(file.name) for file in out.iterdir()):
         raise StateError(f"`{out}` has states already. Give a folder without any.")
     if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS:
+        if out.resolve().name != folder.resolve().name:
+            raise ValueError(
+                f"`out` must have the name of `folder`, by which `Checkpoints` finds it, but is "
+                f"`{out}`. Give `{out / folder.resolve().name}`."
+            )
         found = _of_checkpoints(states, world_size)
     else:
         found = _of_trainer(states, world_size)

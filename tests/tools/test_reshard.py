@@ -67,6 +67,10 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
         if rank == 0:
             own["parts"]["model"] = {"weight": torch.ones(3)}
         save_state(own, folder / f"rank{rank:05d}-of-00003.pt")
+    with pytest.raises(
+        ValueError, match=f"`out` must have the name .* Give `.*/after/{folder.name}`"
+    ):
+        reshard_folder(folder, 1, tmp_path / "after")
     reshard_folder(folder, 1, tmp_path / "after" / folder.name)
     parts = {"loader": Part(), "done": {}, "model": Part()}
     assert Checkpoints(tmp_path / "after", parts, replicated=["model"]).load() == 6

@@ -79,6 +79,22 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     assert parts["model"].state["weight"].equal(torch.ones(3))
 
 
+def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
+    folder = save(tmp_path / "saved", states)
+    with pytest.raises(StateError, match="has states already"):
+        reshard_folder(folder, 2, folder)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        reshard_folder(tmp_path / "none", 2, tmp_path / "new")
+    with pytest.raises(ValueError, match="world_size"):
+        reshard_folder(folder, 0, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        StateError, match="`.*empty` has no states: pass the folder of a checkpoint"
+    ):
+        reshard_folder(tmp_path / "empty", 2, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.fixture
 def monitored(tmp_path):
     """The states of a monitor on two ranks, which were told of other losses."""
@@ -121,22 +137,6 @@ def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, mon
 def test_monitors_at_different_steps_are_refused(tmp_path, monitored):
     with pytest.raises(StateError, match="`step` is 3 on rank 0, but 0 on rank 1"):
         Monitor.reshard_states([monitored[0], Monitor(tmp_path / "new").state_dict()], 3)
-
-
-def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
-    folder = save(tmp_path / "saved", states)
-    with pytest.raises(StateError, match="has states already"):
-        reshard_folder(folder, 2, folder)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        reshard_folder(tmp_path / "none", 2, tmp_path / "new")
-    with pytest.raises(ValueError, match="world_size"):
-        reshard_folder(folder, 0, tmp_path / "new")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        StateError, match="`.*empty` has no states: pass the folder of a checkpoint"
-    ):
-        reshard_folder(tmp_path / "empty", 2, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 def run(*arguments):

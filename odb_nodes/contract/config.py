@@ -39,6 +39,8 @@ _NO_SHAPES = (
     "groups that were formed before would have more rows than their shape has now. "
 )
 
+_OF_THE_JOB = "RankAligner"  # the node whose ranks are those of the job
+
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
 _smaller: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_smaller", default=False)
 
@@ -91,7 +93,7 @@ def check_config(
     changes = _changes(saved, present)
     if changes:
         message = f"the state does not fit {node}: {'; '.join(changes.values())}. "
-        message += _budget_remedy(saved, present)
+        message += _budget_remedy(saved, present) + _ranks_remedy(node, saved, present)
         _reject(message, [name for name in changes if name in fixed])
 
 
@@ -116,8 +118,9 @@ def several_changes(nodes: Iterable[tuple[str, Mapping[str, Any]]], state: objec
     if len(changes) < 2:
         return None
     parts = (f"{name}: {'; '.join(found.values())}" for name, found in changes.items())
-    smaller = {_budget_remedy(saved[name], present[name]) for name in changes}
-    return f"the state does not fit {'. '.join(parts)}. {''.join(sorted(smaller))}{_REMEDY}"
+    remedies = {_budget_remedy(saved[name], present[name]) for name in changes}
+    remedies |= {_ranks_remedy(name, saved[name], present[name]) for name in changes}
+    return f"the state does not fit {'. '.join(parts)}. {''.join(sorted(remedies))}{_REMEDY}"
 
 
 def equal(saved: Any, present: Any) -> bool:
@@ -128,8 +131,9 @@ def equal(saved: Any, present: Any) -> bool:
 def _reject(message: str, fixed: Collection[str]) -> None:
     if fixed:
         raise StateError(
-            f"{message}Of these, `{'`, `'.join(fixed)}` can change only between epochs: build the "
-            "node as it was, or load a state that was saved after the last step of an epoch."
+            f"{message}By `strict=False`, `{'`, `'.join(fixed)}` can change only between epochs: "
+            "build the node as it was, or load a state that was saved after the last step of an "
+            "epoch."
         )
     message += _REMEDY
     if _strict.get():
@@ -178,6 +182,17 @@ def _budget_remedy(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     if _has_padded_shapes(present):
         return _NO_SHAPES
     return "" if _smaller.get() else _LOAD_SMALLER
+
+
+def _ranks_remedy(node: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Return what to do where a job of another number of ranks has saved; `""` where none has."""
+    before, now = saved.get("world_size"), present.get("world_size")
+    if node != _OF_THE_JOB or equal(before, now):
+        return ""
+    return (
+        f"To go on with another number of ranks, take the states of all {before}: by "
+        f"`reshard(states, {now})`, `load_rank_state` or `Checkpoints.load`. "
+    )
 
 
 def sealed_configs(state: object) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -80,8 +80,18 @@ def follow(scheduler: LRScheduler, position: Callable[[], float]) -> LambdaLR:
             f"`scheduler` must be a `LambdaLR`, but is a `{type(scheduler).__name__}` instead. "
             "`linear`, `cosine` and `constant_with_warmup` of transformers are."
         )
+    return at_positions(scheduler, lambda _: position())
 
-    def followed(shape: Callable[[Any], float]) -> Callable[[int], float]:
-        return lambda _: shape(position())
 
-    return LambdaLR(scheduler.optimizer, [followed(shape) for shape in scheduler.lr_lambdas])
+def at_positions(scheduler: LambdaLR, position: Callable[[int], float]) -> LambdaLR:
+    """Return a schedule of the same shape that stands at `position(n)` after n steps.
+
+    Args:
+        scheduler: a schedule; do not use it any more.
+        position: a function of the number of steps that returns a position in steps of `scheduler`.
+    """
+
+    def moved(shape: Callable[[Any], float]) -> Callable[[int], float]:
+        return lambda step: shape(position(step))
+
+    return LambdaLR(scheduler.optimizer, [moved(shape) for shape in scheduler.lr_lambdas])

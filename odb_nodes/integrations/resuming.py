@@ -14,6 +14,7 @@ from odb_nodes.loader.checkpoint import saved_states
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.resharding import reshard
 from odb_nodes.loader.resharding.sealed import check_alike
+from odb_nodes.monitor.resharding import reshard_monitor
 
 __all__ = [
     "begin_or_resume",
@@ -73,9 +74,6 @@ def resharded_run(
 ) -> S:
     """Return the position of a run on one rank, out of those of another number of ranks.
 
-    The counts of a `Monitor` since its last record are those of the ranks there were: it begins
-    anew at this step.
-
     Args:
         runs: its position on each rank that there was, in their order, with fields `loader`, which
             may be None, and `monitor`.
@@ -91,7 +89,9 @@ def resharded_run(
     positions: Sequence[Any] = runs
     if positions[0].loader is not None:
         own["loader"] = reshard([one.loader for one in positions], world_size)[rank]
-    run: S = replace(positions[0], monitor=None, **own)
+    if positions[0].monitor is not None:
+        own["monitor"] = reshard_monitor([one.monitor for one in positions], world_size)[rank]
+    run: S = replace(positions[0], **own)
     return run
 
 

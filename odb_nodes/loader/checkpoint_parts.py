@@ -46,6 +46,13 @@ class _Part(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
+@runtime_checkable
+class _ReshardedPart(Protocol):
+    """A part that knows itself what another number of ranks goes on with."""
+
+    def reshard_states(self, states: list[Any], world_size: int) -> list[Any]: ...
+
+
 class CheckpointParts:
     """The parts of a rank that are saved together, and the global random generators.
 
@@ -135,8 +142,27 @@ class CheckpointParts:
         own = {}
         for name in of_ranks[0]:
             states = [one.get(name) for one in of_ranks]
-            own[name] = reshard_parts(states, ranks.after, f"parts[{name!r}]")[rank]
+            own[name] = self._resharded(name, states, ranks.after)[rank]
         return self._checked(folder, own | shared, generators[rank % ranks.before])
+
+    def _resharded(self, name: str, states: list[Any], world_size: int) -> list[Any]:
+        """Return the states of a part on all ranks as those of another number of ranks."""
+        part = self._parts.get(name)
+        if not isinstance(part, _ReshardedPart):
+            try:
+                return reshard_parts(states, world_size, f"parts[{name!r}]")
+            except StateError as error:
+                if isinstance(part, Loader | ODBDataLoader):
+                    raise
+                more = "Or give the part a method `reshard_states`: see `Checkpoints`."
+                raise StateError(f"{error} {more}") from error
+        found = part.reshard_states(states, world_size)
+        if len(found) != world_size:
+            raise ValueError(
+                f"`reshard_states` of `parts[{name!r}]` must return the state of each of the "
+                f"{world_size} ranks, but returned {len(found)}."
+            )
+        return found
 
     def _replicated_of(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return those parts of rank 0 that it has written for all."""

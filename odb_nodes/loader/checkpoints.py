@@ -52,7 +52,9 @@ class Checkpoints:
             exist. Each checkpoint is a folder in it.
         parts: by name, what is saved: objects with `state_dict` and `load_state_dict`, and dicts of
             plain data and tensors, which `load` makes equal to what was saved, in place. A key that
-            is newer than the checkpoint is an error: set it after `load`.
+            is newer than the checkpoint is an error: set it after `load`. One that differs between
+            ranks may have a method `reshard_states(states, world_size)`, which returns the states
+            of so many ranks, given those of all that have saved.
         keep: number of complete checkpoints that are kept. Older ones are removed.
         replicated: names of parts that are equal on all ranks, which rank 0 alone writes: under
             DDP the model and the optimizer. Not what is sharded (FSDP, ZeRO), and not the loader.
@@ -98,9 +100,9 @@ class Checkpoints:
         """Load the newest checkpoint that is complete. Every rank calls it.
 
         No part is changed before all ranks have read their files whole. Where another number of
-        ranks has saved it, the loaders among the parts are resharded, see `reshard`; all other
-        parts must be `replicated`, or equal on all ranks; and a rank goes on with the random
-        generators of one that there was before.
+        ranks has saved it, the loaders among the parts are resharded, see `reshard`, and those that
+        have `reshard_states`, as a `Monitor`; all other parts must be `replicated`, or equal on all
+        ranks; and a rank goes on with the random generators of one that there was before.
 
         Returns:
             The step that it was saved at; 0 where there is none, and nothing is changed.

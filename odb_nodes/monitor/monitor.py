@@ -23,6 +23,7 @@ from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
 from odb_nodes.monitor.numbers import Number, Told
 from odb_nodes.monitor.records import EPOCH, STEPS
+from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.watched import AnyLoader, Watched, show
@@ -238,6 +239,8 @@ class Monitor:
             StateError: it is damaged, or no state of a monitor.
         """
         self._restart(unseal_whole(state_dict, type(self).__name__, MonitorState))
+
+    reshard_states = staticmethod(reshard_monitor)
 
     def reset(self, step: int = 0) -> None:
         """Begin a run, or go on with one without a state. Also after `close`.

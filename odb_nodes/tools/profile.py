@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._core.checks import check_type
 from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.planning import SimulationOptions, TokenBudget
@@ -200,6 +201,12 @@ def profile(
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
     """
+    for name, values in (("world_sizes", world_sizes), ("windows", windows)):
+        check_type(name, values, Sequence)
+        if isinstance(values, str):
+            raise TypeError(
+                f"`{name}` must be a `Sequence`, as `({values!r},)`, but is {values!r}."
+            )
     baselines = Baselines(epoch=TableEpoch(table=table, weights=weights), batch_size=batch_size)
     wanted: list[tuple[int, Strategy, WindowSize | None]] = [
         (world_size, strategy, window)

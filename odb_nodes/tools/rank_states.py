@@ -30,6 +30,10 @@ def states_in(folder: Path) -> list[Any]:
     found = {int(match[2]): folder / match[0] for match in files}
     if not found and (inner := sorted(one.name for one in folder.iterdir() if one.is_dir())):
         raise StateError(f"`{folder}` has no states, but folders {inner}: pass one of them.")
+    if not found:
+        raise StateError(
+            f"`{folder}` has no states: pass the folder of a checkpoint, with a file per rank."
+        )
     if len(kinds := sorted({match[1] for match in files})) > 1:
         raise StateError(
             f"`{folder}` must hold the states of one checkpoint, but has files of several kinds, "

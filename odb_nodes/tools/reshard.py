@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import odb_nodes.monitor.resharding  # noqa: F401  its rule is followed
 from odb_nodes._core.checks import check_count
 from odb_nodes.contract.state_file import save_state
 from odb_nodes.errors import StateError
@@ -27,15 +28,15 @@ def reshard_folder(
         folder: the folder of a checkpoint, of `Checkpoints`, `save_rank_state` or a trainer. Its
             other files are not copied.
         world_size: number of ranks from now on.
-        out: the folder to write into, made where it does not exist. To load it with `Checkpoints`,
-            give it the name that `folder` has.
+        out: the folder to write into, made where it does not exist. For a checkpoint of
+            `Checkpoints` it must have the name that `folder` has.
 
     Returns:
         The files, by rank.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        TypeError, ValueError: `world_size` is no number of ranks.
+        TypeError, ValueError: `world_size` is no number of ranks, or `out` has another name.
         StateError: the states cannot be resharded, or `out` has states already.
     """
     folder, out = Path(folder), Path(out)
@@ -45,6 +46,11 @@ def reshard_folder(
     if out.is_dir() and any(RANK_FILE.fullmatch(file.name) for file in out.iterdir()):
         raise StateError(f"`{out}` has states already. Give a folder without any.")
     if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS:
+        if out.resolve().name != folder.resolve().name:
+            raise ValueError(
+                f"`out` must have the name of `folder`, by which `Checkpoints` finds it, but is "
+                f"`{out}`. Give `{out / folder.resolve().name}`."
+            )
         found = _of_checkpoints(states, world_size)
     else:
         found = reshard(states, world_size)
@@ -69,7 +75,11 @@ def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, An
         {name: one for name, one in state["parts"].items() if name not in shared}
         for state in states
     ]
-    parts = reshard_parts(own, world_size, "parts")
+    of_parts = {
+        name: reshard_parts([one.get(name) for one in own], world_size, f"parts[{name!r}]")
+        for name in own[0]
+    }
+    parts = [{name: of[rank] for name, of in of_parts.items()} for rank in range(world_size)]
     parts[0] |= shared
     return [
         {

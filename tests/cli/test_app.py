@@ -109,7 +109,7 @@ def files(tmp_path, monkeypatch):
         (["report"], "Missing argument 'folders'"),
         (["inspect", "nowhere"], "there is no `nowhere`"),
         (["inspect", "text.jsonl"], "not a state file"),
-        (["inspect", "."], "must hold one state of each rank"),
+        (["inspect", "."], "has no states: pass the folder of a checkpoint"),
         (["inspect", "text.jsonl", "--diff", "nowhere"], "not a state file"),
         (["audit", "nowhere"], "nowhere"),
         (["audit", "nowhere", "--size", "x"], "--size"),

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from language_models import read
 from rank_jobs import RankJob
 
 from odb_nodes import audit
+from odb_nodes.monitor import read_run
 
 SIZE = 60
 PROGRAM = """
@@ -52,6 +54,29 @@ def test_a_trainer(tmp_path, after):
     with job(tmp_path, "trainer_jobs", after, options | {"name": "on", "resume": True}) as ranks:
         ranks.finish(200)
     check(ledger, (2, after))
+    (epoch,) = read_run(tmp_path / "monitor").epochs
+    assert epoch["sum"]["samples"] == SIZE and epoch["first_step"] == 1
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_the_learning_rate_goes_on_from_where_it_was_at_the_pace_of_the_ranks(tmp_path, after):
+    """A schedule by steps is made for those of 2 ranks, of which one rank takes twice as many."""
+    options = {"folder": str(tmp_path / "run"), "num_train_epochs": 1, "size": SIZE}
+    killed = options | {"name": "killed", "kill_at": 3, "save_strategy": "steps", "save_steps": 2}
+    with job(tmp_path, "trainer_jobs", 2, killed) as ranks:
+        assert [code for code, *_ in ranks.results(200)] == [-signal.SIGKILL] * 2
+    checkpoint = f"{options['folder']}/checkpoint-2"
+    on = options | {"name": "on", "resume": checkpoint}
+    with job(tmp_path, "trainer_jobs", after, on) as ranks:
+        ranks.finish(200)
+    before, found = (
+        [one["lr"] for one in read(tmp_path / "run" / f"{name}-0.jsonl")]
+        for name in ("killed", "on")
+    )
+    step = before[0] - before[1]  # it falls along a line
+    expected = [before[0] - step * (2 + n * after / 2) for n in range(len(found))]
+    assert len(found) > 3 and step > 0
+    assert found == pytest.approx([max(lr, 0) for lr in expected], rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("after", [1, 3])

@@ -28,7 +28,7 @@ BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
 
 
 class Recorder(TrainerCallback):
-    """Notes for each optimizer step the ids of this rank, the weights before, and the gradient."""
+    """Notes for each optimizer step the ids of this rank, weights before, rate, and gradient."""
 
     def __init__(self, trainer, path, kill_at=None):
         self.trainer, self.path, self.kill_at = trainer, path, kill_at
@@ -37,11 +37,12 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.gradient, self.before = gradient_of(self.model), weights_of(self.model)
+        self.lr = kwargs["optimizer"].param_groups[0]["lr"]
 
     def on_step_end(self, args, state, control, **kwargs):
         ids, self.model.seen = self.model.seen, []
         entry = {"step": state.global_step, "epoch": state.epoch, "ids": ids}
-        entry["fillers"] = self.fillers
+        entry |= {"fillers": self.fillers, "lr": self.lr}
         entry |= {"gradient": self.gradient.tolist(), "before": self.before.tolist()}
         append(self.path, entry)
 

@@ -3,6 +3,7 @@
 import warnings
 from functools import partial
 
+import elastic
 import pytest
 from graphs import Dataset, augment, process, sampler
 from torchdata.nodes import Mapper
@@ -18,6 +19,7 @@ from odb_nodes import (
     TokenBudget,
     WindowBucketer,
     WorkerOptions,
+    reshard,
 )
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.sources import IterableSource
@@ -195,6 +197,26 @@ def test_changes_of_several_nodes_are_named_together():
         "strict=False",
     ):
         assert part in str(caught.value)
+
+
+def test_another_number_of_ranks_is_told_what_to_do():
+    states = elastic.states_at(elastic.job(3, steps=2), 2)
+    for strict in (True, False):
+        loader = elastic.make(None)
+        loader.load_state_dict(states[0], strict=strict)
+        with pytest.raises(StateError, match=r"the states of all 3: by `reshard\(states, 1\)`"):
+            next(iter(loader))
+    loader.load_state_dict(reshard(states, 1)[0])
+    assert next(iter(loader))
+
+
+@pytest.mark.filterwarnings("ignore:the state does not fit")
+def test_other_ranks_of_a_node_alone_are_not_those_of_the_job():
+    loader = Loader(sampled(world_size=3))
+    loader.load_state_dict(saved(sampled()))
+    with pytest.raises(StateError, match="`world_size` was 2 when saved") as caught:
+        next(iter(loader))
+    assert "reshard" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("before", "after"), [("replay", "payload"), ("payload", "replay")])

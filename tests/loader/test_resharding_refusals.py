@@ -30,7 +30,6 @@ from odb_nodes import (
 from odb_nodes.contract import NodeState
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.monitor import Monitor
-from odb_nodes.monitor.state import MonitorState
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -156,7 +155,7 @@ def test_what_is_no_number_is_equal_to_itself():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_a_monitor_begins_anew_at_its_step(before, after, tmp_path):
+def test_a_monitor_goes_on_beside_a_loader(before, after, tmp_path):
     states = states_at(whole(before), 2)
     beside = []
     for rank, state in enumerate(states):
@@ -167,9 +166,8 @@ def test_a_monitor_begins_anew_at_its_step(before, after, tmp_path):
             beside.append({"loader": state, "monitor": monitor.state_dict()})
             monitor.close(write=False)
     assert beside[0]["monitor"]["share"]["shapes"] == {"1x2": 2}
-    anew = seal_whole("Monitor", MonitorState(step=2, written=2, epoch_written=2))
-    found = reshard(beside, after)
-    assert [one["monitor"] for one in found] == [anew] * after
+    found, monitors = reshard(beside, after), [one["monitor"] for one in beside]
+    assert [one["monitor"] for one in found] == Monitor.reshard_states(monitors, after)
     assert [one["loader"] for one in found] == reshard(states, after)
 
 

@@ -55,6 +55,25 @@ def test_ranks_that_are_killed_go_on_in_one_file(tmp_path):
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 
+@pytest.mark.parametrize("after", [1, 3])
+def test_other_ranks_go_on_in_one_file(tmp_path, after):
+    """The checkpoint is of step 4; records had 3 steps each, so step 4 is in that of the epoch."""
+    for world_size, kill_at in ((2, 7), (after, 0)):
+        with RankJob(tmp_path, TRAIN, world_size, str(tmp_path), str(kill_at)) as job:
+            results = job.results()
+        codes = [code for code, *_ in results]
+        assert codes == [-9 if kill_at else 0] * world_size, results
+    run, found = read_run(tmp_path / "run"), read_losses(tmp_path / "run")
+    (epoch,) = run.epochs
+    assert (epoch["first_step"], epoch["step"]) == (1, run.steps[-1]["step"])
+    assert epoch["sum"]["samples"] == 200
+    assert [one["first_step"] for one in run.steps[:3]] == [1, 5, 8]
+    assert [one["world_size"] for one in run.attempts] == [2, after]
+    assert sorted(one.key for one in found) == [*range(200)]
+    weighted = sum(one.loss * one.targets for one in found) / epoch["sum"]["targets"]
+    assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
+
+
 def test_a_rank_that_is_killed_is_an_error_on_the_other(tmp_path):
     with RankJob(tmp_path, TRAIN, 2, str(tmp_path), "7", "rank 1 alone") as job:
         (code, _, errors), (other, *_) = job.results()

@@ -138,7 +138,7 @@ def test_what_is_no_state_is_an_error(tmp_path):
     with pytest.raises(StateError, match="holds no state of a loader"):
         read_inspections(tmp_path / "model.pt")
     (tmp_path / "run").mkdir()
-    with pytest.raises(StateError, match="must hold one state of each rank"):
+    with pytest.raises(StateError, match="has no states: pass the folder of a checkpoint"):
         read_inspections(tmp_path / "run")
     for rank, state in enumerate(states(2, 3)):
         save_state(state, tmp_path / "run" / f"odb_nodes-rank{rank:05d}-of-00003.pt")

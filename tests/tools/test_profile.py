@@ -154,3 +154,12 @@ def test_a_profile_of_many_sources_stays_small():
 def test_errors_name_what_is_wrong(change, words):
     with pytest.raises(ValueError, match=words):
         profile(mixed_table(), **{"budget": 1500, **change})
+
+
+@pytest.mark.parametrize(
+    "options", [{"world_sizes": 3}, {"windows": 64}, {"windows": "auto"}], ids=str
+)
+def test_one_number_in_place_of_several_is_named(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"`{name}` must be a `Sequence`"):
+        profile(mixed_table(), budget=1500, **options)

@@ -4,8 +4,18 @@ import pytest
 import torch
 from elastic import job, states_at
 
-from odb_nodes import Checkpoints, StateError, load_state, reshard, save_state
+from odb_nodes import (
+    Checkpoints,
+    ODBDataLoader,
+    StateError,
+    load_state,
+    pop_step_info,
+    reshard,
+    save_state,
+)
 from odb_nodes.cli import main
+from odb_nodes.contract.state import ENVELOPE, add_digest
+from odb_nodes.monitor import Monitor
 from odb_nodes.tools.reshard import reshard_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,6 +67,10 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
         if rank == 0:
             own["parts"]["model"] = {"weight": torch.ones(3)}
         save_state(own, folder / f"rank{rank:05d}-of-00003.pt")
+    with pytest.raises(
+        ValueError, match=f"`out` must have the name .* Give `.*/after/{folder.name}`"
+    ):
+        reshard_folder(folder, 1, tmp_path / "after")
     reshard_folder(folder, 1, tmp_path / "after" / folder.name)
     parts = {"loader": Part(), "done": {}, "model": Part()}
     assert Checkpoints(tmp_path / "after", parts, replicated=["model"]).load() == 6
@@ -80,7 +94,7 @@ def test_as_many_ranks_as_before_get_their_states_as_they_are(tmp_path, states):
         save(tmp_path / "states", states),
         save_parts(tmp_path / "parts", states),
     ):
-        files = reshard_folder(folder, 3, tmp_path / f"new {folder.name}")
+        files = reshard_folder(folder, 3, tmp_path / "new" / folder.name)
         assert [load_state(file) for file in files] == [
             load_state(folder / file.name) for file in files
         ]
@@ -89,7 +103,7 @@ def test_as_many_ranks_as_before_get_their_states_as_they_are(tmp_path, states):
 def test_files_that_were_mixed_up_are_refused(tmp_path, states):
     folder = save_parts(tmp_path / "saved", [states[1], states[0], states[2]])
     with pytest.raises(StateError, match="mixed up"):
-        reshard_folder(folder, 2, tmp_path / "new")
+        reshard_folder(folder, 2, tmp_path / "new" / "saved")
     both = save(tmp_path / "both", states)
     save_state({"other": 1}, both / "other-rank00000-of-00003.pt")
     with pytest.raises(StateError, match="of several kinds"):
@@ -104,7 +118,56 @@ def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
         reshard_folder(tmp_path / "none", 2, tmp_path / "new")
     with pytest.raises(ValueError, match="world_size"):
         reshard_folder(folder, 0, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        StateError, match="`.*empty` has no states: pass the folder of a checkpoint"
+    ):
+        reshard_folder(tmp_path / "empty", 2, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def monitored(tmp_path):
+    """The states of a monitor on two ranks, which were told of other losses."""
+    loader = ODBDataLoader([{"input_ids": [1] * (n + 1)} for n in range(40)], token_budget=90)
+    monitors = [Monitor(tmp_path / f"monitor-{rank}", every=9) for rank in range(2)]
+    for _, batch in zip(range(3), loader, strict=False):
+        info = pop_step_info(batch)
+        for rank, monitor in enumerate(monitors):
+            monitor.step(batch, info, loss=float(rank))
+    return [monitor.state_dict() for monitor in monitors]
+
+
+def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, monitored):
+    states = states_at(job(2, steps=3), 3)
+    run = [
+        add_digest({**dict.fromkeys(ENVELOPE), "node": "Run", "loader": loader, "monitor": monitor})
+        for loader, monitor in zip(states, monitored, strict=True)
+    ]
+    of_checkpoints = [
+        {
+            "checkpoint": {"version": 1, "step": 3, "rank": rank, "world_size": 2},
+            "parts": {"loader": states[rank], "monitor": monitored[rank]},
+            "generators": {},
+        }
+        for rank in range(2)
+    ]
+    expected = Monitor.reshard_states(monitored, 3)
+    assert len(expected) == 3 and expected[0]["written"] == expected[0]["step"] == 3
+    for name, saved in (("trainer", run), ("checkpoints", of_checkpoints)):
+        files = reshard_folder(save(tmp_path / name, saved), 3, tmp_path / "new" / name)
+        found = [load_state(file) for file in files]
+        parts = [one.get("parts", one) for one in found]
+        assert [one["monitor"] for one in parts] == expected
+        assert [one["loader"] for one in parts] == reshard(states, 3)
+        for one in found:
+            sealed = {key: value for key, value in one.items() if key != "digest"}
+            assert one == (add_digest(sealed) if name == "trainer" else sealed)
+
+
+def test_monitors_at_different_steps_are_refused(tmp_path, monitored):
+    with pytest.raises(StateError, match="`step` is 3 on rank 0, but 0 on rank 1"):
+        Monitor.reshard_states([monitored[0], Monitor(tmp_path / "new").state_dict()], 3)
 
 
 def run(*arguments):

@@ -175,7 +175,7 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
         remake_from_ledger(packed, tmp_path / "elsewhere", epoch=0, step=0)
     with pytest.raises(StateError, match=r"has no states, but folders \['damaged'\]"):
         remake_from_checkpoint(packed, tmp_path)
-    with pytest.raises(StateError, match="must hold one state of each rank"):
+    with pytest.raises(StateError, match="has no states: pass the folder of a checkpoint"):
         remake_from_checkpoint(packed, damaged)
     with pytest.raises(StateError, match="state of rank [01] holds none of a `GroupCollator`"):
         remake_from_checkpoint(packed, [{"model": 1}, {"model": 2}])

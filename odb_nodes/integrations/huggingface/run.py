@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from odb_nodes.contract.state import seal_whole
 from odb_nodes.errors import StateError
@@ -19,7 +20,9 @@ from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.monitoring import RunMonitor
 from odb_nodes.integrations.huggingface.run_state import RunState, TakenStep, repeated
+from odb_nodes.integrations.huggingface.step_plan import StepPlan
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
+from odb_nodes.integrations.learning_rate import at_positions
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.checkpoint import save_rank_state
 from odb_nodes.memory.model import MemoryModel
@@ -39,7 +42,7 @@ class Run:
     Args:
         trainer: the trainer that runs.
         batches: the batches of the run.
-        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
+        plan: how many optimizer steps are expected; None where `max_steps` ends the run.
         resumed_at: optimizer steps before the checkpoint that the run resumes; None for a new run.
         memory: a model of memory that goes on learning; None for none.
     """
@@ -48,7 +51,7 @@ class Run:
         self,
         trainer: Any,
         batches: TrainBatches,
-        steps_per_epoch: int | None,
+        plan: StepPlan | None,
         resumed_at: int | None,
         memory: MemoryModel | None = None,
     ) -> None:
@@ -56,7 +59,8 @@ class Run:
         self.batches = batches
         self.losses = LossWeigher(trainer)
         self.meter = StepMeter()
-        self._steps_per_epoch = steps_per_epoch
+        self._plan = plan
+        self._follows_plan = False  # the learning-rate schedule, at the pace of these ranks
         self._resumed_at = resumed_at
         self._keys = ModelKeys(trainer)
         self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
@@ -75,14 +79,15 @@ class Run:
     @property
     def ends_by_epochs(self) -> bool:
         """Whether epochs end the run, and not `max_steps`."""
-        return self._steps_per_epoch is not None
+        return self._plan is not None
 
     @property
     def epoch(self) -> float:
         """Epochs done, with the share of this one: by its samples, or else by its steps."""
-        batches, steps = self.batches, self._steps_per_epoch
-        if batches.samples_per_epoch is not None or steps is None:
+        batches, plan = self.batches, self._plan
+        if batches.samples_per_epoch is not None or plan is None:
             return batches.progress
+        steps = plan.steps_per_epoch_now
         share: float = batches.steps / (steps * self._trainer.args.gradient_accumulation_steps)
         return batches.progress + min(share, MOST_OF_AN_EPOCH)
 
@@ -90,14 +95,21 @@ class Run:
     def total_steps(self) -> int:
         """Optimizer steps of the run: exact with `max_steps`, else estimated."""
         args = self._trainer.args
-        if self._steps_per_epoch is None:
+        if self._plan is None:
             return int(args.max_steps)
-        return math.ceil(self._steps_per_epoch * float(args.num_train_epochs))
+        return self._plan.steps(float(args.num_train_epochs))
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning-rate schedule is made for: those of the ranks of its estimate."""
+        if self._plan is None:
+            return self.total_steps
+        return self._plan.schedule_steps(float(self._trainer.args.num_train_epochs))
 
     @property
     def most_steps(self) -> int:
         """An upper bound of the optimizer steps: each one has at least one sample."""
-        if self._steps_per_epoch is None:
+        if self._plan is None:
             return self.total_steps
         samples = self.batches.samples_per_epoch
         if samples is None:
@@ -112,7 +124,8 @@ class Run:
             steps: optimizer steps so far, the one that begins included.
             ends: whether there are no more.
         """
-        total, slack = self.total_steps, 1 + ESTIMATE_SLACK * self.total_steps
+        total = self.total_steps if self._follows_plan else self.schedule_steps
+        slack = 1 + ESTIMATE_SLACK * total
         is_off = steps > total + slack or (ends and steps < total - slack)
         if self._trainer.odb.schedule == "samples" or not is_off or self._is_warned:
             return
@@ -128,14 +141,28 @@ class Run:
             stacklevel=2,
         )
 
+    def paced(self, scheduler: LRScheduler) -> LRScheduler:
+        """Return the schedule at the pace of these ranks, where its estimate is of others.
+
+        One that is no `LambdaLR` goes on by steps: `check_estimate` warns where that is off.
+        """
+        plan = self._plan
+        self._follows_plan = plan is not None and isinstance(scheduler, LambdaLR)
+        if plan is None or plan.is_of_these_ranks or not isinstance(scheduler, LambdaLR):
+            return scheduler
+        return at_positions(scheduler, plan.schedule_step)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
-        batches = self.batches
+        batches, plan = self.batches, self._plan
+        step, ranks = self._trainer.state.global_step, self._trainer.args.world_size
         state = RunState(
-            step=self._trainer.state.global_step,
+            step=step,
             epoch=batches.epoch,
             samples=batches.samples,
-            steps_per_epoch=self._steps_per_epoch,
+            rank_steps=step * ranks if plan is None else plan.rank_steps_at(step),
+            steps_per_epoch=None if plan is None else plan.steps_per_epoch,
+            planned_ranks=ranks if plan is None else plan.planned_ranks,
             loader=batches.loader.state_dict(),
             monitor=None if self.monitor is None else self.monitor.state_dict(),
         )

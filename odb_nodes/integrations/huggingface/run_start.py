@@ -11,6 +11,7 @@ from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budge
 from odb_nodes.integrations.huggingface.batches import loader_options, make_batches
 from odb_nodes.integrations.huggingface.run import HOLDER, Run
 from odb_nodes.integrations.huggingface.run_state import RunState
+from odb_nodes.integrations.huggingface.step_plan import StepPlan
 from odb_nodes.integrations.resuming import load_saved_states, resharded_run
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 
@@ -42,12 +43,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
         trainer.odb_budget = None
         trainer.odb_budget, memory = find_for(trainer)
     batches = make_batches(trainer)
-    # A resumed run keeps the number of its checkpoint, which the learning-rate schedule is made of.
-    steps_per_epoch = None if state is None else state.steps_per_epoch
-    if args.max_steps > 0:
-        steps_per_epoch = None
-    elif steps_per_epoch is None:
-        steps_per_epoch = _steps_per_epoch(trainer)
+    plan = None if args.max_steps > 0 else _step_plan(trainer, state)
     if state is not None:
         change = trainer.odb.change_budget
         batches.go_to(state.epoch, state.samples, state.loader, change_budget=change)
@@ -56,7 +52,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
             f"as `{type(trainer.train_dataset).__name__}` does not."
         )
-    run = Run(trainer, batches, steps_per_epoch, None if state is None else state.step, memory)
+    run = Run(trainer, batches, plan, None if state is None else state.step, memory)
     if run.monitor is not None:
         run.monitor.begin(*((None, 0) if state is None else (state.monitor, state.step)))
     return run
@@ -69,8 +65,29 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
     if is_own:
         return runs[0]
-    alike = ("step", "epoch", "samples", "steps_per_epoch")
+    alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks")
     return resharded_run(runs, rank, world_size, alike)
+
+
+def _step_plan(trainer: Any, state: RunState | None) -> StepPlan:
+    """Return the plan of a run of epochs, from its beginning or from a position on.
+
+    A resumed run keeps the estimate of its checkpoint, which its schedule is made of.
+    """
+    ranks = trainer.args.world_size
+    step = 0 if state is None else state.step
+    if state is None or state.steps_per_epoch is None:
+        estimate, planned_ranks, rank_steps = _steps_per_epoch(trainer), ranks, step * ranks
+    else:
+        estimate, planned_ranks = state.steps_per_epoch, state.planned_ranks
+        rank_steps = state.rank_steps
+    return StepPlan(
+        steps_per_epoch=estimate,
+        planned_ranks=planned_ranks,
+        ranks=ranks,
+        begun_at=step,
+        rank_steps=rank_steps,
+    )
 
 
 def _steps_per_epoch(trainer: Any) -> int:

@@ -18,7 +18,9 @@ class RunState(NodeState):
         step: optimizer steps of the run that are done.
         epoch: number of epochs that have ended.
         samples: samples of all ranks that are done in the present epoch.
+        rank_steps: the same, each times the number of ranks that took it.
         steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
+        planned_ranks: number of ranks of that estimate.
         loader: state of the loader.
         monitor: state of the `Monitor`; None where the run has none.
     """
@@ -26,7 +28,9 @@ class RunState(NodeState):
     step: Count
     epoch: Count
     samples: Count
+    rank_steps: Count
     steps_per_epoch: Annotated[int, InRange(1, MAX_COUNT)] | None
+    planned_ranks: Annotated[int, InRange(1, MAX_COUNT)]
     loader: SourceState
     monitor: dict[str, Any] | None
 

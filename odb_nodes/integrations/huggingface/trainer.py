@@ -114,7 +114,7 @@ class ODBTrainerMixin(_Mixed):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train; see `Trainer.train`. Resume with as many ranks as the checkpoint was saved by.
+        """Train; see `Trainer.train`. Another number of ranks may resume a checkpoint, too.
 
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
@@ -149,13 +149,16 @@ class ODBTrainerMixin(_Mixed):
                 '`schedule` must be "steps" where the trainer is given a scheduler. To make that '
                 "one follow samples, see `odb_nodes.integrations.learning_rate.follow`."
             )
-        total = run.total_steps
+        total = run.schedule_steps
         if run.ends_by_epochs:  # The `Trainer` knows only the upper bound.
-            compat.plan_steps(self, total)
+            compat.plan_steps(self, run.total_steps)
         scheduler = super().create_scheduler(total, optimizer)
         if self.odb.schedule == "samples":
-            scheduler = follow(scheduler, lambda: run.batches.share_done * total)
-            self.lr_scheduler = scheduler
+            scheduler = self.lr_scheduler = follow(
+                scheduler, lambda: run.batches.share_done * total
+            )
+        elif not is_given:
+            scheduler = self.lr_scheduler = run.paced(scheduler)
         return scheduler
 
     def get_batch_samples(

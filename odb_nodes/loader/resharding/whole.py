@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from odb_nodes._core.checks import check_count, check_type
@@ -14,7 +13,6 @@ from odb_nodes.contract.state import ENVELOPE, add_digest, seal_whole, unseal_wh
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.loader.resharding.alike import alike
-from odb_nodes.loader.resharding.monitors import monitor_anew
 from odb_nodes.loader.resharding.rounds import reshard_aligner
 from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
 from odb_nodes.loader.resharding.virtual import NODE as VIRTUAL
@@ -22,6 +20,20 @@ from odb_nodes.loader.resharding.virtual import process_of, rehost
 from odb_nodes.nodes.group_collator import CollatorState
 
 _DIGEST = "digest"
+
+Rule = Callable[[Sequence[Any], int], list[Any]]
+
+_rules: dict[str, Rule] = {}
+
+
+def add_rule(holder: str, rule: Rule) -> None:
+    """Let `reshard` follow a rule for states that are not a loader's.
+
+    Args:
+        holder: the name that they were sealed under, by `seal_whole`.
+        rule: those of all ranks, and the number of ranks from now on -> the state of each of these.
+    """
+    _rules[holder] = rule
 
 
 def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
@@ -80,10 +92,11 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     if _is_loader(first):
         return _reshard_loader(states, world_size)
     if all(map(_is_sealed_whole, states)):
+        holder = node_of(first)
+        if holder in _rules and all(node_of(one) == holder for one in states):
+            return _rules[holder](states, world_size)
         bare = [_without_digest(one, place) for one in states]
-        are_monitors = {*map(node_of, bare)} == {"Monitor"}
-        rule = monitor_anew if are_monitors else partial(reshard_parts, place=place)
-        return [add_digest(one) for one in rule(bare, world_size)]
+        return [add_digest(one) for one in reshard_parts(bare, world_size, place)]
     if isinstance(first, Mapping) and all(
         isinstance(one, Mapping) and one.keys() == first.keys() for one in states
     ):

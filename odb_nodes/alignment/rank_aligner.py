@@ -244,10 +244,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _agree(self) -> None:
         if self.peers.agreed:
             return
+        # A rank that ends with a round keeps its steps, where others have none until the next one.
+        is_within = self._at.emitted < self._steps.rows
         config = {
             **self._at.agreed(),
             "epoch": self._epochs.epoch,
-            "totals of the round": self._steps.digest(),
+            "totals of the round": self._steps.digest() if is_within else 0,
             "exclude": repr(excluded_below(self.source)),
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }

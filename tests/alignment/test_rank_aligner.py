@@ -253,8 +253,9 @@ def test_join_has_one_denominator_for_the_micro_steps_of_all_ranks():
     assert short[-1].info.ends_optimizer_step and long[-1].info.ends_optimizer_step
 
 
-def test_join_resumes_at_every_step_that_all_ranks_take():
-    sizes = [20, 90]
+@pytest.mark.parametrize("size", [20, 10, 36])  # the last two end with a round
+def test_join_resumes_at_every_step_that_all_ranks_take(size):
+    sizes = [size, 90]
 
     def make(exchange):
         return Loader(graph(exchange, shard(exchange.rank, sizes[exchange.rank]), uneven="join"))

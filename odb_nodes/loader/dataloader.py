@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -17,7 +16,7 @@ from odb_nodes.alignment.exchange import HostedRanks
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.contract.graph import length_of, walk
+from odb_nodes.loader.graph_counts import GraphCounts
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
@@ -28,14 +27,14 @@ from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.planning.auto_window import WindowSize
-from odb_nodes.processing import ParallelProcessor, WorkerOptions
+from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights, checked_weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
 
-class ODBDataLoader(OptionGuard):
+class ODBDataLoader(OptionGuard, GraphCounts):
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     It builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
@@ -214,20 +213,6 @@ class ODBDataLoader(OptionGuard):
         return self._options
 
     @property
-    def accumulate(self) -> int:
-        """Number of batches of an optimizer step."""
-        return self._graphs[0].aligner.accumulate * len(self._graphs)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples of an epoch on this rank.
-
-        Raises:
-            TypeError: the dataset does not know its length.
-        """
-        return sum(length_of(graph.samples) for graph in self._graphs)
-
-    @property
     def epoch(self) -> int:
         """Number of the epoch that the most recent iterator, or a loaded state, is in."""
         return self._position()[0]
@@ -251,56 +236,6 @@ class ODBDataLoader(OptionGuard):
         if self._options.virtual_ranks is not None:
             return place_of(root)
         return root["epoch"], root["step"], root["samples"]
-
-    def _nodes_of_samples(self) -> Iterator[BaseNode[Any]]:
-        for graph in self._graphs:
-            yield from walk(graph.samples)
-
-    @property
-    def replayed_samples(self) -> int:
-        """Number of samples that the last restore processed again."""
-        return self._total("replayed_samples", "bucketer", "aligner")
-
-    @property
-    def oversize_samples(self) -> int:
-        """Number of samples of this epoch so far that exceeded the budget on their own."""
-        return self._total("oversize_samples", "bucketer")
-
-    @property
-    def dropped_samples(self) -> int:
-        """Number of samples of this epoch so far that `oversize="drop"` left out."""
-        return self._total("dropped_samples", "bucketer")
-
-    @property
-    def skipped_samples(self) -> dict[str, int]:
-        """Number of samples of this epoch so far that processing skipped, by reason."""
-        reasons = [Counter(graph.bucketer.skipped_samples) for graph in self._graphs]
-        return dict(sum(reasons, Counter()))
-
-    @property
-    def excluded_samples(self) -> int:
-        """Number of samples of this epoch so far that `exclude` left out."""
-        return self._total("excluded_samples", "bucketer", "aligner")
-
-    @property
-    def unemitted_samples(self) -> int:
-        """Number of samples of this rank and epoch that `uneven="stop"` left over."""
-        return self._total("unemitted_samples", "aligner")
-
-    def _total(self, count: str, *nodes: str) -> int:
-        """Return the sum of a count of some nodes of each graph."""
-        return sum(getattr(getattr(one, node), count) for one in self._graphs for node in nodes)
-
-    @property
-    def exchange_wait_s(self) -> float:
-        """Seconds that the thread that makes the batches has waited for other ranks so far."""
-        return self._graphs[0].aligner.exchange_wait_s
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the running worker processes."""
-        processors = (one for one in self._nodes_of_samples() if isinstance(one, ParallelProcessor))
-        return [pid for one in processors for pid in one.worker_pids]
 
     def trust_labels(self) -> None:
         """Do not warn of weights: see `GroupCollator.trust_labels`."""

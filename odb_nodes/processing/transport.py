@@ -8,7 +8,8 @@ the samples that arrive are views of it. Everything else is pickled with its buf
 A message is a sequence of parts: `pack` makes a pickle followed by the buffers that it refers to,
 in the order in which the pickler meets them, and `unpack` hands them back in that order. On the
 socket, the number of parts and their sizes come first, 8 bytes each, so the receiver allocates each
-part once and reads straight into it.
+part once and reads straight into it; a size below 0 says that a descriptor of the part follows
+(`shared_pages`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import numpy as np
 import torch
 
 from odb_nodes._core.codec import from_bytes, to_bytes
+from odb_nodes.processing.shared_pages import Pages, receive_pages, send_pages, share
 from odb_nodes.sample import ItemKey, Sample, SourceItem
 
 _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
     for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 )
+_JOINED_BYTES = 64 << 10  # of a value, on average
 _ITEM = Sample._fields.index("item") - 1  # among the fields after `data`
 
 
@@ -69,20 +72,27 @@ def pack(items: Sequence[Any]) -> list[memoryview]:
     return [body.getbuffer(), *parts]
 
 
-def unpack(parts: Sequence[bytearray]) -> list[Any]:
+def unpack(parts: Sequence[Pages]) -> list[Any]:
     """Return the items of a message of `pack`, whose parts become their memory."""
     return _from_columns(pickle.loads(parts[0], buffers=parts[1:]))
 
 
 def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
     """Write a message; blocks while the other side has no room for it."""
-    sizes = [memoryview(part).nbytes for part in parts]
-    connection.sendall(struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes))
-    for part in parts:
-        connection.sendall(part)
+    files = [share(memoryview(part)) for part in parts]
+    sizes = [
+        memoryview(part).nbytes if file is None else -memoryview(part).nbytes
+        for part, file in zip(parts, files, strict=True)
+    ]
+    connection.sendall(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes))
+    for part, file in zip(parts, files, strict=True):
+        if file is None:
+            connection.sendall(part)
+        else:
+            send_pages(connection, file)
 
 
-def receive(connection: socket.socket) -> list[bytearray]:
+def receive(connection: socket.socket) -> list[Pages]:
     """Read a message.
 
     Each part has writable memory of its own, so a large array that outlives its chunk keeps only
@@ -91,9 +101,11 @@ def receive(connection: socket.socket) -> list[bytearray]:
     Raises:
         EOFError: the other side has closed the connection, or has died.
     """
-    (count,) = struct.unpack("<Q", _read(connection, 8))
-    sizes = struct.unpack(f"<{count}Q", _read(connection, 8 * count))
-    return [_read(connection, size) for size in sizes]
+    (count,) = struct.unpack("<q", _read(connection, 8))
+    sizes = struct.unpack(f"<{count}q", _read(connection, 8 * count))
+    return [
+        _read(connection, size) if size >= 0 else receive_pages(connection, -size) for size in sizes
+    ]
 
 
 def _read(connection: socket.socket, size_bytes: int) -> bytearray:
@@ -152,12 +164,17 @@ def _dicts_from_columns(packed: Any) -> list[Any]:
 
 
 def _to_column(values: list[Any]) -> Any:
-    """Join 1-d arrays or tensors of the same type and dtype; leave other values as they are."""
+    """Join short 1-d arrays or tensors of the same type and dtype; leave other values as they are.
+
+    Long ones are worth a buffer of their own, which need not be copied into another one first.
+    """
     kind, first = type(values[0]), values[0]
     joinable = kind is np.ndarray or (kind is torch.Tensor and _is_plain(first))
     if not joinable or any(
         type(value) is not kind or value.ndim != 1 or value.dtype != first.dtype for value in values
     ):
+        return None, values
+    if sum(value.nbytes for value in values) > _JOINED_BYTES * len(values):
         return None, values
     if kind is np.ndarray:
         if first.dtype.hasobject:

@@ -19,6 +19,7 @@ from odb_nodes._compat.multiprocessing import keep_from_forks
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkResult
 from odb_nodes.processing.limits import limit_behind
+from odb_nodes.processing.shared_pages import Pages
 from odb_nodes.processing.transport import send
 from odb_nodes.processing.worker import FarEnd, LastWords, Stage, work
 
@@ -133,7 +134,7 @@ class WorkerProcess:
         except Exception as error:
             self.end(f"the trainer could not send it a chunk: {type(error).__name__}: {error}.")
 
-    def take(self, head: bytearray, results: list[bytearray]) -> None:
+    def take(self, head: Pages, results: list[Pages]) -> None:
         """Take a message of this worker: how far it has come, or the result of a chunk."""
         content = pickle.loads(head)
         if isinstance(content, Stage):

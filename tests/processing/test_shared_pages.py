@@ -1,0 +1,145 @@
+"""Large buffers come from workers as pages of memory, which nothing else holds."""
+
+import gc
+import os
+import socket
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from odb_nodes import ParallelProcessor, SampleError, ShardedSampler, WorkerOptions
+from odb_nodes.processing import shared_pages
+from odb_nodes.processing.shared_pages import SHARED_BYTES
+from odb_nodes.processing.transport import pack, receive, send, unpack
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
+
+LARGE = SHARED_BYTES // 4  # elements of int32
+
+
+def image(index):
+    """A sample with one large array, one large tensor, and a small one."""
+    return {
+        "image": np.full(LARGE + index, index, np.int32),
+        "mask": torch.full((SHARED_BYTES,), index, dtype=torch.uint8),
+        "ids": np.arange(index + 1),
+    }
+
+
+def samples(count=6, process=image, **options):
+    source = ShardedSampler(count, shuffle=False, rank=0, world_size=1)
+    given = {"num_workers": 2, "chunk_size": 2, "start_method": "fork"}
+    node = ParallelProcessor(source, process, workers=WorkerOptions(**given | options))
+    try:
+        return list(node)
+    finally:
+        node.close()
+
+
+def mapped():
+    """The mappings of such files in this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:odb_nodes")
+
+
+def check(found):
+    for index, sample in enumerate(found):
+        expected = image(index)
+        assert {*sample} == {*expected}
+        assert (sample["image"] == expected["image"]).all()
+        assert sample["mask"].equal(expected["mask"])
+        assert (sample["ids"] == expected["ids"]).all()
+        sample["image"][0] = sample["mask"][0] = 77  # writable, as all that arrives
+
+
+def test_large_buffers_are_mapped_and_gone_with_their_samples():
+    before = mapped()
+    files = len(os.listdir("/proc/self/fd"))
+    found = samples()
+    assert mapped() == before + 2 * len(found)
+    check(found)
+    kept = found[3]["image"]
+    del found
+    assert mapped() == before + 1
+    assert (kept[1:] == 3).all()
+    del kept
+    assert mapped() == before
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_what_one_process_writes_no_other_sees():
+    found = samples(2)
+    child = os.fork()
+    if not child:
+        found[1]["image"][:] = 9
+        os._exit(int((found[1]["image"] != 9).any()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert (found[1]["image"] == 1).all()
+
+
+def forbidden(*_):
+    raise OSError("no descriptors left")
+
+
+def test_they_go_through_the_socket_where_there_can_be_no_file(monkeypatch):
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    before = mapped()
+    found = samples()
+    assert mapped() == before
+    check(found)
+
+
+def test_they_are_read_where_they_cannot_be_mapped(monkeypatch):
+    monkeypatch.setattr(shared_pages.mmap, "mmap", forbidden)
+    check(samples())
+
+
+def test_a_full_memory_sends_the_old_way(monkeypatch):
+    write = os.write
+
+    def some(file, data):
+        if len(data) < SHARED_BYTES // 2:
+            raise OSError("no space left")
+        return write(file, data[: len(data) // 2])
+
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "write", some)
+    assert shared_pages.share(memoryview(bytes(SHARED_BYTES))) is None
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_small_and_large_parts_of_a_message_keep_their_order():
+    near, far = socket.socketpair()
+    items = [
+        {"a": np.arange(5), "b": np.full(LARGE, 1)},
+        {"a": np.arange(2), "c": [np.ones(LARGE)]},
+    ]
+    with closing(near), closing(far):
+        sender = threading.Thread(target=send, args=(near, pack(items)))
+        sender.start()
+        parts = receive(far)
+        sender.join()
+        found = unpack(parts)
+        assert (found[0]["b"] == 1).all() and (found[1]["c"][0] == 1).all()
+        assert found[1]["a"].tolist() == [0, 1]
+        near.close()
+        with pytest.raises(EOFError):
+            shared_pages.receive_pages(far, 1)
+
+
+def failing(index):
+    if index == 3:
+        raise ValueError("torn")
+    return image(index)
+
+
+def test_an_error_comes_after_the_good_ones_and_leaves_nothing():
+    before = mapped()
+    with pytest.raises(SampleError, match="torn"):
+        samples(process=failing)
+    assert mapped() == before

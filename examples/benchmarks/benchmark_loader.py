@@ -2,14 +2,16 @@
 
     python examples/benchmarks/benchmark_loader.py
     python examples/benchmarks/benchmark_loader.py --kind ready
+    python examples/benchmarks/benchmark_loader.py --kind image --samples 400
     python examples/benchmarks/benchmark_loader.py --samples 2000 --rounds 1
 
 All collate the same texts with the same function and the same number of workers, and processing is
 next to nothing: what is measured is the plumbing. With `--kind ready` it is nothing at all, samples
 have one tensor each, and the collate function pads row by row in torch, as many do: what is left is
-the case for a loader that collates in its workers. In every round each loader runs one epoch, from
-the start of its workers to their end, one loader after the other; of each loader the median run
-counts. Throughput is the machine's; the ratios are the result.
+the case for a loader that collates in its workers. With `--kind image`, each sample has 5 MB of
+pixels beside a short text: what is left is moving bytes. In every round each loader runs one epoch,
+from the start of its workers to their end, one loader after the other; of each loader the median
+run counts. Throughput is the machine's; the ratios are the result.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import odb
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from odb_nodes import ODBDataLoader, PaddingCollate
+from odb_nodes import ODBDataLoader, PaddingCollate, TokenBudget
 
 BUDGET_TOKENS = 16_384
 BATCH_SAMPLES = 32
@@ -39,7 +41,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "torch": torch.tensor,
     "list": np.ndarray.tolist,
 }
-READY = "ready"
+READY, IMAGE = "ready", "image"
+IMAGE_SHAPE = (3, 1024, 1628)  # 5 MB of uint8
+IMAGE_TOKENS, IMAGE_SAMPLES = 100, 8
 
 Batch = dict[str, Any]
 
@@ -63,6 +67,9 @@ class ByteTexts(Dataset[Batch]):
         self.kind = kind
         self.ready = [torch.arange(n) for n in lengths.tolist()] if kind == READY else []
 
+    batch_samples = BATCH_SAMPLES
+    budget = TokenBudget(BUDGET_TOKENS)
+
     def __len__(self) -> int:
         return len(self.texts)
 
@@ -78,6 +85,42 @@ class ByteTexts(Dataset[Batch]):
         return pad_row_by_row if self.ready else PaddingCollate()
 
 
+class Images(Dataset[Batch]):
+    """Large images beside texts of one length, as many in the batches of all loaders.
+
+    Args:
+        samples: number of images.
+    """
+
+    kind = IMAGE
+    batch_samples = IMAGE_SAMPLES
+    budget = TokenBudget(IMAGE_TOKENS * IMAGE_SAMPLES)
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._pixels = np.random.default_rng(0).integers(0, 256, IMAGE_SHAPE, dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"input_ids": np.full(IMAGE_TOKENS, index), "pixels": self._pixels.copy()}
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """What makes a batch of samples."""
+        return stack
+
+
+def stack(samples: list[Batch]) -> Batch:
+    """Return `input_ids` (B, T) int64, its mask, and `pixels` (B, 3, H, W) uint8."""
+    batch = {
+        key: torch.stack([torch.from_numpy(sample[key]) for sample in samples])
+        for key in ("input_ids", "pixels")
+    }
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
 def pad_row_by_row(samples: list[Batch]) -> Batch:
     """Return `input_ids` and `attention_mask`, (B, T) int64, padded by 0."""
     width = max(len(sample["input_ids"]) for sample in samples)
@@ -90,6 +133,9 @@ def pad_row_by_row(samples: list[Batch]) -> Batch:
         batch["input_ids"][row, :length] = sample["input_ids"]
         batch["attention_mask"][row, :length] = 1
     return batch
+
+
+Data = ByteTexts | Images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,19 +185,19 @@ class Contender:
     """
 
     name: str
-    epoch: Callable[[ByteTexts, int], Iterator[Batch]]
-    dataset: ByteTexts
+    epoch: Callable[[Data, int], Iterator[Batch]]
+    dataset: Data
 
 
-def odb_nodes_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
+def odb_nodes_epoch(dataset: Data, workers: int) -> Iterator[Batch]:
     """Yield the batches of this library's loader."""
     with ODBDataLoader(
-        dataset, token_budget=BUDGET_TOKENS, num_workers=workers, collate_fn=dataset.collate_fn
+        dataset, token_budget=dataset.budget, num_workers=workers, collate_fn=dataset.collate_fn
     ) as loader:
         yield from loader
 
 
-def reference_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
+def reference_epoch(dataset: Data, workers: int) -> Iterator[Batch]:
     """Yield the batches of the online-dynamic-batching package's loader."""
     yield from odb.ODBDataLoader(
         dataset,
@@ -165,15 +211,25 @@ def reference_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
     )
 
 
-def torch_epoch(dataset: ByteTexts, workers: int) -> Iterator[Batch]:
+def torch_epoch(dataset: Data, workers: int) -> Iterator[Batch]:
     """Yield the batches of torch's loader, each of the same number of samples."""
     yield from DataLoader(
-        dataset, BATCH_SAMPLES, shuffle=True, num_workers=workers, collate_fn=dataset.collate_fn
+        dataset,
+        dataset.batch_samples,
+        shuffle=True,
+        num_workers=workers,
+        collate_fn=dataset.collate_fn,
     )
 
 
 def make_contenders(samples: int, kind: str) -> list[Contender]:
     """Return the loaders under test, this library's first."""
+    if kind == IMAGE:
+        images = Images(samples)
+        return [
+            Contender("odb_nodes", odb_nodes_epoch, images),
+            Contender(f"DataLoader({IMAGE_SAMPLES})", torch_epoch, images),
+        ]
     dataset = ByteTexts(samples, kind)
     # The package sees no length in an array and drops the sample without a word; of what it does
     # take, lists are the faster.
@@ -240,7 +296,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20_000, help="texts per epoch")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader")
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each loader")
-    parser.add_argument("--kind", choices=[*KINDS, READY], default="numpy", help="type of ids")
+    parser.add_argument("--kind", choices=[*KINDS, READY, IMAGE], default="numpy", help="samples")
     args = parser.parse_args()
     contenders = make_contenders(args.samples, args.kind)
     report(contenders, compare(contenders, args.workers, args.rounds))

@@ -42,6 +42,8 @@ _NODE_KEY = "node"
 _CONFIG_KEY = "config"
 _DIGEST_KEY = "digest"
 ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
+_ADDED_BY = {"VirtualRanks": "`virtual_ranks`", "WeightSetter": "`settable` of a `Mixing`"}
+"""Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
 
 
@@ -138,9 +140,14 @@ def unseal(
         )
     version, saved_node = state.get(_VERSION_KEY), state[_NODE_KEY]
     if saved_node != node:
+        added = [_ADDED_BY[name] for name in (saved_node, node) if name in _ADDED_BY]
+        has = " and ".join(added)
+        remedy = (
+            f" Make the `ODBDataLoader` with the {has} that it had when it saved." if added else ""
+        )
         raise StateError(
             f"the state was saved by `{saved_node}`, but is loaded into `{node}`. "
-            "Build the graph with the same nodes in the same order as when it was saved."
+            f"Build the graph with the same nodes in the same order as when it was saved.{remedy}"
         )
     if type(version) is not int or version != STATE_VERSION:
         raise StateError(

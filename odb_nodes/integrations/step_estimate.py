@@ -118,14 +118,14 @@ def estimate_steps(
 def estimate_loader_steps(
     dataset: Any, options: LoaderOptions, *, world_size: int, looked_at: int
 ) -> int:
-    """Return `estimate_steps` of an `ODBDataLoader` with these options."""
+    """Return `estimate_steps` of an `ODBDataLoader` with these options, on `world_size` ranks."""
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
     return estimate_steps(
         dataset,
         process_fn=process_fn,
         observe=options.observe,
         looked_at=looked_at,
-        world_size=world_size,
+        world_size=options.virtual_ranks or world_size,
         budget=options.budget,
         **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
     )

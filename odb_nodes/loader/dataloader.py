@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
+from odb_nodes._core.counts import counted
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.exchange import HostedRanks
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
@@ -186,6 +187,8 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         mixers = [one for one in self._nodes_of_samples() if isinstance(one, SourceMixer)]
         data = mixers[0] if mixers else type(self.dataset).__name__
         where = f"epoch {self.epoch}, step {self.step}: {done} done"
+        if self._options.virtual_ranks is not None:
+            where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
         return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
 
     def __bool__(self) -> bool:

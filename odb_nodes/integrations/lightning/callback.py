@@ -23,11 +23,9 @@ from odb_nodes.integrations.lightning.checks import (
     check_trainer,
 )
 from odb_nodes.integrations.lightning.monitoring import RunMonitor
-from odb_nodes.integrations.lightning.run import Run, RunState
-from odb_nodes.integrations.resuming import resharded_run
+from odb_nodes.integrations.lightning.run import Run, RunState, start_of_other_ranks
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.resharding.sealed import Ranks
 from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.step_info import StepInfo
 
@@ -225,8 +223,16 @@ class ODBCallback(Callback):
         """
         if not compat.is_fitting(trainer):
             return
-        start = _start_of(trainer, check_states(checkpoint.get(self.STATE_KEY)))
+        states = check_states(checkpoint.get(self.STATE_KEY))
+        start = _start_of(trainer, states)
         self._run = Run(trainer, start)
+        if len(states) != trainer.world_size:  # With virtual ranks, batches of a rank are others.
+            compat.set_progress(
+                compat.loop_progress(checkpoint),
+                epoch=start.epoch,
+                steps=start.steps,
+                total_steps=start.total_steps,
+            )
         if self._batches is None:
             return
         # Some strategies load a checkpoint only after the module has made the optimizers.
@@ -285,10 +291,7 @@ def _start_of(trainer: Trainer, states: list[Any]) -> RunState:
     if len(states) == world_size:
         return unseal_whole(states[rank], ODBCallback.__name__, RunState)
     runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
-    before = runs[rank % len(runs)]
-    samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
-    own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
-    return resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
+    return start_of_other_ranks(runs, rank, world_size)
 
 
 def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:

@@ -72,11 +72,15 @@ def check_optimizer_step(trainer: Any, run: Run) -> None:
     info, has_stepped = run.current.info, run.has_stepped
     if has_stepped != info.ends_optimizer_step:
         found, expected = ("", "not ") if has_stepped else ("not ", "")
+        hosted = info.batches_per_step
+        share = "" if hosted == 1 else f" // {hosted}"
+        remark = "" if hosted == 1 else f" ({hosted} virtual ranks are on this rank)"
         raise RuntimeError(
             f"the optimizer must {expected}step after batch {info.step} of the epoch, but did "
             f"{found}step: the loader weighs the losses of {info.micro_steps} batches as one step. "
-            "Make the loader with `accumulate=trainer.accumulate_grad_batches`, which is "
-            f"{trainer.accumulate_grad_batches}, and do not change that during the run."
+            f"Make the loader with `accumulate=trainer.accumulate_grad_batches{share}`{remark}. "
+            f"`accumulate_grad_batches` is {trainer.accumulate_grad_batches}: do not change that "
+            "during the run."
         )
     if has_stepped and not run.backwards and not trainer.lightning_module.automatic_optimization:
         raise RuntimeError(

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes.alignment.exchange import HostedRanks
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
 from odb_nodes.integrations.step_estimate import (
@@ -31,8 +32,9 @@ class ODBDataModule(LightningDataModule):
     Args:
         dataset: the dataset to train on; see `ODBDataLoader`.
         token_budget: padded tokens of a batch on one rank, or a `TokenBudget`.
-        options: further arguments of `ODBDataLoader`, except `accumulate`, which is that of the
-            trainer.
+        options: further arguments of `ODBDataLoader`, except `accumulate`, which is
+            `accumulate_grad_batches` of the trainer; with `virtual_ranks`, that divided by the
+            number of those that a rank hosts.
 
     Raises:
         TypeError, ValueError: an option is not valid, `accumulate` is given, or `on_oom` or
@@ -61,6 +63,7 @@ class ODBDataModule(LightningDataModule):
 
         Raises:
             RuntimeError: the trainer has no `ODBCallback`, or several.
+            ValueError: `accumulate_grad_batches` does not fit `virtual_ranks`.
         """
         trainer = self._trainer_of("train_dataloader")
         callbacks = [each for each in trainer.callbacks if isinstance(each, ODBCallback)]
@@ -85,7 +88,8 @@ class ODBDataModule(LightningDataModule):
 
         Raises:
             TypeError: the dataset is not map-style with a length.
-            ValueError: the run has no end.
+            ValueError: the run has no end, or `accumulate_grad_batches` does not fit
+                `virtual_ranks`.
         """
         trainer = self._trainer_of("estimated_steps")
         max_epochs, max_steps = trainer.max_epochs, int(trainer.max_steps)
@@ -106,7 +110,17 @@ class ODBDataModule(LightningDataModule):
         return agreed if max_steps < 0 else min(agreed, max_steps)
 
     def _options_of(self, trainer: Any) -> LoaderOptions:
-        return replace(self._options, accumulate=trainer.accumulate_grad_batches)
+        options, batches = self._options, trainer.accumulate_grad_batches
+        if options.virtual_ranks is None:
+            return replace(options, accumulate=batches)
+        hosted = HostedRanks(options.virtual_ranks, options.process_group, options.timeout_s).hosted
+        if batches % hosted:
+            raise ValueError(
+                f"`accumulate_grad_batches` must be a multiple of {hosted}, the virtual ranks that "
+                f"each rank hosts (`virtual_ranks` is {options.virtual_ranks}), but is {batches} "
+                "instead. It counts the batches of all of them."
+            )
+        return replace(options, accumulate=batches // hosted)
 
     def _trainer_of(self, name: str) -> Any:
         if self.trainer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,9 @@ from odb_nodes._compat import lightning as compat
 from odb_nodes.contract import Count, NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
+from odb_nodes.integrations.resuming import resharded_run
+from odb_nodes.loader.resharding.sealed import Ranks, node_of
+from odb_nodes.loader.resharding.virtual import NODE as VIRTUAL
 
 
 @dataclass(kw_only=True)
@@ -45,6 +49,29 @@ class RunState(NodeState):
             torch.Generator().set_state(_tensor_of(self.cpu_rng))
         except RuntimeError as error:
             raise ValueError(f"`cpu_rng` is no state of a generator of torch ({error}).") from None
+
+
+def start_of_other_ranks(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
+    """Return the position of a rank, of a run that another number of ranks has saved.
+
+    Under virtual ranks a micro-step is a batch of one of them, so fewer ranks have more.
+
+    Args:
+        runs: the positions of all ranks that there were, in their order.
+        rank: the rank that goes on.
+        world_size: number of ranks that go on.
+
+    Raises:
+        StateError: they are of different places, or the loader cannot be resharded.
+    """
+    before = runs[rank % len(runs)]
+    samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
+    own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
+    run = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
+    if run.loader is None or node_of(run.loader["root"]) != VIRTUAL:
+        return run
+    steps, total_steps = (done * len(runs) // world_size for done in (run.steps, run.total_steps))
+    return replace(run, steps=steps, total_steps=total_steps)
 
 
 class Run:

@@ -26,8 +26,8 @@ __all__ = ["StatefulNode", "call_member", "check_node", "member", "take"]
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
 
-_ONE_BY_ONE = ("next", "item_key", "item_location")
-"""Methods that `next_items` stands for."""
+_TAKES_ITEMS = {"next_items", "next", "item_key", "item_location"}
+"""Methods that take items: the first of them stands for the others."""
 
 
 class StatefulNode(BaseNode[T], Generic[T, S]):
@@ -47,8 +47,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     and `select(wanted)`, as `LengthObserver` does.
 
     A node of many small items may define `next_items` beside `next`, which gives out several at
-    once. A class that defines one of `_ONE_BY_ONE` anew has to define `next_items` anew, too: it is
-    otherwise not used.
+    once. A class that defines `next`, `item_key` or `item_location` anew, or takes it from a mixin,
+    has to define `next_items` anew, too: it is otherwise not used. `next` must not call
+    `next_items`, which a derived class may not use.
 
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
@@ -72,8 +73,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = vars(cls)
-        if "next_items" not in own and any(name in own for name in _ONE_BY_ONE):
+        first = next(one for one in cls.__mro__ if not _TAKES_ITEMS.isdisjoint(vars(one)))
+        if "next_items" not in vars(first):  # defined above what it would stand for
             cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
         if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
             raise TypeError(

@@ -71,6 +71,10 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         for source in self.sources.values():
             call_member(source, "expect_read_ahead")
 
+    def prepare_reset(self) -> None:
+        """Let no graph be within a step."""
+        self._team.leave_step()
+
     def begin_epoch(self) -> None:
         """Begin the epoch of each graph."""
         self._forget()

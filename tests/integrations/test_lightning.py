@@ -138,7 +138,7 @@ def test_another_accumulation_than_the_loader_has_is_refused():
     module, callback = r.Module(), ODBCallback()
     loader = ODBDataLoader(samples_of(0, r.SIZE), token_budget=60, window=8)
     module.train_dataloader = lambda: callback.batches(loader)
-    with pytest.raises(RuntimeError, match="`accumulate=trainer.accumulate_grad_batches`"):
+    with pytest.raises(RuntimeError, match="`trainer.accumulate_grad_batches`, which is"):
         r.trainer_of(odb=[callback], max_epochs=1, accumulate_grad_batches=3).fit(module)
 
 

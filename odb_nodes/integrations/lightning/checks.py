@@ -75,8 +75,8 @@ def check_optimizer_step(trainer: Any, run: Run) -> None:
         raise RuntimeError(
             f"the optimizer must {expected}step after batch {info.step} of the epoch, but did "
             f"{found}step: the loader weighs the losses of {info.micro_steps} batches as one step. "
-            "Make the loader with `accumulate=trainer.accumulate_grad_batches`, which is "
-            f"{trainer.accumulate_grad_batches}, and do not change that during the run."
+            f"`trainer.accumulate_grad_batches`, which is {trainer.accumulate_grad_batches}, must "
+            "be `loader.accumulate`, and must not change during the run."
         )
     if has_stepped and not run.backwards and not trainer.lightning_module.automatic_optimization:
         raise RuntimeError(

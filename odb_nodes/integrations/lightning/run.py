@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,9 @@ from odb_nodes._compat import lightning as compat
 from odb_nodes.contract import Count, NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
+from odb_nodes.integrations.resuming import resharded_run
+from odb_nodes.loader.resharding.sealed import Ranks
+from odb_nodes.loader.resharding.virtual import batches_per_step
 
 
 @dataclass(kw_only=True)
@@ -45,6 +49,36 @@ class RunState(NodeState):
             torch.Generator().set_state(_tensor_of(self.cpu_rng))
         except RuntimeError as error:
             raise ValueError(f"`cpu_rng` is no state of a generator of torch ({error}).") from None
+
+    def put_into(self, progress: MutableMapping[str, Any]) -> None:
+        """Make the progress of Lightning's loops in a checkpoint agree with this position.
+
+        Raises:
+            StateError: this version of Lightning has it under other names.
+        """
+        compat.set_progress(
+            progress, epoch=self.epoch, steps=self.steps, total_steps=self.total_steps
+        )
+
+
+def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
+    """Return the position of a rank, out of those of all ranks, however many have saved them.
+
+    Raises:
+        StateError: they cannot be resharded.
+    """
+    if len(runs) == world_size:
+        return runs[rank]
+    before = runs[rank % len(runs)]
+    samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
+    own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
+    found = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
+    if before.loader is None or found.loader is None:
+        return found
+    # A rank that hosts more virtual ranks than before has as many times the batches.
+    was, now = batches_per_step(before.loader), batches_per_step(found.loader)
+    steps, total_steps = found.steps * now // was, found.total_steps * now // was
+    return replace(found, steps=steps, total_steps=total_steps)
 
 
 class Run:

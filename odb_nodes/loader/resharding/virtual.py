@@ -54,6 +54,12 @@ def rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[s
     return sealed_for_ranks(states[0], values)
 
 
+def batches_per_step(state: Mapping[str, Any]) -> int:
+    """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
+    root = state["root"]
+    return len(root["sources"]) if node_of(root) == NODE else 1
+
+
 def process_of(state: Mapping[str, Any]) -> dict[str, int]:
     """Return which process has saved a state of `VirtualRanks`, and of how many."""
     first = min(map(int, state["sources"]))

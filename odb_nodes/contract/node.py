@@ -238,10 +238,20 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             raise
 
     def take_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
-        """Return some of the next items, and their keys: see `next_items`."""
+        """Return some of the next items, and their keys: see `next_items`.
+
+        Raises:
+            TypeError: `next_items` returned none, too many, or other keys than items.
+        """
         self.__check_stands()
         try:
-            return self._next_items(count)
+            items, keys = self._next_items(count)
+            if not 0 < len(items) == len(keys) <= count:
+                raise TypeError(
+                    f"`next_items` of `{type(self).__name__}` must return 1 to {count} items, and "
+                    f"a key for each, but returned {len(items)} and {len(keys)} keys."
+                )
+            return items, keys
         except StopIteration:
             raise
         except BaseException as error:

@@ -69,3 +69,26 @@ def test_a_processor_may_be_derived(together):
 
 def test_next_items_beside_or_below_next_are_used():
     assert take(sampler(SquareSampler), 3) == ([0, 1, 4], [None] * 3)
+
+
+@pytest.mark.parametrize(
+    "found, told", [(([], []), "0 and 0 keys"), (([1, 2], [None]), "2 and 1 keys")]
+)
+def test_what_is_not_as_declared_is_refused(found, told):
+    class Wrong(ShardedSampler):
+        def next_items(self, count):
+            return found
+
+    with pytest.raises(TypeError, match=rf"`next_items` of `Wrong` must .* returned {told}"):
+        take(sampler(Wrong), 3)
+
+
+def test_more_than_were_asked_for_are_refused():
+    class Greedy(ShardedSampler):
+        def next_items(self, count):
+            return super().next_items(count + 1)
+
+    node = sampler(Greedy)
+    for _ in range(2):  # The items are lost: it stays an error until a reset.
+        with pytest.raises(TypeError, match="must return 1 to 2 items"):
+            take(node, 2)

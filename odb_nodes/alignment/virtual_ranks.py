@@ -133,6 +133,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 
     def _take_step(self) -> None:
         self._states()  # which a state within the step holds
+        self._team.batches_out = self._turn
         step = self._team.run([source.__next__ for source in self.sources.values()])
         digest = zlib.crc32(repr([_samples_of(_info_of(item)) for item in step]).encode())
         if self._turn and digest != self._digest:

@@ -46,6 +46,8 @@ class HostedRanks:
         self.timeout_s = timeout_s
         self.wait_s = 0.0
         """Seconds spent waiting for other processes so far."""
+        self.batches_out = 0
+        """Batches that each process has had of the step that is taken, before it was resumed."""
         self._process_group = process_group
         self._outer: Exchange = LocalExchange()
         self._connecting = threading.Lock()
@@ -242,6 +244,11 @@ class _HostedExchange:
         self.ranks: Sequence[int] = range(team.virtual_ranks)
         self.timeout_s = team.timeout_s
         self.batch_of_step = (number, team.hosted)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where this process stands, which all must have in common."""
+        return {"batches of the step that are out": self._team.batches_out}
 
     @property
     def wait_s(self) -> float:

@@ -15,6 +15,7 @@ from odb_nodes.contract.fields import (
     sparse_defaults,
 )
 from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.items import check_items, hands_on_items
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
@@ -25,9 +26,6 @@ __all__ = ["StatefulNode", "call_member", "check_node", "member", "take"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
-
-_TAKES_ITEMS = {"next_items", "next", "item_key", "item_location"}
-"""Methods that take items: the first of them stands for the others."""
 
 
 class StatefulNode(BaseNode[T], Generic[T, S]):
@@ -73,8 +71,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        first = next(one for one in cls.__mro__ if not _TAKES_ITEMS.isdisjoint(vars(one)))
-        if "next_items" not in vars(first):  # defined above what it would stand for
+        if not hands_on_items(cls):
             cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
         if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
             raise TypeError(
@@ -238,19 +235,11 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             raise
 
     def take_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
-        """Return some of the next items, and their keys: see `next_items`.
-
-        Raises:
-            TypeError: `next_items` returned none, too many, or other keys than items.
-        """
+        """Return some of the next items, and their keys: see `next_items`."""
         self.__check_stands()
         try:
             items, keys = self._next_items(count)
-            if not 0 < len(items) == len(keys) <= count:
-                raise TypeError(
-                    f"`next_items` of `{type(self).__name__}` must return 1 to {count} items, and "
-                    f"a key for each, but returned {len(items)} and {len(keys)} keys."
-                )
+            check_items(type(self).__name__, items, keys, count)
             return items, keys
         except StopIteration:
             raise

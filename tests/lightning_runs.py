@@ -201,21 +201,3 @@ def resumed_alone(folder, accumulate):
     options = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "devices": 1}
     module, _ = fit(checkpoint=path, size=RANKS_SIZE, **options)
     return module.seen
-
-
-# --- virtual ranks --------------------------------------------------------------------------------
-
-
-def fit_on_virtual_ranks(*callbacks, devices, **options):
-    """Train with the steps of 4 ranks on 1, 2 or 4."""
-    ranks = {"strategy": "ddp", "devices": devices} if devices > 1 else {"devices": 1}
-    given = {"max_epochs": 2, "accumulate_grad_batches": 4 // devices, **ranks, **options}
-    return fit(*callbacks, size=RANKS_SIZE, data_options={"virtual_ranks": 4}, **given)
-
-
-def begin_on_two(folder, steps):
-    """What one of two ranks has seen, of the first steps of such a run."""
-    saver = ModelCheckpoint(folder, every_n_train_steps=steps, save_last=True)
-    options = {"max_epochs": None, "max_steps": steps, "enable_checkpointing": True}
-    module, _ = fit_on_virtual_ranks(saver, devices=2, **options)
-    return module.seen

@@ -147,7 +147,8 @@ class Peers:
         shared = {name: {**one, "rank": None} for name, one in sharing.items()}
         # Where nothing is shared out, each rank has data of its own, mixed as it likes.
         alike = _nodes_alike(source) if sharing else {}
-        self._channel.agree({**config, **shared, **alike})
+        place = getattr(self._exchange, "place", {})  # of a process with several virtual ranks
+        self._channel.agree({**config, **shared, **alike, **place})
 
     def reports(self, own: CostReport, where: str, steps: int = 0) -> list[CostReport]:
         """Return the reports of all ranks for a round, this one's included.

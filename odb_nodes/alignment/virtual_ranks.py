@@ -71,6 +71,10 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         for source in self.sources.values():
             call_member(source, "expect_read_ahead")
 
+    def prepare_reset(self) -> None:
+        """Let no graph be within a step."""
+        self._team.leave_step()
+
     def begin_epoch(self) -> None:
         """Begin the epoch of each graph."""
         self._forget()
@@ -127,8 +131,13 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         team = self._team
         return {"virtual_ranks": team.virtual_ranks, "world_size": team.processes}
 
+    def fixed_fields(self, _state: VirtualState) -> tuple[str, ...]:
+        """Return all: another number of virtual ranks has other graphs, and so other states."""
+        return ("virtual_ranks", "world_size")
+
     def _take_step(self) -> None:
         self._states()  # which a state within the step holds
+        self._team.batches_out = self._turn
         step = self._team.run([source.__next__ for source in self.sources.values()])
         digest = zlib.crc32(repr([_samples_of(_info_of(item)) for item in step]).encode())
         if self._turn and digest != self._digest:

@@ -15,6 +15,7 @@ from odb_nodes.contract.fields import (
     sparse_defaults,
 )
 from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.items import check_items, hands_on_items
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
@@ -25,9 +26,6 @@ __all__ = ["StatefulNode", "call_member", "check_node", "member", "take"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
-
-_ONE_BY_ONE = ("next", "item_key", "item_location")
-"""Methods that `next_items` stands for."""
 
 
 class StatefulNode(BaseNode[T], Generic[T, S]):
@@ -47,8 +45,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     and `select(wanted)`, as `LengthObserver` does.
 
     A node of many small items may define `next_items` beside `next`, which gives out several at
-    once. A class that defines one of `_ONE_BY_ONE` anew has to define `next_items` anew, too: it is
-    otherwise not used.
+    once. A class that defines `next`, `item_key` or `item_location` anew, or takes it from a mixin,
+    has to define `next_items` anew, too: it is otherwise not used. `next` must not call
+    `next_items`, which a derived class may not use.
 
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
@@ -72,8 +71,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = vars(cls)
-        if "next_items" not in own and any(name in own for name in _ONE_BY_ONE):
+        if not hands_on_items(cls):
             cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
         if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
             raise TypeError(
@@ -240,7 +238,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """Return some of the next items, and their keys: see `next_items`."""
         self.__check_stands()
         try:
-            return self._next_items(count)
+            items, keys = self._next_items(count)
+            check_items(type(self).__name__, items, keys, count)
+            return items, keys
         except StopIteration:
             raise
         except BaseException as error:

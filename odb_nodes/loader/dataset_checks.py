@@ -84,7 +84,7 @@ def warn_of_sizes(sizes: Mapping[str, int], stop: Stop) -> None:
         f"`weights` are not given, so all datasets have equal shares, whatever their sizes {sizes}"
         f': {smallest!r} {fate}. Pass `weights="proportional"` for shares by size, or weights, '
         f"such as {dict.fromkeys(sizes, 1)} if equal shares are meant.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

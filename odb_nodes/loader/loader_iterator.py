@@ -12,9 +12,11 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
-from odb_nodes.contract.graph import blame_sources
+from odb_nodes.contract.graph import blame_sources, walk
+from odb_nodes.contract.node import StatefulNode
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.errors import SampleError
+from odb_nodes.nodes.read_ahead import PARTS as READ_AHEAD
 
 T = TypeVar("T")
 
@@ -78,6 +80,10 @@ class LoaderIterator(Iterator[T]):
         had_items: bool,
     ) -> None:
         self._root, self._check, self._suspend = root, check, suspend
+        # Torchdata's own nodes may hand out lists that they change later.
+        self._shares_states = all(
+            isinstance(node, (StatefulNode, *READ_AHEAD)) for node in walk(root)
+        )
         self._num_yielded = num_yielded
         self._ended = ended
         self._had_items = had_items
@@ -102,7 +108,7 @@ class LoaderIterator(Iterator[T]):
             root = self._root.state_dict()
             check_state_of(self._root, root)
             self._state = LoaderState(
-                root=copy_state(root),
+                root=root if self._shares_states else copy_state(root),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
                 left=self._left,

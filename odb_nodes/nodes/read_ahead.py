@@ -134,6 +134,10 @@ class _Relay(BaseNode[T]):
         return self.source.state_dict()
 
 
+PARTS = (ReadAhead, Prefetcher, _Relay)
+"""The nodes of a `ReadAhead`: each state of theirs is one that their source has handed out."""
+
+
 @atexit.register
 def _stop_all() -> None:
     """Get all threads out of torch: one that is inside at the very end aborts the process."""

@@ -163,11 +163,14 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             WorkerError: a worker died, did not answer in time, or belongs to the process that this
                 one was forked from. Likewise.
         """
-        (result,), _ = self.next_items(1)
+        (result,), _ = self._take(1)
         return result
 
     def next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
         """Return the next processed samples of a chunk, and the keys of their items."""
+        return self._take(count)
+
+    def _take(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
         while not (ready := [*islice(self._ready, self._until_state(count))]):
             if self._failure is not None:
                 raise self._failure

@@ -1,70 +1,104 @@
-"""The steps of four ranks under Lightning, on one and on two: real processes, DDP over gloo."""
+"""Virtual ranks under Lightning: the same optimizer steps on one rank and on two."""
+
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning.pytorch")
 
 import lightning_runs as runs
+import torch
 from gradients import OneProcess, relative_error, samples_of
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_jobs import run_ranks
 
 from odb_nodes import ODBDataLoader
 from odb_nodes.integrations.lightning import ODBCallback
 
 WARM = ("lightning.pytorch", "odb_nodes.integrations.lightning")
-TWO = """
-    import lightning_runs as l
-    r.finish(l.begin_on_two(sys.argv[1], int(sys.argv[2])))
+STEPS = (2, 5, 6)
+ON_TWO = """
+    sys.path.insert(0, {folder!r})
+    import test_lightning_virtual_ranks as l
+    r.finish(l.on_two_ranks(sys.argv[1]))
 """
 
 
-def steps_of(ranks):
-    """Per optimizer step, the ids of its samples over all ranks."""
+def fit(hosted, *callbacks, **options):
+    """A run of 4 virtual ranks, of which a rank hosts some."""
+    given = {"max_epochs": 2, "accumulate_grad_batches": hosted, "size": runs.RANKS_SIZE}
+    return runs.fit(*callbacks, data_options={"virtual_ranks": 4}, **given | options)
+
+
+def saver(folder):
+    return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+
+
+def checkpoint(folder, step):
+    return str(Path(folder, f"step={step}.ckpt"))
+
+
+def on_two_ranks(folder):
+    """Go on from checkpoints of one rank, then run as a whole; return all that this rank sees."""
+    two = {"strategy": "ddp", "devices": 2}
+    own, one = Path(folder, "two"), Path(folder, "one")
+    seen = [fit(2, checkpoint=checkpoint(one, step), **two)[0] for step in STEPS]
+    whole, _ = fit(2, saver(own), enable_checkpointing=True, **two)
+    return [(module.seen, module.weights.tolist()) for module in (*seen, whole)]
+
+
+def ids_of_steps(seen):
+    """The ids of each optimizer step, by its number."""
     steps = {}
-    for seen in ranks:
-        for _, ids, is_filler, step in seen:
-            steps.setdefault(step, []).extend([] if is_filler else ids)
+    for _, ids, is_filler, step in seen:
+        steps[step] = steps.get(step, []) + ([] if is_filler else ids)
     return {step: sorted(ids) for step, ids in steps.items()}
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_virtual_ranks():
-    module, trainer = runs.fit_on_virtual_ranks(
-        devices=1, module=runs.Module(lr=0.0), accumulate_grad_batches=8, max_epochs=1
-    )
-    assert trainer.train_dataloader.loader.options.accumulate == 2
-    one = OneProcess([runs.RANKS_SIZE])
-    for gradient, groups in zip(module.gradients, module.groups(), strict=True):
-        assert relative_error(gradient, one.gradient(groups, "exact")) <= 1e-12
-    ids = [index for _, ids, is_filler, _ in module.seen for index in ids if not is_filler]
-    assert sorted(ids) == list(range(runs.RANKS_SIZE))
+def test_runs_move_between_one_rank_and_two(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole, trainer = fit(4, saver(one), enable_checkpointing=True)
+    expected, weights = ids_of_steps(whole.seen), whole.weights
+    assert trainer.global_step == len(expected) > STEPS[-1]
+    epoch_of = {step: epoch for epoch, _, _, step in whole.seen}
+    assert {epoch_of[step] for step in STEPS} == {0, 1}
+
+    program = ON_TWO.format(folder=str(Path(__file__).parent))
+    ranks = run_ranks(tmp_path, program, 2, str(tmp_path), init=False, warm=WARM)
+    for (first, found), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
+        steps = ids_of_steps([*first, *second])
+        assert steps == {step: expected[step] for step in range(start, len(expected))}
+        assert (torch.tensor(found, dtype=weights.dtype) - weights).abs().max() <= 1e-9
+
+    for start in STEPS:
+        resumed, its_trainer = fit(4, checkpoint=checkpoint(two, start))
+        assert its_trainer.global_step == trainer.global_step
+        steps = ids_of_steps(resumed.seen)
+        assert steps == {step: expected[step] for step in range(start, len(expected))}
+        assert (resumed.weights - weights).abs().max() <= 1e-9
 
 
-def test_one_rank_goes_on_with_the_steps_that_two_have_begun(tmp_path):
-    whole, trainer = runs.fit_on_virtual_ranks(devices=1)
-    first_epoch = len({step for epoch, *_, step in whole.seen if epoch == 0})
-    stop = first_epoch + 2
-    assert stop < trainer.global_step  # within the second epoch
-    begun = run_ranks(tmp_path, TWO, 2, str(tmp_path), str(stop), init=False, warm=WARM)
-    path = str(tmp_path / "last.ckpt")
-    rest, its_trainer = runs.fit_on_virtual_ranks(devices=1, checkpoint=path)
-
-    assert steps_of([*begun, rest.seen]) == steps_of([whole.seen])
-    runs.check_resumed(whole, trainer, rest, its_trainer)
-    assert its_trainer.fit_loop.total_batch_idx == trainer.fit_loop.total_batch_idx
+def test_batches_of_a_step_must_be_those_of_all_virtual_ranks():
+    with pytest.raises(ValueError, match="`accumulate_grad_batches` must be a multiple of 4"):
+        fit(2)
 
 
 def test_the_estimate_of_steps_is_that_of_the_virtual_ranks():
     class Estimating(runs.Module):
-        def on_train_start(self):
+        def configure_optimizers(self):
             self.estimated = self.trainer.datamodule.estimated_steps()
+            return super().configure_optimizers()
 
-    module, trainer = runs.fit_on_virtual_ranks(devices=1, module=Estimating())
+    module, trainer = fit(4, module=Estimating())
     assert abs(module.estimated - trainer.global_step) <= 2
 
 
-def test_an_accumulation_that_the_virtual_ranks_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="must be a multiple of 4, .* but is 6 instead"):
-        runs.fit_on_virtual_ranks(devices=1, accumulate_grad_batches=6)
+def test_the_gradient_is_that_of_the_mean_over_all_virtual_ranks():
+    module, trainer = fit(8, module=runs.Module(lr=0.0), max_epochs=1)
+    assert trainer.train_dataloader.loader.options.accumulate == 2
+    one = OneProcess([runs.RANKS_SIZE])
+    for gradient, groups in zip(module.gradients, module.groups(), strict=True):
+        assert relative_error(gradient, one.gradient(groups, "exact")) <= 1e-12
 
 
 def test_a_loader_of_ones_own_is_told_what_to_accumulate():

@@ -335,6 +335,18 @@ def test_a_state_that_does_not_fit_fails_on_all_processes():
     on_ranks(2, run)
 
 
+def test_processes_go_on_from_the_same_batch_of_a_step():
+    states = [saved[2 + process] for process, (_, saved) in enumerate(job(2))]
+
+    def run(exchange):
+        loader = make(exchange, virtual_ranks=4)
+        loader.load_state_dict(states[exchange.rank])
+        with pytest.raises(StateError, match="are out` is 0 on rank 0, 1, 1 on rank 2, 3"):
+            next(iter(loader))
+
+    on_ranks(2, run)
+
+
 class Interrupting:
     """A sample that raises Ctrl-C in whatever thread makes it."""
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted, LocalExchange
 from odb_nodes.alignment.exchange.resolve import group_rank, resolve_exchange
 from odb_nodes.errors import PeerError
@@ -45,12 +46,14 @@ class HostedRanks:
         self.timeout_s = timeout_s
         self.wait_s = 0.0
         """Seconds spent waiting for other processes so far."""
+        self.batches_out = 0
+        """Batches that each process has had of the step that is taken, before it was resumed."""
         self._process_group = process_group
         self._outer: Exchange = LocalExchange()
         self._connecting = threading.Lock()
         self._changed = threading.Condition()
         self._running: int | None = None  # the number whose graph has its turn
-        self._in_step: set[int] = set()  # numbers whose threads have not ended
+        self._in_step: set[int] = set()  # numbers whose calls have not ended
         self._message = _Message()
         self._interrupted = False
 
@@ -62,11 +65,10 @@ class HostedRanks:
         """Return what the call of each virtual rank returns.
 
         Raises:
-            StopIteration: a call raised it.
+            StopIteration: a call raised it, and none another error.
             Exception: what a call raised; not a `PeerError` where another raised its cause.
         """
         outcomes: list[Any] = [None] * len(calls)
-        self._in_step = {*range(len(calls))}
 
         def work(number: int) -> None:
             try:
@@ -79,21 +81,27 @@ class HostedRanks:
             finally:
                 self._leave(number)
 
-        threads = [
-            threading.Thread(target=work, args=(number,), name="odb_nodes-virtual", daemon=True)
-            for number in range(1, len(calls))
-        ]
+        self._in_step.add(0)
         try:
-            for thread in threads:
-                thread.start()
+            with deferred_interrupt():  # Who knows whether a thread runs whose start it interrupts?
+                for number in range(1, len(calls)):
+                    self._start(work, number)
             work(0)
-        finally:
-            for thread in threads:  # Each wait of theirs ends within `timeout_s`.
-                thread.join()
+            self._wait_for_end()
+        except BaseException:  # Ctrl-C: no graph may go on with what the trainer has left.
+            self._leave(0)
+            self.leave_step()
+            raise
         raised = [one.error for one in outcomes if isinstance(one, _Raised)]
         if raised:
             raise min(raised, key=_distance_to_cause)
         return outcomes
+
+    def leave_step(self) -> None:
+        """End what is left of a step that was interrupted, as by a second Ctrl-C."""
+        if self._in_step:
+            self.interrupt()
+            self._wait_for_end()
 
     def connect(self, size: int) -> None:
         """Connect this process to the others; see `Exchange.connect`."""
@@ -130,6 +138,22 @@ class HostedRanks:
             self._outer = outer
         self._outer.resume()
         self._message, self._interrupted = _Message(), False
+
+    def _start(self, work: Callable[[int], None], number: int) -> None:
+        self._in_step.add(number)
+        try:
+            threading.Thread(
+                target=work, args=(number,), name="odb_nodes-virtual", daemon=True
+            ).start()
+        except RuntimeError:  # There are too many threads.
+            self._leave(number)
+            raise
+
+    def _wait_for_end(self) -> None:
+        # Not `join`: before Python 3.13, one that is interrupted takes the thread to have ended.
+        with self._changed:
+            while self._in_step:  # Each wait of a graph ends within `timeout_s`.
+                self._changed.wait(_POLL_S)
 
     def _gather(self, number: int, row: IntArray) -> IntArray:
         with self._changed:
@@ -202,6 +226,7 @@ class HostedRanks:
     def _leave(self, number: int) -> None:
         with self._changed:
             self._in_step.discard(number)
+            self._changed.notify_all()
         self._give_turn(number)
 
 
@@ -219,6 +244,11 @@ class _HostedExchange:
         self.ranks: Sequence[int] = range(team.virtual_ranks)
         self.timeout_s = team.timeout_s
         self.batch_of_step = (number, team.hosted)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where this process stands, which all must have in common."""
+        return {"batches of the step that are out": self._team.batches_out}
 
     @property
     def wait_s(self) -> float:
@@ -261,4 +291,5 @@ def _distance_to_cause(error: BaseException) -> int:
     """Return how far an error is from what another one of the same step may be about."""
     if not isinstance(error, Exception):
         return 0
-    return 1 + isinstance(error, PeerError) + 2 * isinstance(error, Interrupted)
+    kinds = (PeerError, Interrupted, StopIteration)
+    return next((far for far, kind in enumerate(kinds, start=2) if isinstance(error, kind)), 1)

@@ -23,7 +23,7 @@ from odb_nodes.integrations.lightning.checks import (
     check_trainer,
 )
 from odb_nodes.integrations.lightning.monitoring import RunMonitor
-from odb_nodes.integrations.lightning.run import Run, RunState, start_of_other_ranks
+from odb_nodes.integrations.lightning.run import Run, RunState, position_of_rank
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.monitor import Monitor, StepMeter
@@ -74,7 +74,8 @@ class ODBCallback(Callback):
 
         Args:
             loader: a loader made in that hook, when the process group exists, with
-                `accumulate=trainer.accumulate_grad_batches`.
+                `accumulate=trainer.accumulate_grad_batches`; with virtual ranks that over the
+                number of those that a rank hosts.
         """
         start = self._run.start
         if start.loader is not None:
@@ -203,12 +204,7 @@ class ODBCallback(Callback):
         if after is not None and compat.epochs_processed(progress) > position.epoch:
             epoch = position.epoch + 1
             position = replace(position, epoch=epoch, steps=0, samples=0, loader=after)
-        compat.set_progress(
-            progress,
-            epoch=position.epoch,
-            steps=position.steps,
-            total_steps=position.total_steps,
-        )
+        position.put_into(progress)
         state = seal_whole(ODBCallback.__name__, position)
         checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, state)
 
@@ -224,15 +220,10 @@ class ODBCallback(Callback):
         if not compat.is_fitting(trainer):
             return
         states = check_states(checkpoint.get(self.STATE_KEY))
-        start = _start_of(trainer, states)
+        runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
+        start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
+        start.put_into(compat.loop_progress(checkpoint))
         self._run = Run(trainer, start)
-        if len(states) != trainer.world_size:  # With virtual ranks, batches of a rank are others.
-            compat.set_progress(
-                compat.loop_progress(checkpoint),
-                epoch=start.epoch,
-                steps=start.steps,
-                total_steps=start.total_steps,
-            )
         if self._batches is None:
             return
         # Some strategies load a checkpoint only after the module has made the optimizers.
@@ -283,15 +274,6 @@ class ODBCallback(Callback):
             return  # A dataset without a length.
         epoch = trainer.current_epoch + share
         pl_module.log("odb/epoch", epoch, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
-
-
-def _start_of(trainer: Trainer, states: list[Any]) -> RunState:
-    """Return the position of this rank in a checkpoint, whatever number of ranks has saved it."""
-    rank, world_size = trainer.global_rank, trainer.world_size
-    if len(states) == world_size:
-        return unseal_whole(states[rank], ODBCallback.__name__, RunState)
-    runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
-    return start_of_other_ranks(runs, rank, world_size)
 
 
 def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:

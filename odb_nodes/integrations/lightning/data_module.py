@@ -8,7 +8,6 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from odb_nodes._core.checks import check_choice, check_count
-from odb_nodes.alignment.exchange import HostedRanks
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
 from odb_nodes.integrations.step_estimate import (
@@ -32,9 +31,9 @@ class ODBDataModule(LightningDataModule):
     Args:
         dataset: the dataset to train on; see `ODBDataLoader`.
         token_budget: padded tokens of a batch on one rank, or a `TokenBudget`.
-        options: further arguments of `ODBDataLoader`, except `accumulate`, which is
-            `accumulate_grad_batches` of the trainer; with `virtual_ranks`, that divided by the
-            number of those that a rank hosts.
+        options: further arguments of `ODBDataLoader`, except `accumulate`, which is that of the
+            trainer: its `accumulate_grad_batches`, over the virtual ranks of a rank if there are
+            some.
 
     Raises:
         TypeError, ValueError: an option is not valid, `accumulate` is given, or `on_oom` or
@@ -103,24 +102,23 @@ class ODBDataModule(LightningDataModule):
             steps = max_epochs * estimate_loader_steps(
                 self._dataset,
                 self._options_of(trainer),
-                world_size=trainer.world_size,
+                world_size=self._options.virtual_ranks or trainer.world_size,
                 looked_at=check_count("looked_at", looked_at),
             )
         agreed = int(trainer.strategy.broadcast(steps))
         return agreed if max_steps < 0 else min(agreed, max_steps)
 
     def _options_of(self, trainer: Any) -> LoaderOptions:
-        options, batches = self._options, trainer.accumulate_grad_batches
-        if options.virtual_ranks is None:
-            return replace(options, accumulate=batches)
-        hosted = HostedRanks(options.virtual_ranks, options.process_group, options.timeout_s).hosted
-        if batches % hosted:
+        taken = trainer.accumulate_grad_batches
+        hosted = max(1, (self._options.virtual_ranks or 1) // trainer.world_size)
+        if taken % hosted:
             raise ValueError(
-                f"`accumulate_grad_batches` must be a multiple of {hosted}, the virtual ranks that "
-                f"each rank hosts (`virtual_ranks` is {options.virtual_ranks}), but is {batches} "
-                "instead. It counts the batches of all of them."
+                f"`accumulate_grad_batches` must be a multiple of {hosted}, the number of virtual "
+                f"ranks that each of {trainer.world_size} ranks hosts, but is {taken}: it counts "
+                "the batches of an optimizer step on a rank. With another number of ranks it is "
+                "another."
             )
-        return replace(options, accumulate=batches // hosted)
+        return replace(self._options, accumulate=taken // hosted)
 
     def _trainer_of(self, name: str) -> Any:
         if self.trainer is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from odb_nodes.contract import Count, NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
 from odb_nodes.integrations.resuming import resharded_run
-from odb_nodes.loader.resharding.sealed import Ranks, node_of
-from odb_nodes.loader.resharding.virtual import NODE as VIRTUAL
+from odb_nodes.loader.resharding.sealed import Ranks
+from odb_nodes.loader.resharding.virtual import batches_per_step
 
 
 @dataclass(kw_only=True)
@@ -50,28 +50,35 @@ class RunState(NodeState):
         except RuntimeError as error:
             raise ValueError(f"`cpu_rng` is no state of a generator of torch ({error}).") from None
 
+    def put_into(self, progress: MutableMapping[str, Any]) -> None:
+        """Make the progress of Lightning's loops in a checkpoint agree with this position.
 
-def start_of_other_ranks(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
-    """Return the position of a rank, of a run that another number of ranks has saved.
+        Raises:
+            StateError: this version of Lightning has it under other names.
+        """
+        compat.set_progress(
+            progress, epoch=self.epoch, steps=self.steps, total_steps=self.total_steps
+        )
 
-    Under virtual ranks a micro-step is a batch of one of them, so fewer ranks have more.
 
-    Args:
-        runs: the positions of all ranks that there were, in their order.
-        rank: the rank that goes on.
-        world_size: number of ranks that go on.
+def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
+    """Return the position of a rank, out of those of all ranks, however many have saved them.
 
     Raises:
-        StateError: they are of different places, or the loader cannot be resharded.
+        StateError: they cannot be resharded.
     """
+    if len(runs) == world_size:
+        return runs[rank]
     before = runs[rank % len(runs)]
     samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
     own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
-    run = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
-    if run.loader is None or node_of(run.loader["root"]) != VIRTUAL:
-        return run
-    steps, total_steps = (done * len(runs) // world_size for done in (run.steps, run.total_steps))
-    return replace(run, steps=steps, total_steps=total_steps)
+    found = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
+    if before.loader is None or found.loader is None:
+        return found
+    # A rank that hosts more virtual ranks than before has as many times the batches.
+    was, now = batches_per_step(before.loader), batches_per_step(found.loader)
+    steps, total_steps = found.steps * now // was, found.total_steps * now // was
+    return replace(found, steps=steps, total_steps=total_steps)
 
 
 class Run:

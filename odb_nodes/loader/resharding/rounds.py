@@ -98,26 +98,28 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
 
 
 def check_between_optimizer_steps(
-    at: AlignerState, config: Mapping[str, Any], batches: int = 0
+    at: AlignerState, config: Mapping[str, Any], *, out: int = 0, hosted: int = 1
 ) -> None:
     """Check that a rank stands between two optimizer steps.
 
     Args:
         at: where it stands.
         config: the configuration of its `RankAligner`.
-        batches: batches that are out of the step that is next.
+        out: batches that are out of the step that is next.
+        hosted: virtual ranks of a process, which make as many batches of a step.
 
     Raises:
         StateError: it does not.
     """
     accumulate = config["accumulate"]
     inside = at.emitted % accumulate
-    if at.is_at_end(at.steps(ends_alone=False)) or not (inside or batches):
+    if at.is_at_end(at.steps(ends_alone=False)) or not (inside or out):
         return
+    done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
     raise StateError(
         f"the states stand at step {at.step} of epoch {at.epoch}, within an optimizer step of "
-        f"{accumulate} steps, of which {inside} are done{', and a part of one' * bool(batches)}: "
-        "their gradients are those of other ranks. Reshard a checkpoint that was saved where "
+        f"{accumulate * hosted} {what}, of which {done} are done: their gradients are those of "
+        "other ranks. Reshard a checkpoint that was saved where "
         "`StepInfo.ends_optimizer_step` is True."
     )
 

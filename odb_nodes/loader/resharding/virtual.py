@@ -40,7 +40,7 @@ def rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[s
         )
     if not left:
         check_alike(NODE, found, ("turn",))
-        _check_place([*graphs.values()], found[0].turn)
+        _check_place([*graphs.values()], out=found[0].turn, hosted=len(found[0].sources))
     hosted = len(graphs) // world_size
     names = [*graphs]
     values = [
@@ -54,13 +54,19 @@ def rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[s
     return sealed_for_ranks(states[0], values)
 
 
+def batches_per_step(state: Mapping[str, Any]) -> int:
+    """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
+    root = state["root"]
+    return len(root["sources"]) if node_of(root) == NODE else 1
+
+
 def process_of(state: Mapping[str, Any]) -> dict[str, int]:
     """Return which process has saved a state of `VirtualRanks`, and of how many."""
     first = min(map(int, state["sources"]))
     return {"rank": first // len(state["sources"]), "world_size": state["config"]["world_size"]}
 
 
-def _check_place(graphs: Sequence[Any], turn: int) -> None:
+def _check_place(graphs: Sequence[Any], *, out: int, hosted: int) -> None:
     """Check that all graphs stand at the same place, between two optimizer steps."""
     check_alike("GroupCollator", opened(graphs, CollatorState), ("step",))
     aligners = [graph["source"] for graph in graphs]
@@ -68,4 +74,4 @@ def _check_place(graphs: Sequence[Any], turn: int) -> None:
         raise StateError("the states of virtual ranks must hold those of a `RankAligner` each.")
     config = aligners[0]["config"]
     for at in opened(aligners, AlignerState):
-        check_between_optimizer_steps(at, config, turn)
+        check_between_optimizer_steps(at, config, out=out, hosted=hosted)

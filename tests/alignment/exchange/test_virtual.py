@@ -1,5 +1,6 @@
 """Virtual ranks of one process: one runs at a time, and their messages travel as one."""
 
+import signal
 import threading
 import time
 
@@ -78,6 +79,16 @@ def test_the_cause_is_raised_and_not_what_others_say_of_it():
         hosts.run([iter(()).__next__] * 3)
 
 
+def test_the_end_of_some_hides_no_error_of_another():
+    hosts = team()
+
+    def fail():
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        hosts.run([iter(()).__next__, fail, iter(()).__next__])
+
+
 def test_a_virtual_rank_that_does_not_come_is_named():
     hosts = team(timeout_s=0.3)
     with pytest.raises(PeerError, match=r"virtual rank \[2\] of this process within 0.3 s"):
@@ -111,6 +122,45 @@ def test_an_exit_in_one_ends_the_waits_of_the_others():
     with pytest.raises(SystemExit):
         hosts.run([gathering(hosts.exchange(0)), leave, gathering(hosts.exchange(2))])
     assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+class Busy:
+    """Calls of two virtual ranks: the second is busy while the trainer's thread waits for it."""
+
+    def __init__(self, hosts, interrupts):
+        self.hosts, self.interrupts = hosts, interrupts
+        self.may_end, self.has_ended = threading.Event(), threading.Event()
+
+    def first(self):
+        self.hosts.exchange(0).all_gather(row(0))
+
+    def second(self):
+        self.hosts.exchange(1).all_gather(row(1))
+        for _ in range(self.interrupts):
+            time.sleep(0.2)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert self.may_end.wait(TIMEOUT_S)
+        self.has_ended.set()
+
+
+def test_ctrl_c_leaves_no_graph_within_a_step():
+    hosts = team(2)
+    busy = Busy(hosts, interrupts=1)
+    threading.Timer(0.6, busy.may_end.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        hosts.run([busy.first, busy.second])
+    assert busy.has_ended.is_set()
+
+
+def test_what_a_second_ctrl_c_leaves_ends_before_anything_begins():
+    hosts = team(2)
+    busy = Busy(hosts, interrupts=2)
+    with pytest.raises(KeyboardInterrupt):
+        hosts.run([busy.first, busy.second])
+    assert not busy.has_ended.is_set()
+    threading.Timer(0.2, busy.may_end.set).start()
+    hosts.leave_step()
+    assert busy.has_ended.is_set()
 
 
 def test_a_process_hosts_its_share():

@@ -1,0 +1,94 @@
+"""Several items at once: those that single calls of `next` give, also of derived nodes."""
+
+import pytest
+
+from odb_nodes import ParallelProcessor, ShardedSampler
+from odb_nodes.contract.node import take
+from odb_nodes.sample import ItemKey
+
+
+class Marked:
+    """What a node may take from a mixin."""
+
+    def next(self):
+        return f"{super().next()}!"
+
+
+class MarkedSampler(Marked, ShardedSampler):
+    pass
+
+
+class DerivedSampler(MarkedSampler):
+    pass
+
+
+class MarkedProcessor(ParallelProcessor):
+    def next(self):
+        return f"{super().next()}!"
+
+
+class KeyedProcessor(ParallelProcessor):
+    def item_key(self):
+        key = super().item_key()
+        return ItemKey(key.source, key.key + 1000, key.world_size)
+
+
+class SquareSampler(MarkedSampler):
+    """Defines anew what it hands on at once."""
+
+    def next_items(self, count):
+        indices, keys = self._take(count), [None] * count
+        return [index * index for index in indices], keys
+
+
+def sampler(kind=ShardedSampler):
+    return kind(5, False, 0, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [MarkedSampler, DerivedSampler])
+def test_what_a_mixin_defines_is_used(kind):
+    node = ParallelProcessor(sampler(kind), str)
+    assert list(node) == ["0!", "1!", "2!", "3!", "4!"]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_processor_may_be_derived(together):
+    def items_of(kind):
+        node, items, keys = kind(sampler(), str), [], []
+        node.reset(None)
+        while len(items) < 5:
+            some, their_keys = take(node, together)
+            items, keys = items + some, keys + [key.key for key in their_keys]
+        return items, keys
+
+    assert items_of(ParallelProcessor) == (["0", "1", "2", "3", "4"], [0, 1, 2, 3, 4])
+    assert items_of(MarkedProcessor) == (["0!", "1!", "2!", "3!", "4!"], [0, 1, 2, 3, 4])
+    assert items_of(KeyedProcessor)[1] == [1000, 1001, 1002, 1003, 1004]
+    assert list(MarkedProcessor(sampler(), str)) == ["0!", "1!", "2!", "3!", "4!"]
+
+
+def test_next_items_beside_or_below_next_are_used():
+    assert take(sampler(SquareSampler), 3) == ([0, 1, 4], [None] * 3)
+
+
+@pytest.mark.parametrize(
+    "found, told", [(([], []), "0 and 0 keys"), (([1, 2], [None]), "2 and 1 keys")]
+)
+def test_what_is_not_as_declared_is_refused(found, told):
+    class Wrong(ShardedSampler):
+        def next_items(self, count):
+            return found
+
+    with pytest.raises(TypeError, match=rf"`next_items` of `Wrong` must .* returned {told}"):
+        take(sampler(Wrong), 3)
+
+
+def test_more_than_were_asked_for_are_refused():
+    class Greedy(ShardedSampler):
+        def next_items(self, count):
+            return super().next_items(count + 1)
+
+    node = sampler(Greedy)
+    for _ in range(2):  # The items are lost: it stays an error until a reset.
+        with pytest.raises(TypeError, match="must return 1 to 2 items"):
+            take(node, 2)

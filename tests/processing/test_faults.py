@@ -17,7 +17,7 @@ from worker_functions import Logged, Texts, forked, processor, same
 
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
-from odb_nodes.processing import process_pool, worker
+from odb_nodes.processing import process_pool, transport, worker
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.transport import send
 
@@ -138,6 +138,16 @@ def die_while_writing():
             os.kill(os.getpid(), signal.SIGKILL)
 
     worker.send = lambda connection, parts: send(Half(connection), parts)
+    return np.zeros(200_000)  # larger ones do not go through the socket
+
+
+def die_with_pages():
+    """Between writing the pages of a large result and sending them."""
+
+    def send_pages(connection, file):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    transport.send_pages = send_pages
     return np.zeros(8_000_000)
 
 
@@ -161,6 +171,7 @@ DEATHS = {
     "SIGKILL": (signal_itself(signal.SIGKILL), "exit code -9"),
     "SIGSEGV": (signal_itself(signal.SIGSEGV), "exit code -11"),
     "killed while writing": (die_while_writing, "exit code -9"),
+    "killed with pages in hand": (die_with_pages, "exit code -9"),
     "closes its files": (close_all_files, "exit code"),
     "dies with a child alive": (die_with_a_child_alive, "exit code 3"),
 }

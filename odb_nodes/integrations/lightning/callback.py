@@ -222,7 +222,8 @@ class ODBCallback(Callback):
         states = check_states(checkpoint.get(self.STATE_KEY))
         runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
-        start.put_into(compat.loop_progress(checkpoint))
+        if len(runs) != trainer.world_size:
+            start.put_into(compat.loop_progress(checkpoint))
         self._run = Run(trainer, start)
         if self._batches is None:
             return

@@ -143,6 +143,15 @@ class Busy:
         self.has_ended.set()
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """Ctrl-C is ignored below a shell's `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_leaves_no_graph_within_a_step():
     hosts = team(2)
     busy = Busy(hosts, interrupts=1)
@@ -152,6 +161,7 @@ def test_ctrl_c_leaves_no_graph_within_a_step():
     assert busy.has_ended.is_set()
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_what_a_second_ctrl_c_leaves_ends_before_anything_begins():
     hosts = team(2)
     busy = Busy(hosts, interrupts=2)

@@ -145,9 +145,9 @@ class StepInfo:
             else those that were planned under the budget. 0 where neither is known.
         source_shares: the shares by which a mixture whose weights may change drew the last sample
             that this rank has read for the round of the step; empty where they cannot change.
-        batches_per_step: batches that each rank takes one after the other where it hosts several
-            `virtual_ranks`, which are "all ranks" here: those of its own. Each is a `step` and a
-            micro-step; counts and costs of all ranks are those of the batches together.
+        batches_per_step: `virtual_ranks` that each rank hosts, 1 without. It takes a batch of each,
+            one after the other, as a `step` and a micro-step of its own. "All ranks" are then all
+            virtual ranks, so that their counts are equal in each of these batches.
     """
 
     step: int

@@ -50,6 +50,6 @@ def steps_of(processes):
                 info.micro_step // hosted,
                 info.micro_steps // hosted,
                 (info.optimizer_samples, info.optimizer_targets, info.all_samples_this_step),
-                info.loss_scale * hosted / len(processes) / hosted,
+                info.loss_scale / len(processes),
             )
     return found

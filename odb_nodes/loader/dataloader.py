@@ -57,7 +57,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         seed: seed of the shuffling, of the permutations of steps, and of the random numbers of
             processing and of `collate_fn`.
         num_workers: number of worker processes; 0 processes in the trainer's own thread, and starts
-            no other thread either.
+            no other thread either, unless a rank hosts several `virtual_ranks`.
         window: samples that wait in the pool, on each rank; `"auto"`: as many as fill 32 batches.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
             Where `dataset` is a dict, one function for all, or a dict with one for each. Default:

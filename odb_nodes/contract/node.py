@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_type
 from odb_nodes.contract.fields import (
     check_declaration,
     check_fields,
@@ -16,6 +15,7 @@ from odb_nodes.contract.fields import (
 )
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.items import check_items, hands_on_items
+from odb_nodes.contract.members import call_member, check_node, member
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
@@ -328,23 +328,3 @@ def take(node: BaseNode[T], count: int) -> tuple[list[T], list[Any]]:
     if isinstance(node, StatefulNode):
         return node.take_items(count)
     return [next(node)], [call_member(node, "item_key")]
-
-
-def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
-    """Call a method of the contract; return `None` where a plain node does not have it."""
-    return member(node, name)(*arguments)
-
-
-def member(node: BaseNode[Any], name: str) -> Callable[..., Any]:
-    """Return a method of the contract; one that returns `None` where a plain node lacks it."""
-    method = getattr(node, name, None)
-    return method if callable(method) else _none
-
-
-def _none(*_: Any) -> None:
-    return None
-
-
-def check_node(name: str, value: Any) -> None:
-    """Raise a `TypeError` unless `value` is a node."""
-    check_type(name, value, BaseNode, "Wrap an iterable in `IterableSource`.")

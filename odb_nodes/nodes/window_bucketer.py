@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -14,14 +14,15 @@ from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
-from odb_nodes.contract.node import check_node, take
+from odb_nodes.contract.node import check_node
 from odb_nodes.contract.recall import recall, recalls
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.errors import StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
 from odb_nodes.nodes.exclusions import CountsExclusions, ExclusionCounter
 from odb_nodes.nodes.payload import encode_samples
 from odb_nodes.nodes.pool_check import PoolCheck
+from odb_nodes.nodes.pool_filler import PoolFiller
 from odb_nodes.nodes.pool_records import PoolRecords
 from odb_nodes.nodes.pool_window import PoolWindow
 from odb_nodes.nodes.replay import expect_end, pooled_again
@@ -30,7 +31,7 @@ from odb_nodes.nodes.snapshots import Snapshots
 from odb_nodes.planning import RollingPool, TokenBudget
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.caps import NO_CAPS
-from odb_nodes.planning.diversity import check_diversity, check_has_task
+from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.planning.table import IntArray
@@ -202,7 +203,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self.source.reset(copy_state(state.source))
         self._payload.update(state.payload or ())
         kept, self.replayed_samples = pooled_again(self.source, self._snapshots, state, self._name)
-        self._add(list(kept), list(kept.values()))
+        self._filler.add(list(kept), list(kept.values()))
         self._pool.pulled = state.pulled
         self._pool.caps = np.frombuffer(state.caps or b"", np.int64)
         self._dearest_groups = state.dearest_groups
@@ -272,9 +273,17 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._payload: dict[int, Any] = {}
         self._ended = self._refilling = False
         self._dearest_groups = 0
-        self._task_numbers: dict[str, int] = {}  # which task has which decides nothing
         budget = self._limits.of_samples(self._budget)
         self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude)
+        self._filler: PoolFiller = PoolFiller(
+            self.source,
+            self._pool,
+            self.window,
+            self._snapshots,
+            self._exclusions,
+            has_tasks=self._diversity > 0,
+            node=self._name,
+        )
         self._by_key = self.recalls
         self._keeps_present = self._by_key or self._mode == "payload"
         self._records = PoolRecords(self._pool, with_items=self._by_key)
@@ -285,52 +294,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         return self._pool.pulled if self._keeps_present else self._pool.oldest
 
     def _refill(self) -> None:
-        """Pull until the pool is full, or as full as the age of its oldest sample allows."""
-        filling = None
+        if self._ended:
+            return
+        progress = None
         if not self._pool.pulled:
             most = min(self.window.samples, self.remaining_samples or self.window.samples)
-            filling = SlowProgress("samples in the pool before the first batch", most)
-        while not self._ended and (room := self._pool.room()) > 0:
-            ordinals: list[int] = []
-            samples: list[Sample] = []
-            try:
-                while room > 0:
-                    pulled = self._pull(room)
-                    room -= len(pulled)
-                    for sample in self._checked(pulled):
-                        if self._exclusions.admit(sample, self._pool.pulled):
-                            ordinals.append(self._pool.pulled)
-                            samples.append(sample)
-                        self._pool.pulled += 1
-                    if filling is not None:
-                        filling.update(self._pool.pulled)
-            except StopIteration:
-                self._ended = True
-            finally:
-                self._add(ordinals, samples)
-                self.window.note(samples)
-
-    def _pull(self, most: int) -> list[Sample | Skipped]:
-        until_due = self._snapshots.take_if_due(self._pool.pulled)
-        return take(self.source, min(most, until_due))[0]
-
-    def _checked(self, samples: Iterable[Sample | Skipped]) -> Iterator[Sample | Skipped]:
-        for sample in samples:
-            if not isinstance(sample, (Sample, Skipped)):
-                raise SampleError(
-                    f"`source` of {type(self).__name__} must yield `Sample`, but yielded "
-                    f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
-                )
-            if self._diversity:
-                check_has_task(sample)
-            yield sample
-
-    def _add(self, ordinals: list[int], samples: list[Sample]) -> None:
-        tokens = [sample.tokens for sample in samples]
-        tasks, known = list[int](), self._task_numbers
-        if self._diversity:
-            tasks = [known.setdefault(sample.task_name, len(known)) for sample in samples]
-        self._pool.add(samples, tokens, [sample.patches for sample in samples], ordinals, tasks)
+            progress = SlowProgress("samples in the pool before the first batch", most)
+        self._ended = self._filler.fill(progress)
 
     def _end(self) -> None:
         """Stand at the end of the epoch: nothing is left to pull again."""

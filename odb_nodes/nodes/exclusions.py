@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, TypeGuard
 
 from odb_nodes.errors import SampleError
@@ -11,6 +12,9 @@ from odb_nodes.nodes.bucketer_state import BucketerState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
+
+_TOKENS = itemgetter(Sample._fields.index("tokens"))
+_PATCHES = itemgetter(Sample._fields.index("patches"))
 
 
 class ExclusionCounter:
@@ -63,6 +67,16 @@ class ExclusionCounter:
         """Count samples that are left out by their keys."""
         self.excluded += len(samples)
         self.left_out += [LeftOut(one.key, one.source, "excluded") for one in samples]
+
+    def admits_all(self, samples: Sequence[Any]) -> TypeGuard[Sequence[Sample]]:
+        """Tell at once that all of some samples go into the pool, and none is to be counted.
+
+        Where it cannot tell, each is to be asked for.
+        """
+        if self.keys or {*map(type, samples)} != {Sample}:
+            return False
+        tokens, patches = max(map(_TOKENS, samples)), max(map(_PATCHES, samples))
+        return not self.budget.is_oversize(tokens, patches)
 
     def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
         """Tell whether a sample goes into the pool; count it, and warn of the first of its kind.

@@ -63,11 +63,7 @@ class PoolFiller:
                 while room > 0:
                     pulled = self._pull(room)
                     room -= len(pulled)
-                    for sample in self._checked(pulled):
-                        if self._exclusions.admit(sample, self._pool.pulled):
-                            ordinals.append(self._pool.pulled)
-                            samples.append(sample)
-                        self._pool.pulled += 1
+                    self._admit(pulled, ordinals, samples)
                     if progress is not None:
                         progress.update(self._pool.pulled)
             except StopIteration:
@@ -84,6 +80,22 @@ class PoolFiller:
         if self._has_tasks:
             tasks = [known.setdefault(sample.task_name, len(known)) for sample in samples]
         self._pool.add(samples, tokens, [sample.patches for sample in samples], ordinals, tasks)
+
+    def _admit(
+        self, pulled: list[Sample | Skipped], ordinals: list[int], samples: list[Sample]
+    ) -> None:
+        """Count what was pulled, and note what goes into the pool."""
+        pool, exclusions = self._pool, self._exclusions
+        if not self._has_tasks and exclusions.admits_all(pulled):
+            ordinals += range(pool.pulled, pool.pulled + len(pulled))
+            samples += pulled
+            pool.pulled += len(pulled)
+            return
+        for sample in self._checked(pulled):
+            if exclusions.admit(sample, pool.pulled):
+                ordinals.append(pool.pulled)
+                samples.append(sample)
+            pool.pulled += 1
 
     def _pull(self, most: int) -> list[Sample | Skipped]:
         until_due = self._snapshots.take_if_due(self._pool.pulled)

@@ -139,8 +139,13 @@ class RollingPool(Generic[T]):
         if not self._items:
             raise IndexError("the pool is empty: there is no group to take.")
         columns = self._next_of_tail(dearest) if draining else self._choose(dearest)
-        ordinals = sorted(self._table[ORDINALS, columns].tolist())
-        self._table = np.delete(self._table, columns, axis=1)
+        table = self._table
+        ordinals = sorted(table[ORDINALS, columns].tolist())
+        if isinstance(columns, slice):
+            parts = (table[:, : columns.start], table[:, columns.stop :])
+            self._table = np.concatenate(parts, axis=1)
+        else:
+            self._table = np.delete(table, columns, axis=1)
         return [self._items.pop(ordinal) for ordinal in ordinals]
 
     def _choose(self, dearest: bool) -> IntArray | slice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,13 +52,14 @@ class LengthRuns:
             caps: what groups may cost, ascending; the run is made to fit one of them.
         """
         first, stop, costs = self._capped(table, caps) if len(caps) else self._full(table)
-        total = np.concatenate(([0], np.cumsum(self._work(table))))
-        score = (total[stop] - total[first]) / (costs + STEP_COST_SHARE * self._budget.tokens)
+        total = _sums_before(self._work(table))
+        work = total.take(stop) - total.take(first)
+        score = work / (costs + STEP_COST_SHARE * self._budget.tokens)
 
-        anchors = np.concatenate(([0], np.cumsum(table[ORDINALS] <= youngest_anchor)))
+        anchors = _sums_before(table[ORDINALS] <= youngest_anchor)
         # A run without an anchor counts none more at its end than before its first sample. The run
         # that ends with an anchor holds it, so one run at least keeps its score.
-        score[anchors[stop] == anchors[first]] = -1.0
+        score[anchors.take(stop) == anchors.take(first)] = -1.0
         best = int(score.argmax())
         if self._diversity:
             best = self._best_mixed(table[TASKS], first, stop, score)
@@ -156,17 +159,16 @@ class LengthRuns:
         tokens, patches = table[TOKENS], table[PATCHES]
         budget = self._budget
         widths, capacities = self._shapes(tokens)
-        last = np.arange(len(tokens))
-        first = np.maximum(last + 1 - capacities, 0)
+        stop = np.arange(1, len(tokens) + 1)
+        rows = np.minimum(capacities, stop)
         if budget.max_patches is not None:
-            total = np.concatenate(([0], np.cumsum(patches)))
+            total = _sums_before(patches)
             fits = np.searchsorted(total, total[1:] - budget.max_patches, side="left")
-            first = np.maximum(first, np.minimum(fits, last))
-        rows = last + 1 - first
+            rows = np.minimum(rows, np.maximum(stop - fits, 1))
         if budget.shapes is None:
             rows = allowed_rows(rows, budget.row_sizes)
-            first = last + 1 - rows
-        else:
+        first = stop - rows
+        if budget.shapes is not None:
             # On a ladder, a run that does not fill its shape costs as much as one that does.
             rows = capacities
         row_costs = with_attention(widths, budget.attention_tokens)
@@ -190,3 +192,10 @@ class LengthRuns:
             np.where(oversize, widths, self._ladder_widths[on_ladder]),
             np.where(oversize, capacities, self._ladder_rows[on_ladder]),
         )
+
+
+def _sums_before(values: NDArray[Any]) -> IntArray:
+    """Return the sum of the values before each, and of all: (n,) -> (n + 1,) int64."""
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums

@@ -29,7 +29,8 @@ class SourceCount(NamedTuple):
 
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; an empty dict if no sample has a source."""
-    return _counts_by([sample.source for sample in samples], samples)
+    sizes = [sample.tokens for sample in samples]
+    return _counts_by([sample.source for sample in samples], sizes)
 
 
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
@@ -42,13 +43,14 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     sources = [sample.source for sample in samples]
     tasks = [sample.task or sample.source for sample in samples]
     items = [sample.item for sample in samples]
+    sizes = [sample.tokens for sample in samples]
     return {
-        "local_sources": _counts_by(sources, samples),
+        "local_sources": _counts_by(sources, sizes),
         "keys": tuple([sample.key for sample in samples]),
         "row_sources": (*sources,),
         "row_tasks": (*tasks,),
         "local_task_targets": _targets_by(tasks, samples),
-        "local_tasks": _counts_by(tasks, samples, named_only=True),
+        "local_tasks": _counts_by(tasks, sizes, named_only=True),
         "row_repeats": tuple([0 if item is None else item.repeat for item in items]),
         "own_sources": frozenset(
             [
@@ -61,16 +63,16 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _counts_by(
-    names: Sequence[str], samples: Sequence[Sample], *, named_only: bool = False
+    names: Sequence[str], sizes: Sequence[int], *, named_only: bool = False
 ) -> dict[str, SourceCount]:
     """Return samples and tokens by name; an empty dict if none has one."""
     if not any(names):
         return {}
-    return add_counts(
-        (name, SourceCount(1, sample.tokens))
-        for name, sample in zip(names, samples, strict=True)
-        if name or not named_only
-    )
+    tokens: dict[str, list[int]] = {}
+    for name, size in zip(names, sizes, strict=True):
+        if name or not named_only:
+            tokens.setdefault(name, []).append(size)
+    return {name: SourceCount(len(some), sum(some)) for name, some in tokens.items()}
 
 
 def _targets_by(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, int]:

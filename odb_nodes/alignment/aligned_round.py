@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -44,12 +46,23 @@ class LossRule:
 
     def scale(self, info: StepInfo) -> float:
         """Return what this rank's mean loss is multiplied by."""
-        if self.scaling == "none" or info.is_filler:
-            return float(not info.is_filler) / self.batches
-        if self.scaling == "exact":
-            local, total = info.local_targets, info.optimizer_targets
-        else:
-            local, total = info.local_samples, info.optimizer_samples
+        samples = info.local_samples, info.optimizer_samples
+        targets = info.local_targets, info.optimizer_targets
+        return self.scale_of(samples, targets, is_filler=info.is_filler)
+
+    def scale_of(
+        self, samples: tuple[int, int], targets: tuple[int, int], *, is_filler: bool
+    ) -> float:
+        """Return what this rank's mean loss is multiplied by.
+
+        Args:
+            samples: those of this rank in the step, and of all ranks in the optimizer step.
+            targets: likewise.
+            is_filler: whether this rank fills the step.
+        """
+        if self.scaling == "none" or is_filler:
+            return float(not is_filler) / self.batches
+        local, total = targets if self.scaling == "exact" else samples
         return self.world_size * local / total if total else 0.0
 
 
@@ -202,32 +215,40 @@ class AlignedRound:
             measure: names modalities and tasks.
             facts: the fields of the `StepInfo` that the round does not know.
         """
-        group_index, samples, targets, flags, most_cost = self._table[index, :_COLUMNS].tolist()
         micro_step = index % rule.accumulate
-        together = self._table[index - micro_step : index - micro_step + rule.accumulate]
-        of_tasks = together[:, _COLUMNS:].sum(0).tolist()
+        # Few rows: Python's integers are faster than arrays.
+        first = index - micro_step
+        together = self._table[first : first + rule.accumulate].tolist()
+        group_index, samples, targets, flags, most_cost, *_ = together[micro_step]
+        _, all_samples, all_targets, all_flags, _, *of_tasks = zip(*together, strict=True)
         is_filler = group_index == FILLER
         if is_filler:
             group = [self.filler] if self.filler is not None else []
         else:
             group, self._groups[group_index] = self._groups[group_index], []
+        own: list[Sample] = [] if is_filler else group
+        of_own = len(own), sum([sample.targets for sample in own])
+        of_step = sum(all_samples), sum(all_targets)
         info = StepInfo(
-            local_samples=0 if is_filler else len(group),
-            local_targets=0 if is_filler else sum(sample.targets for sample in group),
+            local_samples=of_own[0],
+            local_targets=of_own[1],
             all_samples_this_step=samples,
             all_targets=targets,
             most_cost=most_cost,
             is_filler=is_filler,
             micro_step=micro_step * rule.batches + rule.batch,
             micro_steps=min(len(together), self._steps - index + micro_step) * rule.batches,
-            optimizer_samples=int(together[:, 1].sum()),
-            optimizer_targets=int(together[:, 2].sum()),
+            loss_scale=rule.scale_of(
+                (of_own[0], of_step[0]), (of_own[1], of_step[1]), is_filler=is_filler
+            ),
+            optimizer_samples=of_step[0],
+            optimizer_targets=of_step[1],
             modalities=measure.modalities_in(flags),
-            counted=counted_in(int(np.bitwise_or.reduce(together[:, 3]))),
+            counted=counted_in(reduce(or_, all_flags)),
             world_size=rule.world_size,
             batches_per_step=rule.batches,
-            task_targets=dict(zip(measure.tasks, of_tasks, strict=True)),
-            **facts_of_rows([] if is_filler else group),
+            task_targets=dict(zip(measure.tasks, map(sum, of_tasks), strict=True)),
+            **facts_of_rows(own),
             **facts,
         )
-        return AlignedGroup(group, replace(info, loss_scale=rule.scale(info)))
+        return AlignedGroup(group, info)

@@ -276,6 +276,8 @@ class GroupReader:
             group = next(self.source)
         except StopIteration:
             return None
+        if isinstance(group, list) and {*map(type, group)} == {Sample}:
+            return group
         if group and isinstance(group, list) and all(isinstance(one, Sample) for one in group):
             return group
         kind = "an empty list" if group == [] else f"`{type(group).__name__}`"

@@ -162,6 +162,8 @@ class Peers:
         Raises:
             PeerError: a rank failed, left, or did not come.
         """
+        if not self.are_connected:
+            return [own]
         message = own.to_message()
         if steps <= self._round_size:
             messages = [*self._channel.gather(message, where)]

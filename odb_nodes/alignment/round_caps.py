@@ -58,4 +58,5 @@ class RoundCaps:
             next_steps: steps of the next round.
         """
         agreed = agreed_caps([report.offer for report in reports])
-        at.next_caps = caps_of_round(agreed, next_steps).tobytes() or None
+        caps = caps_of_round(agreed, next_steps) if len(agreed) else NO_CAPS
+        at.next_caps = caps.tobytes() or None

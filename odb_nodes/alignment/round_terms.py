@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torchdata.nodes import BaseNode
 
@@ -86,15 +87,14 @@ class RoundTerms:
             report: that of the groups of a round.
             ahead: the first group of the next one; `None` where there is none.
         """
-        report = replace(
-            report,
-            wish=self.budget.wish,
-            weights=self.weights.digest(),
-            lengths=self.window.report(),
-        )
-        if self._peers.world_size == 1:  # with nobody to be level with
-            return report
-        return replace(report, left=self.last_round.left(ahead), offer=self.caps.offer())
+        terms: dict[str, Any] = {
+            "wish": self.budget.wish,
+            "weights": self.weights.digest(),
+            "lengths": self.window.report(),
+        }
+        if self._peers.world_size > 1:  # there are others to be level with
+            terms |= {"left": self.last_round.left(ahead), "offer": self.caps.offer()}
+        return replace(report, **terms)
 
     def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
         """Note the terms of a round that begins, and agree on those of the next.

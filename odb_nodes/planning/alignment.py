@@ -253,6 +253,8 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
             rank ends with its own last group.
         key: any integer; decides the permutation.
     """
+    if len(reports) == 1:
+        return _plan_alone(reports[0])
     ended = [report.ended for report in reports]
     steps, last = max(report.groups for report in reports), all(ended)
     if uneven == "stop" and any(ended):
@@ -269,15 +271,23 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
         rows = _apply(report, splits[rank])[:steps]
         pieces[rank, : len(rows)] = rows
         sizes[rank] = len(rows)
-    if len(reports) == 1 or (uneven == "join" and any(ended)):
-        # Groups stay in the order they came: a single rank has nothing to match, and a rank that
-        # leaves within the round must come to all of its groups before it does.
+    if uneven == "join" and any(ended):
+        # Groups stay in the order they came: a rank that leaves within the round must come to all
+        # of its groups before it does.
         order = np.broadcast_to(np.arange(steps), (len(reports), steps))
     else:
         order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
     return RoundPlan(_totals(chosen), groups, chosen[:, :, COST], splits, last)
+
+
+def _plan_alone(report: CostReport) -> RoundPlan:
+    """Return the plan of a single rank: all of its groups as they came, with nothing to match."""
+    table = report.table[: report.groups]
+    totals = table[:, [SAMPLES, TARGETS, FLAGS, COST, *range(COLUMNS, table.shape[1])]]
+    groups = np.arange(report.groups)[None]
+    return RoundPlan(totals, groups, table[None, :, COST], [0], report.ended)
 
 
 def step_totals(reports: Sequence[CostReport], steps: int) -> IntArray:

@@ -89,7 +89,7 @@ class GroupCostEstimator:
         """Return the samples, targets, cost and modalities of a group."""
         return GroupCost(
             samples=len(group),
-            targets=sum(sample.targets for sample in group),
+            targets=sum([sample.targets for sample in group]),
             cost=check_count("cost_fn", self.cost_fn(group), 0),
             flags=sum(
                 1 << bit

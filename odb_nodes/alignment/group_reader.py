@@ -13,7 +13,7 @@ from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_terms import RoundTerms
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples
-from odb_nodes.contract.node import call_member
+from odb_nodes.contract.node import call_member, state_to_keep
 from odb_nodes.contract.recall import recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.bucketer_state import LimitsState
@@ -100,7 +100,7 @@ class GroupReader:
         self.left_out = [*self.left_out_ahead, *self._take_left_out()]
         self.terms.caps.use(caps, ahead=True)
         if not self.recalls:
-            self.next_state = copy_state(self.source.state_dict())
+            self.next_state = state_to_keep(self.source)
         self.ahead = self._read_one() if len(groups) == most else None
         self.left_out_ahead = self._take_left_out()
         if self.ahead is None:  # The source has ended.
@@ -169,7 +169,7 @@ class GroupReader:
         self.ahead = [sample for sample in self.ahead if sample not in keys]
         if not self.ahead:
             if not self.recalls:
-                self.next_state = copy_state(self.source.state_dict())
+                self.next_state = state_to_keep(self.source)
             self.ahead = self._read_one()
             self.left_out_ahead = [*self.left_out_ahead, *self._take_left_out()]
         return gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -17,8 +18,10 @@ from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
 from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
 from odb_nodes.alignment.round_terms import RoundTerms
-from odb_nodes.contract import EpochNode, copy_state
-from odb_nodes.contract.node import check_node
+from odb_nodes.alignment.tells_of_rounds import TellsOfRounds
+from odb_nodes.contract import EpochNode
+from odb_nodes.contract.node import check_node, state_to_keep
+from odb_nodes.contract.state import made
 from odb_nodes.planning.alignment import Uneven, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler
@@ -28,7 +31,7 @@ from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.step_info import AlignedGroup
 
 
-class RankAligner(EpochNode[AlignedGroup, AlignerState]):
+class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
     It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
@@ -105,31 +108,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._at = AlignerState()
         self._clear()
 
-    @property
-    def accumulate(self) -> int:
-        """Steps of an optimizer step."""
-        return self.rule.accumulate
-
-    @property
-    def unemitted_samples(self) -> int:
-        """Samples of this rank and epoch that `uneven="stop"` left over."""
-        return self._at.unemitted_samples
-
-    @property
-    def excluded_samples(self) -> int:
-        """Samples of this rank and epoch that were in a round when they were excluded."""
-        return self._at.excluded_samples
-
-    @property
-    def exchange_wait_s(self) -> float:
-        """Seconds spent waiting for other ranks so far."""
-        return self.peers.wait_s
-
-    @property
-    def has_workers(self) -> bool:
-        """Tell whether threads run for the connections to other ranks."""
-        return self.peers.are_connected
-
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
 
@@ -164,7 +142,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Begin the epoch of the source."""
         self.terms.begin_epoch(self._at, self._before)
         self.source.reset(None)
-        self._at.source = copy_state(self.source.state_dict())
+        self._at.source = state_to_keep(self.source)
 
     def restore(self, state: AlignerState) -> None:
         """Go to a step of a round, and make what is left of the round again.
@@ -182,7 +160,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
-        at = replace(self._at, source=copy_state(self._at.source), held=None, sizes=[])
+        return made(self.save_to_keep())
+
+    def save_to_keep(self) -> AlignerState:
+        """Return the same, with what is to be said of samples made later."""
+        at = copy(self._at)
+        at.held, at.sizes = None, []
         at.wish, at.tasks = self.terms.budget.wish, len(self.measure.tasks)
         at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
         if self._held is not None:
@@ -261,7 +244,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self._reader.recalls:
             own = None if at.filler is not None else self._filler
             held = self._reader.held(self._steps.groups()[at.emitted :], own)
-            at.source, self._held = copy_state(self.source.state_dict()), held
+            at.source, self._held = state_to_keep(self.source), held
         if at.emitted == len(self._steps):
             self._end_round()
 
@@ -324,7 +307,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at = self._at
         if at.last:
             self._steps.fill([], None)
-            at.source, at.excluded = copy_state(self.source.state_dict()), {}
+            at.source, at.excluded = state_to_keep(self.source), {}
             self._held = None
             return
         self._steps = AlignedRound(tasks=len(self.measure.tasks))

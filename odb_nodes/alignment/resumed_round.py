@@ -18,6 +18,7 @@ from odb_nodes.alignment.peers import Peers
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.contract.graph import walk
+from odb_nodes.contract.node import state_to_keep
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.excluded_keys import ExcludedKeys, exclude_later
 from odb_nodes.nodes.payload import decode_sample
@@ -118,7 +119,7 @@ class ResumedRound:
             )
         if at_end:
             self._reader.exclude(now, ends=True)
-            at.source, at.excluded = copy_state(self._reader.source.state_dict()), {}
+            at.source, at.excluded = state_to_keep(self._reader.source), {}
             at.peers_go_on = at.peers_go_on or at.emitted < self._steps.rows
             return
         if now != before and at.emitted % accumulate:
@@ -203,7 +204,7 @@ class ResumedRound:
             at.drained = False
             self._steps.forget_groups()
         if reader.recalls or needs_filler or not (at.drained or in_round):
-            at.source, at.excluded = copy_state(reader.source.state_dict()), {}
+            at.source, at.excluded = state_to_keep(reader.source), {}
         else:
             at.excluded = keys.to_state()
         at.plan = self._steps.to_bytes()

@@ -11,7 +11,8 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment.exchange.virtual import HostedRanks
 from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode, copy_state
-from odb_nodes.contract.node import call_member
+from odb_nodes.contract.node import call_member, state_to_keep
+from odb_nodes.contract.state import made
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.seeded_collate import DeferredBatch
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
@@ -100,7 +101,10 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 
     def save(self) -> VirtualState:
         """Return where the graphs stood before the step, and how far the step is out."""
-        # Shared by the states of a step: copied by the `Loader`, whose node this is alone.
+        return made(self.save_to_keep())
+
+    def save_to_keep(self) -> VirtualState:
+        """Return the same; the states of the graphs are shared by those of a step."""
         return VirtualState(
             sources={**self._states()},
             turn=self._turn,
@@ -151,7 +155,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
     def _states(self) -> dict[str, Any]:
         """Return the states of the graphs before the step."""
         if self._before is None:
-            self._before = {name: one.state_dict() for name, one in self.sources.items()}
+            self._before = {name: state_to_keep(one) for name, one in self.sources.items()}
         return self._before
 
     def _forget(self) -> None:

@@ -11,6 +11,8 @@ from torchdata.nodes import BaseNode
 from odb_nodes.alignment.rank_aligner import RankAligner
 from odb_nodes.alignment.round_weights import WeightsCall
 from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
+from odb_nodes.contract.node import state_to_keep
+from odb_nodes.contract.state import made
 
 T = TypeVar("T")
 
@@ -87,8 +89,12 @@ class WeightSetter(StatefulNode[T, SetterState]):
 
     def save(self) -> SetterState:
         """Return where the source stands, and what was set."""
+        return made(self.save_to_keep())
+
+    def save_to_keep(self) -> SetterState:
+        """Return the same, with the state of the source that it keeps."""
         return SetterState(
-            source=self.source.state_dict(),
+            source=state_to_keep(self.source),
             step=self._step,
             number=self._number,
             calls=[(*call,) for call in self._calls],

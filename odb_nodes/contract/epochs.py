@@ -129,7 +129,7 @@ class EpochNode(StatefulNode[T, S]):
         self._epochs.started = True
         return super()._next_items(count)
 
-    def _saved_values(self) -> dict[str, Any]:
+    def _values_of(self, saved: S) -> dict[str, Any]:
         counter = self._epochs
         where = {"epoch": counter.epoch, "cycle": counter.cycle, "started": counter.started}
-        return {**super()._saved_values(), **where}
+        return {**super()._values_of(saved), **where}

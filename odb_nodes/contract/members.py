@@ -8,8 +8,9 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
+from odb_nodes.contract.state import copy_state
 
-__all__ = ["call_member", "check_node", "member"]
+__all__ = ["call_member", "check_node", "member", "state_to_keep"]
 
 
 def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
@@ -30,3 +31,10 @@ def _none(*_: Any) -> None:
 def check_node(name: str, value: Any) -> None:
     """Raise a `TypeError` unless `value` is a node."""
     check_type(name, value, BaseNode, "Wrap an iterable in `IterableSource`.")
+
+
+def state_to_keep(node: BaseNode[Any]) -> dict[str, Any]:
+    """Return where any node stands, to be kept: see `StatefulNode.state_to_keep`."""
+    own = getattr(node, "state_to_keep", None)
+    state: dict[str, Any] = own() if callable(own) else copy_state(node.state_dict())
+    return state

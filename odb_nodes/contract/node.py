@@ -15,14 +15,15 @@ from odb_nodes.contract.fields import (
 )
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.items import check_items, hands_on_items
-from odb_nodes.contract.members import call_member, check_node, member
-from odb_nodes.contract.source_states import check_state_of
-from odb_nodes.contract.state import ENVELOPE, NodeState, copy_state, seal, unseal
+from odb_nodes.contract.later import keeps_states
+from odb_nodes.contract.members import call_member, check_node, member, state_to_keep
+from odb_nodes.contract.source_states import check_sources
+from odb_nodes.contract.state import ENVELOPE, NodeState, copy_own, copy_state, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import ItemKey, LeftOut
 
-__all__ = ["StatefulNode", "call_member", "check_node", "member", "take"]
+__all__ = ["StatefulNode", "call_member", "check_node", "member", "state_to_keep", "take"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
@@ -66,13 +67,15 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     same_on_all_ranks: ClassVar[bool] = False
 
     _STATE_BASE: ClassVar[type[Any]] = NodeState
-    __is_made = False
+    __keeps = False
+    __is_made = __is_checked = False
     __failure: Exception | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not hands_on_items(cls):
             cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
+        cls.__keeps = keeps_states(cls)
         if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
             raise TypeError(
                 f"`STATE` of `{cls.__name__}` must be a dataclass derived from "
@@ -118,6 +121,13 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         Every item that was pulled and not yet yielded must be in it, or after it.
         """
         raise NotImplementedError(f"`{type(self).__name__}` must define `save`.")
+
+    def save_to_keep(self) -> S:
+        """Return what `save` does, for `state_to_keep`: a node may define it, too.
+
+        Fields may be a `Later`, and share what never changes, such as kept states of sources.
+        """
+        return self.save()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal."""
@@ -217,8 +227,20 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not self.__is_checked:  # once after a reset: some ask for a state at each item
             self._check_saved(config, self.save())
             self.__is_checked = True
+        return self.__sealed(config, self.save())
+
+    def state_to_keep(self) -> dict[str, Any]:
+        """Return what `state_dict` does, for a node or loader that may never hand it out.
+
+        Values may be a `Later`: `copy_state` makes plain data of it. Shared: not to be changed.
+        """
+        if not (self.__keeps and self.__is_checked) or self.__failure is not None:
+            return copy_state(self.state_dict())  # type: ignore[no-any-return]
+        return self.__sealed(self.fingerprint(), self.save_to_keep())
+
+    def __sealed(self, config: dict[str, Any], saved: S) -> dict[str, Any]:
         declared: Any = self.STATE
-        values = self._saved_values()
+        values = self._values_of(saved)
         for name, default in sparse_defaults(declared).items():
             if values[name] == default:
                 del values[name]
@@ -273,7 +295,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not isinstance(saved, self.STATE):
             expected = self.STATE.__name__
             raise TypeError(f"`save` of `{name}` must return its `{expected}`, not {saved!r:.80}.")
-        self._check_sources(vars(saved))
+        declared: Any = self.STATE
+        check_sources(self, source_fields(declared), vars(saved))
         for field, rule in check_fields(self.STATE, vars(saved)).items():
             value = getattr(saved, field)
             raise TypeError(
@@ -292,27 +315,15 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def _next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
         return self.next_items(count)
 
-    def _saved_values(self) -> dict[str, Any]:
+    def _values_of(self, saved: S) -> dict[str, Any]:
         # The state of a source is new already; what else may be a list or dict of the node's own.
         declared: Any = self.STATE
         sources = source_fields(declared)
-        values = vars(self.save())
-        self._check_sources(values)
+        values = vars(saved)
+        check_sources(self, sources, values)
         return {
-            name: value if name in sources else copy_state(value) for name, value in values.items()
+            name: value if name in sources else copy_own(value) for name, value in values.items()
         }
-
-    def _check_sources(self, values: dict[str, Any]) -> None:
-        """Make sure that the sources said where they stand."""
-        declared: Any = self.STATE
-        for name in source_fields(declared):
-            source, state = getattr(self, name, None), values[name]
-            if isinstance(source, dict) and isinstance(state, dict):
-                for key, one in state.items():
-                    check_state_of(source.get(key, f"source {key!r}"), one)
-            else:
-                known = isinstance(source, BaseNode)
-                check_state_of(source if known else f"a source of `{type(self).__name__}`", state)
 
 
 def take(node: BaseNode[T], count: int) -> tuple[list[T], list[Any]]:

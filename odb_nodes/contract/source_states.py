@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-__all__ = ["check_own_state", "check_state_of"]
+__all__ = ["check_own_state", "check_sources", "check_state_of"]
 
 _INNER_KEYS = ("source", "snapshot", "it_state")
 """Where torchdata's nodes keep the state of their source."""
@@ -39,6 +39,24 @@ def check_state_of(node: object, state: Any) -> None:
         if key in state and state.get("_num_yielded"):
             name = key.strip("_")
             check_own_state(getattr(node, name, f"the {name} of {_name(node)}"), state[key])
+
+
+def check_sources(node: object, names: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Make sure that the sources of a node said where they stand; see `check_state_of`.
+
+    Args:
+        node: the node, whose sources are attributes.
+        names: the fields of its state that hold those of sources.
+        values: the values of its fields.
+    """
+    for name in names:
+        source, state = getattr(node, name, None), values[name]
+        if isinstance(source, dict) and isinstance(state, dict):
+            for key, one in state.items():
+                check_state_of(source.get(key, f"source {key!r}"), one)
+        else:
+            known = isinstance(source, BaseNode)
+            check_state_of(source if known else f"a source of `{type(node).__name__}`", state)
 
 
 def check_own_state(iterable: object, state: Any) -> None:

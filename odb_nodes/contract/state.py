@@ -20,6 +20,7 @@ import torch
 
 from odb_nodes.contract.config import check_config, equal
 from odb_nodes.contract.fields import check_fields, sparse_defaults
+from odb_nodes.contract.later import Later
 from odb_nodes.errors import StateError
 
 __all__ = [
@@ -27,7 +28,9 @@ __all__ = [
     "STATE_VERSION",
     "NodeState",
     "add_digest",
+    "copy_own",
     "copy_state",
+    "made",
     "resealed",
     "seal",
     "seal_whole",
@@ -48,7 +51,7 @@ _PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
 
 
 def copy_state(state: Any) -> Any:
-    """Return a copy of a state that shares nothing mutable with it."""
+    """Return a copy of a state that shares nothing mutable with it, with all values made."""
     kind = type(state)
     if kind in _PLAIN:
         return state
@@ -61,9 +64,17 @@ def copy_state(state: Any) -> Any:
         return [copy_state(value) for value in state]
     if kind is tuple:
         return state if _PLAIN.issuperset(map(type, state)) else tuple(map(copy_state, state))
+    if kind is Later:
+        return copy_state(state.value())
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     return copy.deepcopy(state)
+
+
+def copy_own(value: Any) -> Any:
+    """Return a copy of a value that a node keeps; what is made later, and never changes, itself."""
+    kind = type(value)
+    return value if kind in _PLAIN or kind is Later else copy_state(value)
 
 
 @dataclass(kw_only=True)
@@ -85,6 +96,11 @@ class NodeState:
 
 
 S = TypeVar("S", bound=NodeState)
+
+
+def made(state: S) -> S:
+    """Return a copy of what a node keeps of where it stands, with all values made."""
+    return type(state)(**copy_state(vars(state)))
 
 
 def seal(node: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

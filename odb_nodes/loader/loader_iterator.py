@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
 from odb_nodes.contract.graph import blame_sources, walk
-from odb_nodes.contract.node import StatefulNode
+from odb_nodes.contract.node import StatefulNode, state_to_keep
 from odb_nodes.contract.source_states import check_state_of
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.read_ahead import PARTS as READ_AHEAD
@@ -81,7 +81,7 @@ class LoaderIterator(Iterator[T]):
     ) -> None:
         self._root, self._check, self._suspend = root, check, suspend
         # Torchdata's own nodes may hand out lists that they change later.
-        self._shares_states = all(
+        self._keeps_states = all(
             isinstance(node, (StatefulNode, *READ_AHEAD)) for node in walk(root)
         )
         self._num_yielded = num_yielded
@@ -105,15 +105,20 @@ class LoaderIterator(Iterator[T]):
     def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:
-            root = self._root.state_dict()
+            root = self._kept_state()
             check_state_of(self._root, root)
             self._state = LoaderState(
-                root=root if self._shares_states else copy_state(root),
+                root=root,
                 num_yielded=self._num_yielded,
                 ended=self._ended,
                 left=self._left,
             )
         return self._state
+
+    def _kept_state(self) -> dict[str, Any]:
+        if self._keeps_states:
+            return state_to_keep(self._root)
+        return copy_state(self._root.state_dict())  # type: ignore[no-any-return]
 
     def __next__(self) -> T:
         self._check(self)

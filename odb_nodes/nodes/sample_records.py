@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.progress import Bar, SlowProgress
 from odb_nodes.contract import Count, RowsOf
 from odb_nodes.contract.config import mismatch_is_allowed
+from odb_nodes.contract.later import Later
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.processing.observation import digest_of
@@ -35,8 +37,6 @@ or 8 for repeats."""
 
 
 NO_RECORDS: RecordsState = (None, None, [], None, None)
-
-_NO_COLUMNS = ((),) * len(Sample._fields)
 
 T = TypeVar("T")
 
@@ -78,53 +78,48 @@ class SampleRecords:
         self._warned = False
 
     @classmethod
-    def of(
-        cls, samples: Collection[Sample], *, with_items: bool, before: SampleRecords | None = None
-    ) -> SampleRecords:
+    def of(cls, samples: Collection[Sample], *, with_items: bool) -> SampleRecords:
         """Return the records of samples.
 
         Args:
             samples: the samples.
             with_items: whether they know their items.
-            before: records of other samples, which come before them.
 
         Raises:
             SampleError: a sample has no item, though it must.
         """
-        columns: Any = Sample._make(zip(*samples, strict=True) if samples else _NO_COLUMNS)
-        tokens, items, digests = columns.tokens, columns.item, columns.digest
+        return cls.later(samples, with_items=with_items).value()
+
+    @classmethod
+    def later(cls, samples: Collection[Sample], *, with_items: bool) -> Later[SampleRecords]:
+        """Return the same, made when it is asked for; the samples are not needed any more."""
+        tokens = [sample.tokens for sample in samples]
+        items = [sample.item for sample in samples]
+        digests = [sample.digest for sample in samples]
         if None in digests:
-            digests = tuple(map(digest_of, samples))
+            digests = [*map(digest_of, samples)]
         if with_items and None in items:
             raise SampleError(
                 "the source can read items by their keys, but `item_key()` returned None for one "
                 "that it yielded. Return its `ItemKey`, or define no `read`."
             )
-        known = items if with_items else [ItemKey("", 0, 0)] * len(tokens)
+        return Later(partial(cls._of_columns, tokens, digests, items if with_items else None))
+
+    @classmethod
+    def _of_columns(
+        cls, tokens: Sequence[int], digests: Sequence[Any], items: Sequence[Any] | None
+    ) -> SampleRecords:
+        known = [ItemKey("", 0, 0)] * len(tokens) if items is None else items
         sources, keys, sizes, repeats = [*zip(*known, strict=True)] or [()] * 4
-        origins = [] if before is None else before._origins
         pairs = [*zip(sources, sizes, strict=True)]
-        origins += sorted({*pairs} - {*origins})
+        origins = sorted({*pairs})
         numbers = map(origins.index, pairs) if len(origins) > 1 else [0] * len(pairs)
-        own = cls(
+        return cls(
             np.array((tokens, digests), "<u4").T,
-            np.array(keys, "<i8") if with_items else None,
+            None if items is None else np.array(keys, "<i8"),
             np.array(repeats, "<i8"),
             np.array([*numbers], "<u2"),
             origins,
-        )
-        return own if before is None else before._and(own)
-
-    def _and(self, other: SampleRecords) -> SampleRecords:
-        keys = None
-        if self._keys is not None and other._keys is not None:
-            keys = np.concatenate((self._keys, other._keys))
-        return SampleRecords(
-            np.concatenate((self._costs, other._costs)),
-            keys,
-            np.concatenate((self._repeats, other._repeats)),
-            np.concatenate((self._numbers, other._numbers)),
-            self._origins,
         )
 
     def __len__(self) -> int:
@@ -175,18 +170,25 @@ class SampleRecords:
 
     @classmethod
     def joined(cls, parts: Sequence[SampleRecords]) -> SampleRecords:
-        """Return the records of all parts, in their order; their items must be known."""
+        """Return the records of all parts, in their order."""
+        parts = [part for part in parts if len(part)]
+        if not parts:
+            return cls.of([], with_items=True)
         origins = sorted({origin for part in parts for origin in part._origins})
         numbers = [
-            np.array([*map(origins.index, part._origins)], "<u2")[part._numbers]
+            part._numbers
+            if part._origins == origins
+            else np.array([*map(origins.index, part._origins)], "<u2")[part._numbers]
             for part in parts
-            if len(part)
         ]
-        columns = [(part._costs, part._keys, part._repeats) for part in parts if len(part)]
-        if not columns:
-            return cls.of([], with_items=True)
-        costs, keys, repeats = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return cls(costs, keys, repeats, np.concatenate(numbers), origins)
+        keys = [part._keys for part in parts if part._keys is not None]
+        return cls(
+            np.concatenate([part._costs for part in parts]),
+            np.concatenate(keys) if len(keys) == len(parts) else None,
+            np.concatenate([part._repeats for part in parts]),
+            np.concatenate(numbers),
+            origins,
+        )
 
     def among(self, world_size: int) -> SampleRecords:
         """Return the same records, of items whose numbers so many ranks share."""

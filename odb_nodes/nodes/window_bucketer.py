@@ -16,6 +16,7 @@ from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
 from odb_nodes.contract.node import check_node
 from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.state import made
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
@@ -98,6 +99,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._summary = ""  # of the exclusions of the last epoch
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
+        self._config = self._decides_output()
         self._clear()
 
     @property
@@ -217,13 +219,17 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
+        return made(self.save_to_keep())
+
+    def save_to_keep(self) -> BucketerState:
+        """Return the same, with what is to be said of the samples made later."""
         pool, replay = self._pool, self._mode == "replay"
         if self._keeps_present and not self._refilling:
             self._snapshots.take(pool.pulled, only=True)
         base, source_state = self._snapshots.at_or_before(self._needed_from)
-        recipe, waiting = self._records.to_state() if replay else (NO_RECORDS, None)
+        recipe, waiting = self._records.later() if replay else (NO_RECORDS, None)
         return BucketerState(
-            source=copy_state(source_state),
+            source=source_state,
             mode=self._mode,
             pulled=pool.pulled,
             pulled_since_source=pool.pulled - base,
@@ -316,6 +322,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
+        return {**self._config}
+
+    def _decides_output(self) -> dict[str, Any]:
         return {
             **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
             "window": self.window.given,

@@ -1,0 +1,225 @@
+"""States that are kept: whenever they are made, they are what they would have been at once."""
+
+import random
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.nodes import Batcher, Prefetcher
+
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    ParallelProcessor,
+    ShardedSampler,
+    Skipped,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+)
+from odb_nodes.alignment import RankAligner
+from odb_nodes.contract import copy_state
+from odb_nodes.contract.graph import walk
+from odb_nodes.contract.later import Later
+from odb_nodes.nodes.sample_records import SampleRecords
+
+SIZE = 150
+LENGTHS = np.random.default_rng(3).integers(3, 90, SIZE).tolist()
+
+
+class Texts(Dataset):
+    def __init__(self, size=SIZE):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index % 37 == 5:
+            return Skipped("bad", "on purpose")
+        return {"input_ids": torch.arange(LENGTHS[index]) + index}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (Texts()[index] for index in range(SIZE))
+
+
+def observed(process=Texts().__getitem__):  # noqa: B008
+    sampler = ShardedSampler(SIZE, rank=0, world_size=1)
+    return LengthObserver(ParallelProcessor(sampler, process))
+
+
+def laters_in(state):
+    """How many values of a state are not made yet."""
+    parts = state.values() if isinstance(state, dict) else state
+    if type(state) is Later:
+        return 1
+    return sum(map(laters_in, parts)) if isinstance(state, (dict, list, tuple)) else 0
+
+
+def recipe_of(pool, with_items):
+    """What a state holds of pooled samples, from the samples themselves."""
+    ordinals = np.array([*pool.items()], np.int64)
+    bits = np.zeros(pool.pulled - pool.oldest, np.uint8)
+    bits[pool.pulled - 1 - ordinals] = 1
+    records = SampleRecords.of([*pool.items().values()], with_items=with_items)
+    return records.to_state(), np.packbits(bits).tobytes() or None
+
+
+def options_of(draw, data):
+    keyed = not isinstance(data, Stream)
+    return {
+        "token_budget": TokenBudget(
+            draw.choice([200, 600]),
+            layout=draw.choice(["padded", "packed"]),
+            oversize=draw.choice(["alone", "drop"]),
+        ),
+        "window": draw.choice([8, 40, "auto"]),
+        "state": draw.choice(["replay", "replay", "payload"]),
+        "accumulate": draw.choice([1, 2]),
+        "prefetch": draw.choice([0, 2]),
+        "round_size": draw.choice([4, 16]),
+        "virtual_ranks": draw.choice([None, None, 2]) if keyed else None,
+        "exclude": draw.choice([None, [1, 4, 30]]) if type(data) is Texts else None,
+    }
+
+
+def make(data, options):
+    return ODBDataLoader(data, seed=2, **options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_state_is_the_same_whenever_it_is_made(seed):
+    """Over random graphs, with breaks, resumes, exclusions and smaller budgets."""
+    draw = random.Random(seed)
+    data = draw.choice([Texts(), Texts(), Stream(), {"a": Texts(), "b": Texts(70)}])
+    options = options_of(draw, data)
+    kept, laters = [], 0
+    loader = make(data, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            stop = draw.choice([2, 9, 1000])
+            for number, _ in enumerate(loader):
+                mine = loader.root.state_to_keep()
+                laters += laters_in(mine)
+                kept.append((mine, copy_state(loader.root.state_dict())))
+                assert not laters_in(kept[-1][1])
+                if draw.random() < 0.2:
+                    assert loader.state_dict()["root"] == kept[-1][1]
+                if number == stop:
+                    break
+            state, how = loader.state_dict(), draw.choice(["go on", "load", "anew", "less"])
+            if how == "load":
+                loader.load_state_dict(state)
+            if how in ("anew", "less"):
+                loader.close()
+                exclude = [1, 4, 30, 31, 77] if type(data) is Texts else options["exclude"]
+                tokens = options["token_budget"].tokens // (1 + (how == "less"))
+                budget = replace(options["token_budget"], tokens=tokens)
+                changed = {**options, "exclude": exclude, "token_budget": budget}
+                loader = make(data, changed)
+                loader.load_state_dict(state, change_budget=True)
+                try:
+                    iter(loader)
+                    options = changed
+                except StateError:  # within an optimizer step, say
+                    loader = make(data, options)
+                    loader.load_state_dict(state)
+        loader.close()
+    assert laters or options["state"] == "payload"
+    for later, at_once in kept:
+        assert copy_state(later) == at_once
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+def test_a_budget_that_becomes_smaller_is_in_kept_states(smaller):
+    loader = ODBDataLoader(Texts(), token_budget=300, window=40, prefetch=0)
+    kept = []
+    for number, _ in enumerate(loader):
+        if number == 4 and smaller:
+            for node in walk(loader.root):
+                if isinstance(node, RankAligner):
+                    node.terms.budget.ask_for(150)
+        kept.append((loader.root.state_to_keep(), copy_state(loader.root.state_dict())))
+    assert all(copy_state(later) == at_once for later, at_once in kept)
+    budgets = {at_once["source"]["next_limits"] for _, at_once in kept}
+    assert len(budgets) == 1 + smaller
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_recipe_is_that_of_the_pooled_samples(keyed, every):
+    source = observed() if keyed else Prefetcher(observed(), 1)
+    node = WindowBucketer(source, 400, 30)
+    node.reset(None)
+    kept = []
+    with pytest.warns(UserWarning, match="skipped"):
+        for number, _ in enumerate(node):
+            if number % every == 0:
+                pool = node._pool
+                kept.append((node.state_to_keep(), recipe_of(pool, keyed)))
+                if number % 3 == 0:
+                    state = node.state_dict()
+                    assert (state["pool"], state["waiting"]) == kept[-1][1]
+    assert len(kept) > 3
+    for state, recipe in kept:
+        state = copy_state(state)
+        assert (state["pool"], state["waiting"]) == recipe
+
+
+def test_samples_do_not_stay_for_the_sake_of_a_state():
+    class Data(dict):
+        alive = 0
+
+        def __init__(self, index):
+            super().__init__(input_ids=list(range(LENGTHS[index])))
+            Data.alive += 1
+
+        def __del__(self):
+            Data.alive -= 1
+
+    aligner = RankAligner(WindowBucketer(observed(Data), 400, 16))
+    aligner.reset(None)
+    kept = []
+    for group, _ in aligner:
+        kept.append(aligner.state_to_keep())
+        del group
+    assert laters_in(kept) > 20
+    assert Data.alive <= 2  # the sample to fill with, and the last one of the processor
+
+
+class Noted(WindowBucketer):
+    """Has a state of its own making."""
+
+    def save(self):
+        state = super().save()
+        state.dropped_samples = 99
+        return state
+
+
+def test_a_derived_node_that_saves_otherwise_is_asked_for_its_own_state():
+    node = Noted(observed(), 400, 30)
+    node.reset(None)
+    for _ in range(5):
+        next(node)
+        assert node.state_to_keep()["dropped_samples"] == 99
+        assert not laters_in(node.state_to_keep())
+
+
+@pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])
+def test_nodes_of_torchdata_between_are_handed_plain_data(between):
+    collated = GroupCollator(RankAligner(WindowBucketer(observed(), 400, 30)), rank=0)
+    wrap = {"Prefetcher": lambda one: Prefetcher(one, 2), "Batcher": lambda one: Batcher(one, 2)}
+    loader = Loader(wrap[between](collated))
+    with pytest.warns(UserWarning, match="skipped"):
+        for _ in loader:
+            assert not laters_in(loader.position.root)
+            assert not laters_in(loader.root.state_dict())
+    loader.close()

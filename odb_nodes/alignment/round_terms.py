@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -94,7 +93,7 @@ class RoundTerms:
         }
         if self._peers.world_size > 1:  # there are others to be level with
             terms |= {"left": self.last_round.left(ahead), "offer": self.caps.offer()}
-        return replace(report, **terms)
+        return CostReport(report.table, report.groups, report.ended, report.has_filler, **terms)
 
     def settle(self, at: AlignerState, reports: Sequence[CostReport], next_steps: int) -> None:
         """Note the terms of a round that begins, and agree on those of the next.

@@ -18,7 +18,7 @@ from odb_nodes.contract.items import check_items, hands_on_items
 from odb_nodes.contract.later import keeps_states
 from odb_nodes.contract.members import call_member, check_node, member, state_to_keep
 from odb_nodes.contract.source_states import check_sources
-from odb_nodes.contract.state import ENVELOPE, NodeState, copy_own, copy_state, seal, unseal
+from odb_nodes.contract.state import ENVELOPE, UNCHANGING, NodeState, copy_state, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import ItemKey, LeftOut
@@ -322,7 +322,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         values = vars(saved)
         check_sources(self, sources, values)
         return {
-            name: value if name in sources else copy_own(value) for name, value in values.items()
+            name: value if type(value) in UNCHANGING or name in sources else copy_state(value)
+            for name, value in values.items()
         }
 
 

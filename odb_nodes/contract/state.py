@@ -26,9 +26,9 @@ from odb_nodes.errors import StateError
 __all__ = [
     "ENVELOPE",
     "STATE_VERSION",
+    "UNCHANGING",
     "NodeState",
     "add_digest",
-    "copy_own",
     "copy_state",
     "made",
     "resealed",
@@ -48,6 +48,8 @@ ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
 _ADDED_BY = {"VirtualRanks": "`virtual_ranks`", "WeightSetter": "`settable` of a `Mixing`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
+UNCHANGING = _PLAIN | {Later}
+"""Types of values that a node need not copy for a state that is kept."""
 
 
 def copy_state(state: Any) -> Any:
@@ -69,12 +71,6 @@ def copy_state(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     return copy.deepcopy(state)
-
-
-def copy_own(value: Any) -> Any:
-    """Return a copy of a value that a node keeps; what is made later, and never changes, itself."""
-    kind = type(value)
-    return value if kind in _PLAIN or kind is Later else copy_state(value)
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
@@ -123,5 +124,6 @@ class GroupCostEstimator:
 
 def best_filler(groups: Sequence[Sequence[Sample]]) -> Sample:
     """Return the best sample to fill with: one with targets, few patches and few tokens."""
-    samples = (sample for group in groups for sample in group)
-    return min(samples, key=lambda one: (one.targets == 0, one.patches, one.tokens))
+    samples = [*chain.from_iterable(groups)]
+    order = [(one.targets == 0, one.patches, one.tokens) for one in samples]
+    return samples[order.index(min(order))]

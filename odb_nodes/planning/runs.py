@@ -196,6 +196,7 @@ class LengthRuns:
 
 def _sums_before(values: NDArray[Any]) -> IntArray:
     """Return the sum of the values before each, and of all: (n,) -> (n + 1,) int64."""
-    sums = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(values, out=sums[1:])
+    sums = np.empty(len(values) + 1, dtype=np.int64)
+    sums[0] = 0
+    np.add.accumulate(values, dtype=np.int64, out=sums[1:])
     return sums

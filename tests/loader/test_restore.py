@@ -359,7 +359,8 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-def test_a_state_that_was_interrupted_leaves_the_next_one_right(monkeypatch):
+@pytest.mark.parametrize("at", ["later", "joined", "to_state"])
+def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
     def make():
         node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
         return WindowBucketer(node, 256, 32)
@@ -372,7 +373,7 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(monkeypatch):
     for _ in range(3):
         next(node)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(SampleRecords, "_and", interrupt)
+            patched.setattr(SampleRecords, at, interrupt)
             node.state_dict()
     state = node.state_dict()
     again = make()
@@ -380,7 +381,7 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(monkeypatch):
     assert [next(again) for _ in range(20)] == [next(node) for _ in range(20)]
 
 
-def interrupt(*_):
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 

@@ -10,24 +10,57 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odb_nodes.contract.later import Later
-from odb_nodes.nodes.sample_records import SampleRecords
+from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
 from odb_nodes.planning import RollingPool
 from odb_nodes.planning.table import ORDINALS, IntArray
 from odb_nodes.sample import Sample
 
 
 class _Part(NamedTuple):
-    """The samples that came between two states, oldest first."""
+    """Samples that were pooled, oldest first.
 
-    ordinals: Sequence[int]
+    Attributes:
+        last: the ordinal of the last of them.
+        ordinals: the ordinals of all of them, ascending.
+        records: their records.
+    """
+
+    last: int
+    ordinals: Sequence[int] | IntArray
     records: Later[SampleRecords]
+
+
+class _Pooled:
+    """The pooled samples of a state.
+
+    Args:
+        parts: the parts that hold them.
+        ordinals: their ordinals, in any order, (n,) int64.
+        made: receives what is made, as one part in place of those.
+    """
+
+    def __init__(self, parts: Sequence[_Part], ordinals: IntArray, made: list[_Part]) -> None:
+        self._parts, self._ordinals, self._made = parts, ordinals, made
+
+    def recipe(self) -> RecordsState:
+        """Return `pool` of a `BucketerState`."""
+        ordinals = np.sort(self._ordinals)
+        if not len(ordinals):
+            return SampleRecords.of([], with_items=True).to_state()
+        known = np.concatenate([part.ordinals for part in self._parts])
+        joined = SampleRecords.joined([part.records.value() for part in self._parts])
+        records = joined[np.searchsorted(known, ordinals)]
+        # One item, replaced at once: another thread may be reading it.
+        self._made[:] = [_Part(self._parts[-1].last, ordinals, Later(lambda: records))]
+        return records.to_state()
 
 
 class PoolRecords:
     """The records of the samples in a pool.
 
     What came since the last state is noted as a part. A state refers to the parts that hold its
-    samples, and to the table of the pool at that time: neither changes.
+    samples, and to the table of the pool at that time: neither changes. What was made of them for
+    one state serves the next.
 
     Args:
         pool: the pool.
@@ -36,7 +69,8 @@ class PoolRecords:
 
     def __init__(self, pool: RollingPool[Sample], *, with_items: bool) -> None:
         self._pool, self._with_items = pool, with_items
-        self._noted: tuple[tuple[_Part, ...], int] = (), -1  # and the last ordinal in them
+        self._parts: tuple[_Part, ...] = ()
+        self._made: list[_Part] = []  # of the last state that was asked for
 
     def later(self) -> tuple[Any, Any]:
         """Return `pool` and `waiting` of a `BucketerState`, each a `Later`.
@@ -44,28 +78,25 @@ class PoolRecords:
         Raises:
             SampleError: a sample has no item, though it must.
         """
-        parts, (ordinals, pulled) = self._note(), (self._pool.table()[ORDINALS], self._pool.pulled)
-        return Later(partial(_recipe, parts, ordinals)), Later(partial(_waiting, ordinals, pulled))
+        self._note()
+        ordinals, pulled = self._pool.table()[ORDINALS], self._pool.pulled
+        pooled = _Pooled(self._parts, ordinals, self._made)
+        return Later(pooled.recipe), Later(partial(_waiting, ordinals, pulled))
 
-    def _note(self) -> tuple[_Part, ...]:
-        """Note what came since the last state, forget what is gone, and return the parts."""
-        pool, (parts, last) = self._pool, self._noted
-        items, oldest = pool.items(), pool.oldest
-        gone = sum(1 for _ in takewhile(lambda part: part.ordinals[-1] < oldest, parts))
+    def _note(self) -> None:
+        """Note what came since the last state, and forget what is gone."""
+        items, oldest = self._pool.items(), self._pool.oldest
+        last = self._parts[-1].last if self._parts else -1
         new = [*takewhile(last.__lt__, reversed(items))][::-1]
-        parts = parts[gone:]
+        parts = [part for part in self._parts if part.last >= oldest]
+        for made in self._made[-1:]:
+            if parts and made.last >= parts[0].last:  # else it is of an earlier state than those
+                parts = [made, *(part for part in parts if part.last > made.last)]
         if new:
             samples = [*islice(reversed(items.values()), len(new))][::-1]
             records = SampleRecords.later(samples, with_items=self._with_items)
-            parts, last = (*parts, _Part(new, records)), new[-1]
-        self._noted = parts, last  # both or, where this is interrupted, neither
-        return parts
-
-
-def _recipe(parts: Sequence[_Part], ordinals: IntArray) -> Any:
-    known = np.array([ordinal for part in parts for ordinal in part.ordinals], np.int64)
-    records = SampleRecords.joined([part.records.value() for part in parts])
-    return records[np.searchsorted(known, np.sort(ordinals))].to_state()
+            parts.append(_Part(new[-1], new, records))
+        self._parts = (*parts,)  # at once: this may be interrupted
 
 
 def _waiting(ordinals: IntArray, pulled: int) -> bytes | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from odb_nodes.step_info import StepInfo
 
 Collate = Callable[[list[Any]], MutableMapping[str, Any]]
 
 
-@runtime_checkable
 class StepCollate(Protocol):
     """A collate function that also takes the step, since a batch may depend on other ranks."""
 
@@ -20,6 +19,9 @@ class StepCollate(Protocol):
 
 def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
     """Return the batch of a step, from a collate function of either kind."""
-    if isinstance(collate, StepCollate):
-        return collate.collate_step(samples, info)
-    return collate(samples)
+    # Not `isinstance` of the protocol, which is slow before Python 3.12.
+    of_step: Any = getattr(collate, "collate_step", None)
+    if of_step is None:
+        return collate(samples)
+    batch: MutableMapping[str, Any] = of_step(samples, info)
+    return batch

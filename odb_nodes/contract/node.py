@@ -50,6 +50,10 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     has to define `next_items` anew, too: it is otherwise not used. `next` must not call
     `next_items`, which a derived class may not use.
 
+    A node whose state takes long to make may define `save_to_keep` beside `save`, for those who
+    keep a state of each item and hand out few. A class that defines `save`, `get_state` or
+    `state_dict` anew, or takes it from a mixin, is otherwise asked for `state_dict`.
+
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
@@ -18,6 +19,9 @@ _COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COU
 
 CostFn = Callable[[Sequence[Sample]], int]
 
+has_image: Callable[[Sample], Any] = attrgetter("patches")
+"""Sample -> its image patches, which are true where it has some."""
+
 
 def counted_in(flags: int) -> str:
     """Return which of `COUNTED` the flags of groups name, joined by "+"."""
@@ -27,11 +31,6 @@ def counted_in(flags: int) -> str:
 def padded_tokens(group: Sequence[Sample]) -> int:
     """Return the longest sample's tokens times the number of samples."""
     return max(sample.tokens for sample in group) * len(group)
-
-
-def has_image(sample: Sample) -> bool:
-    """Tell whether a sample has image patches."""
-    return sample.patches > 0
 
 
 def tokens_of(sample: Sample) -> int:

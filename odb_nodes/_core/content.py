@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._core.rows import INT64
+
+_INT64_ROW = b"%d %%d" % INT64.num
 _NUMBERS = {int, float, bool, type(None)}
 
 
@@ -81,6 +84,8 @@ def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
 
 def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
     kind = value.dtype
+    if kind is INT64 and value.ndim == 1 and value.flags.c_contiguous:  # most are tokens
+        return zlib.crc32(value.data, zlib.crc32(_INT64_ROW % len(value), crc))
     if kind.isbuiltin == 1 and not kind.hasobject:
         is_row = value.ndim == 1  # as most are; the text of a shape takes longer
         form = b"%d %d" % (kind.num, len(value)) if is_row else b"%d %a" % (kind.num, value.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,12 @@ import numpy as np
 import torch
 
 from odb_nodes.errors import SampleError
+
+INT64 = np.dtype(np.int64)
+"""The one object that nearly all arrays of int64 have as their dtype."""
+
+_TAG, _TAG_BYTES = b"i", 5  # of an int of 32 bits in marshal's format, tag included
+_INT32 = np.dtype("<i4")
 
 
 def is_mapping(value: Any) -> bool:
@@ -18,6 +25,8 @@ def is_mapping(value: Any) -> bool:
 
 def flatten_row(name: str, values: Any) -> Any:
     """Return `values`, (L,) or (1, L), as something of length L."""
+    if type(values) is list and values and type(values[0]) is int:  # as most lists are
+        return values
     if isinstance(values, (np.ndarray, torch.Tensor)):
         if values.ndim == 1:
             return values
@@ -39,3 +48,25 @@ def flatten_row(name: str, values: Any) -> Any:
     if len(values) != 1:
         raise SampleError(f"`{name}` must have shape (L,) or (1, L), but holds {len(values)} rows.")
     return values[0]
+
+
+def array_of_ints(values: list[Any]) -> np.ndarray[Any, Any] | None:
+    """Return a list of ints as `np.asarray` does, in half the time.
+
+    `marshal` writes the ints down with their types at once; `np.asarray` looks at each twice.
+
+    Returns:
+        The array; `None` where the list is empty, or holds anything but ints of 32 bits.
+    """
+    if not values or type(values[0]) is not int:
+        return None
+    try:
+        written = marshal.dumps(values, 2)  # a tag and the length, then the ints
+    except ValueError:
+        return None
+    count = len(values)
+    # What stands at each fifth byte is the tag of a value if all values before it are such ints.
+    if written[_TAG_BYTES::_TAG_BYTES] != _TAG * count:
+        return None
+    ints: np.ndarray[Any, Any] = np.ndarray(count, _INT32, written, _TAG_BYTES + 1, (_TAG_BYTES,))
+    return ints.astype(np.int_)

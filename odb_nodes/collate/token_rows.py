@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.rows import flatten_row, is_mapping
+from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import Shape, TokenBudget
 from odb_nodes.sample import IGNORE_INDEX
@@ -81,15 +81,20 @@ class TokenRows:
         """
         if not is_mapping(sample):
             return sample
-        rows = {
-            key: row_of(key, value)
-            for key in self.token_keys
-            if (value := sample.get(key)) is not None and not is_number(value)
-        }
-        if (ids := rows.get("input_ids")) is not None:
-            for key, row in rows.items():
-                _check_length(key, row, len(ids))
-        converted = any(row is not sample[key] for key, row in rows.items())
+        rows = {}
+        for key in self.token_keys:
+            if (value := sample.get(key)) is None:
+                continue
+            if is_int64_row(value):
+                rows[key] = value
+            elif not is_number(value):
+                rows[key] = row_of(key, value)
+        ids = rows.get("input_ids")
+        tokens, converted = None if ids is None else len(ids), False
+        for key, row in rows.items():
+            if tokens is not None and len(row) != tokens:
+                _check_length(key, row, tokens)
+            converted = converted or row is not sample[key]
         return {**sample, **rows} if converted else sample
 
     def lengths_of(self, samples: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -100,8 +105,9 @@ class TokenRows:
             SampleError: the samples differ in their keys.
         """
         self.check_mappings(samples)
+        keys = samples[0].keys() if samples else None
         for index, sample in enumerate(samples):
-            if sample.keys() != samples[0].keys():
+            if sample.keys() != keys:
                 lacking = index if len(sample) <= len(samples[0]) else 0
                 raise SampleError(
                     f"the samples of a group must have the same keys, but sample {index} has "
@@ -139,18 +145,13 @@ class TokenRows:
             return _tensor_of(key, values)
         if key not in self.token_keys:
             return values
-        rows: list[Any] = []
-        try:
-            for value, length in zip(values, lengths, strict=True):
-                row = row_of(key, value)
-                _check_length(key, row, length)
-                rows.append(row)
-        except SampleError as error:
-            raise of_group(error, len(rows)) from error
+        rows, dtype = values, INT64
+        if not all(map(is_int64_row, values)) or [*map(len, values)] != lengths:
+            rows = _rows_of(key, values, lengths)
+            dtype = np.result_type(*{row.dtype for row in rows})
+            if dtype.kind in "iu":
+                dtype = INT64  # what embeddings and losses take
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
-        dtype = np.result_type(*{row.dtype for row in rows})
-        if dtype.kind in "iu":
-            dtype = np.dtype(np.int64)  # what embeddings and losses take
         joined = np.full(shape, fill, dtype=dtype)
         self.place(key, joined, rows)
         return torch.from_numpy(joined)
@@ -158,6 +159,19 @@ class TokenRows:
     def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
         """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
         raise NotImplementedError
+
+
+def _rows_of(key: str, values: list[Any], lengths: list[int]) -> list[Any]:
+    """Return the values per token of samples as (L,) arrays, L from `lengths`."""
+    rows: list[Any] = []
+    try:
+        for value, length in zip(values, lengths, strict=True):
+            row = row_of(key, value)
+            _check_length(key, row, length)
+            rows.append(row)
+    except SampleError as error:
+        raise of_group(error, len(rows)) from error
+    return rows
 
 
 def _tensor_of(key: str, numbers: list[Any]) -> torch.Tensor:
@@ -201,22 +215,33 @@ def is_number(value: Any) -> bool:
     return type(value) is not list and isinstance(value, Number)
 
 
+def is_int64_row(value: Any) -> bool:
+    """Tell whether a value is an (L,) array of int64 already, as nearly all prepared ones are."""
+    return type(value) is np.ndarray and value.dtype is INT64 and value.ndim == 1
+
+
 def row_of(key: str, value: Any) -> Any:
     """Return values per token as an (L,) array."""
-    if type(value) is np.ndarray and value.ndim == 1:
-        row = value
-    else:
-        row = flatten_row(key, value)
-        try:
-            row = row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
-        except (TypeError, ValueError):  # numpy lacks the dtype, or the list is ragged
-            row = np.empty(0, object)
-        if row.shape == (0,) and row.dtype == np.float64:
-            row = row.astype(np.int64)  # an empty list says nothing of its kind
+    row = value if type(value) is np.ndarray and value.ndim == 1 else _array_of(key, value)
+    if is_int64_row(row):
+        return row
     if row.ndim != 1 or row.dtype.kind not in ("iu" if key == "input_ids" else "biuf"):
         rule = "integers" if key == "input_ids" else "numbers"
         raise SampleError(
             f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
             "in processing, or pass a `collate_fn` of your own."
         )
+    return row
+
+
+def _array_of(key: str, value: Any) -> Any:
+    row = flatten_row(key, value)
+    if type(row) is list and (ints := array_of_ints(row)) is not None:
+        return ints
+    try:
+        row = row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
+    except (TypeError, ValueError):  # numpy lacks the dtype, or the list is ragged
+        row = np.empty(0, object)
+    if row.shape == (0,) and row.dtype == np.float64:
+        row = row.astype(np.int64)  # an empty list says nothing of its kind
     return row

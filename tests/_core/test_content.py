@@ -3,6 +3,7 @@ import math
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -47,6 +48,30 @@ ITEMS = [
     [[0.1, 0.2], [0.3, 0.4]],
     [[0.1, 0.2], [0.3, 0.5]],
 ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        np.arange(5),
+        np.arange(0),
+        np.arange(10)[::2],
+        np.arange(5, dtype=np.int32),
+        np.arange(5.0),
+        np.array([2**63 - 1, -(2**63)]),
+        torch.arange(5),
+        torch.arange(10)[::2],
+        torch.arange(5.0, requires_grad=True),
+    ],
+    ids=str,
+)
+def test_a_row_is_digested_by_dtype_length_and_values(row):
+    array = np.asarray(row.detach()) if isinstance(row, torch.Tensor) else row
+    form = zlib.crc32(b"%d %d" % (array.dtype.num, len(array)))
+    assert content_digest(row) == zlib.crc32(array.tobytes(), form)
+    matrix = zlib.crc32(array.tobytes(), zlib.crc32(b"%d %a" % (array.dtype.num, (1, len(array)))))
+    assert content_digest(row[None]) == matrix
+    assert content_digest({"a": row}, 3) == content_digest(row, zlib.crc32(b"a", 3))
 
 
 def test_different_items_have_different_digests():

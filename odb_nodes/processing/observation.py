@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.checks import MAX_KEY, check_count, check_type
+from odb_nodes._core.checks import MAX_COUNT, MAX_KEY, check_count, check_type
 from odb_nodes._core.content import content_digest
-from odb_nodes._core.rows import flatten_row, is_mapping
+from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import (
     CLASS_KEYS,
@@ -26,6 +26,8 @@ from odb_nodes.sample import (
 )
 
 _SPANS = ("start_positions", "end_positions")
+_COUNTED_KEYS = frozenset((*CLASS_KEYS, *_SPANS, "image_grid_thw", "pixel_values"))
+_IGNORED = np.array(IGNORE_INDEX)  # compares faster than the number
 
 
 def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
@@ -44,6 +46,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     Raises:
         SampleError: there is no sample, or no length, or it is not an integer of at least 1.
     """
+    if observe is None and type(data) is dict and (text := _observe_text(data)) is not None:
+        return text
     if isinstance(data, SourceItem):
         try:
             sample = observe_sample(data.item, observe)
@@ -87,13 +91,54 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
         ) from error
 
 
+def _observe_text(data: dict[Any, Any]) -> Sample | None:
+    """Return what most samples are at once: one with (L,) integers, and no images.
+
+    Returns:
+        The sample; `None` for any other, and for one that is not valid.
+    """
+    ids: Any = data.get("input_ids")
+    labels: Any = data.get("labels")
+    if type(ids) is list:
+        if not ids or type(ids[0]) is not int:
+            return None
+    elif type(ids) not in (np.ndarray, torch.Tensor) or ids.ndim != 1:
+        return None
+    tokens = len(ids)
+    if not 1 <= tokens <= MAX_COUNT or not _COUNTED_KEYS.isdisjoint(data):
+        return None
+    if labels is None:
+        return Sample(data, tokens, tokens - 1, 0, "", "tokens")
+    if type(labels) is list:
+        labels = array_of_ints(labels)
+    elif type(labels) is torch.Tensor and labels.dtype is torch.int64:
+        labels = labels.numpy(force=True)
+    if type(labels) is not np.ndarray or labels.dtype is not INT64 or labels.ndim != 1:
+        return None
+    if len(labels) == 1 < tokens:
+        return None
+    targets = int(np.count_nonzero(labels[1:] != _IGNORED))
+    return Sample(data, tokens, targets, 0, "", "labels")
+
+
 def made_of(result: Any, item: ItemKey | None) -> Any:
     """Return a result of processing that knows its item, where it has one."""
     if item is None:
         return result
     if isinstance(result, Sample):
-        key = item.key if result.key is None else result.key
-        return Sample(*result[:6], key, item, digest_of(result), result.task)
+        data, tokens, targets, patches, source, counted, key, _, digest, task = result
+        return Sample(
+            data,
+            tokens,
+            targets,
+            patches,
+            source,
+            counted,
+            item.key if key is None else key,
+            item,
+            digest_of(result) if digest is None else digest,
+            task,
+        )
     if isinstance(result, Skipped) and result.key is None:
         return replace(result, key=item.key, source=result.source or item.source)
     return result
@@ -129,6 +174,8 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) == 0:
         return 1, "samples"
     row = flatten_row("labels", labels)
+    if type(row) is list and (ints := array_of_ints(row)) is not None:
+        row = ints
     if isinstance(row, torch.Tensor):
         row = row.numpy(force=True)
     is_array = isinstance(row, np.ndarray)

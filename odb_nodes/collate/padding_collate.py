@@ -83,8 +83,11 @@ class PaddingCollate(TokenRows):
                     target[-len(row)] = IGNORE_INDEX  # padding would predict it
 
     def _attention_mask(self, lengths: list[int], shape: Shape) -> torch.Tensor:
-        mask = np.zeros(shape, dtype=np.int64)
-        mask[: len(lengths)] = np.arange(shape[1]) < np.array(lengths)[:, None]
+        rows, width = shape
+        dtype = np.int16 if width < 2**15 else np.int64  # narrow numbers are compared faster
+        stops = np.zeros((rows, 1), dtype)
+        stops[: len(lengths), 0] = lengths
+        mask = np.arange(width, dtype=dtype) < stops
         if self.side == "left":
-            mask = np.ascontiguousarray(mask[:, ::-1])
-        return torch.from_numpy(mask)
+            mask = mask[:, ::-1]
+        return torch.from_numpy(mask.astype(np.int64))

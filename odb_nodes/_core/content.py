@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import zlib
 from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from odb_nodes._core.rows import INT64
 
@@ -21,8 +21,8 @@ def content_digest(item: Any, start: int = 0) -> int:
     """Return a CRC-32 of an item: equal for equal items, in every process.
 
     Numbers, strings, bytes, tensors and arrays are digested by value, also in lists, tuples and
-    dicts: tensors and arrays at 4 GB/s, lists at 20 to 40 ns a number. Of other objects it is the
-    type.
+    dicts: tensors and arrays at 30 GB/s where the cache has them, lists at 20 to 40 ns a number. Of
+    other objects it is the type.
 
     Args:
         item: the item.
@@ -42,9 +42,9 @@ def _add(value: Any, crc: int) -> int:
     if kind is str:
         return _add_bytes(value.encode("utf-8", "surrogatepass"), crc)
     if kind in (int, float, bool, complex) or value is None:
-        return zlib.crc32(repr(value).encode(), crc)
+        return crc32(repr(value).encode(), crc)
     if kind in (bytes, bytearray):
-        return _add_bytes(value, zlib.crc32(b"bytes", crc))
+        return _add_bytes(value, crc32(b"bytes", crc))
     if kind in (list, tuple):
         return _add_elements(value, crc)
     if isinstance(value, Mapping):
@@ -55,28 +55,28 @@ def _add(value: Any, crc: int) -> int:
         return _add_array(np.asarray(value), crc)
     if isinstance(value, (list, tuple)):  # a subclass: a NamedTuple, say
         return _add_elements(value, crc)
-    return zlib.crc32(kind.__qualname__.encode(), crc)  # its text may hold its address
+    return crc32(kind.__qualname__.encode(), crc)  # its text may hold its address
 
 
 def _add_fields(value: Mapping[Any, Any], crc: int) -> int:
     for key, held in value.items():
-        crc = zlib.crc32(key.encode(), crc) if type(key) is str else _add(key, crc)
+        crc = crc32(key.encode(), crc) if type(key) is str else _add(key, crc)
         crc = _add_array(held, crc) if type(held) is np.ndarray else _add(held, crc)
     return crc
 
 
 def _add_bytes(value: bytes | bytearray, crc: int) -> int:
-    return zlib.crc32(value, zlib.crc32(b"%d" % len(value), crc))
+    return crc32(value, crc32(b"%d" % len(value), crc))
 
 
 def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
-    crc = zlib.crc32(b"%d" % len(values), crc)
+    crc = crc32(b"%d" % len(values), crc)
     try:
-        return zlib.crc32(array("q", values), crc)  # most are tokens
+        return crc32(array("q", values), crc)  # most are tokens
     except (TypeError, OverflowError):
         pass
     if {*map(type, values)} <= _NUMBERS:  # all at once: the text of a float takes microseconds
-        return zlib.crc32(pickle.dumps([*values], protocol=5), crc)
+        return crc32(pickle.dumps([*values], protocol=5), crc)
     for value in values:
         crc = _add(value, crc)
     return crc
@@ -85,14 +85,14 @@ def _add_elements(values: list[Any] | tuple[Any, ...], crc: int) -> int:
 def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
     kind = value.dtype
     if kind is INT64 and value.ndim == 1 and value.flags.c_contiguous:  # most are tokens
-        return zlib.crc32(value.data, zlib.crc32(_INT64_ROW % len(value), crc))
+        return crc32(value.data, crc32(_INT64_ROW % len(value), crc))
     if kind.isbuiltin == 1 and not kind.hasobject:
         is_row = value.ndim == 1  # as most are; the text of a shape takes longer
         form = b"%d %d" % (kind.num, len(value)) if is_row else b"%d %a" % (kind.num, value.shape)
-        crc = zlib.crc32(form, crc)
-        return zlib.crc32(value.data if value.flags.c_contiguous else value.tobytes(), crc)
-    crc = zlib.crc32(f"{kind.str} {value.shape}".encode(), crc)
-    return crc if kind.hasobject else zlib.crc32(value.tobytes(), crc)
+        crc = crc32(form, crc)
+        return crc32(value.data if value.flags.c_contiguous else value.tobytes(), crc)
+    crc = crc32(f"{kind.str} {value.shape}".encode(), crc)
+    return crc if kind.hasobject else crc32(value.tobytes(), crc)
 
 
 def _add_tensor(value: torch.Tensor, crc: int) -> int:
@@ -100,10 +100,10 @@ def _add_tensor(value: torch.Tensor, crc: int) -> int:
         return _add_array(value.numpy(force=True), crc)
     except (RuntimeError, TypeError):  # of a kind that numpy does not have
         pass
-    crc = zlib.crc32(str(value.dtype).encode(), crc)
+    crc = crc32(str(value.dtype).encode(), crc)
     is_dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized)
     if not is_dense or value.device.type == "meta":
         return crc
-    crc = zlib.crc32(repr(tuple(value.shape)).encode(), crc)
+    crc = crc32(repr(tuple(value.shape)).encode(), crc)
     row = value.detach().cpu().reshape(-1)
     return _add_array(row.view(torch.uint8).numpy(), crc)

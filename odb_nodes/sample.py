@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ __all__ = [
     "Sample",
     "Skipped",
     "SourceItem",
+    "StoredData",
+    "data_of",
 ]
 
 IGNORE_INDEX = -100
@@ -30,11 +33,28 @@ COUNTED = ("labels", "tokens", "samples", "observed")
 where it has one label as a whole; or what `observe` has returned."""
 
 
+class StoredData(ABC):
+    """Data of a sample that is in memory which no process has opened yet."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def load(self) -> Any:
+        """Return the data."""
+
+
+def data_of(sample: Sample) -> Any:
+    """Return the data of a sample, wherever it is."""
+    data = sample.data
+    return data.load() if isinstance(data, StoredData) else data
+
+
 class Sample(NamedTuple):
     """A processed sample and its cost.
 
     Attributes:
-        data: the result of processing; the collate function gets it as it is.
+        data: the result of processing; the collate function gets it as it is. Within a loader that
+            collates in its workers, a `StoredData`: `data_of` loads it.
         tokens: length in tokens, without padding.
         targets: supervised tokens after the causal shift; 1 if it has one label as a whole.
         patches: image patches, 0 for text.

@@ -16,6 +16,7 @@ from odb_nodes.errors import WorkerError
 
 __all__ = [
     "GENERATORS",
+    "declares_draws",
     "is_global",
     "load_rngs",
     "own_rngs",
@@ -31,9 +32,25 @@ __all__ = [
 _turn = threading.RLock()  # held by the thread of this library that has seeded the generators
 _turn_limit_s = 0.0  # that others wait for it at most
 _POLL_S = 0.1
+_DRAWS = "draws_random_numbers"
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The types of the generators that `seeded_generators` takes."""
+
+
+def declares_draws(function: Any) -> bool | None:
+    """Tell whether a function, or a dataset, draws random numbers; `None` where nobody has said.
+
+    It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
+    that has it, as those of this library do: a subclass may draw.
+    """
+    declared = getattr(function, _DRAWS, None)
+    if declared is False and _DRAWS not in {
+        *getattr(function, "__dict__", ()),
+        *vars(type(function)),
+    }:
+        return None
+    return declared if isinstance(declared, bool) else None
 
 
 def seed_rngs(seed: int) -> None:

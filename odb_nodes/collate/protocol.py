@@ -17,11 +17,23 @@ class StepCollate(Protocol):
         """Return the batch of `samples` for this step; called in place of the function itself."""
 
 
+def takes_step(collate: Any) -> bool:
+    """Tell whether a collate function is a `StepCollate`."""
+    # Not `isinstance` of the protocol, which is slow before Python 3.12.
+    return getattr(collate, "collate_step", None) is not None
+
+
 def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
     """Return the batch of a step, from a collate function of either kind."""
-    # Not `isinstance` of the protocol, which is slow before Python 3.12.
-    of_step: Any = getattr(collate, "collate_step", None)
-    if of_step is None:
+    if not takes_step(collate):
         return collate(samples)
-    batch: MutableMapping[str, Any] = of_step(samples, info)
+    batch: MutableMapping[str, Any] = collate.collate_step(samples, info)  # type: ignore[attr-defined]
     return batch
+
+
+def owned(data: Any) -> Any:
+    """Return the dict of a sample as one that a collate function may change.
+
+    Some take keys out. The sample may come again: in a filler step, or where collation raised.
+    """
+    return data.copy() if isinstance(data, dict) else data

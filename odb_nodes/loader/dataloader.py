@@ -20,7 +20,7 @@ from odb_nodes.collate.protocol import Collate
 from odb_nodes.loader.graph_counts import GraphCounts
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.option_guard import OptionGuard
-from odb_nodes.loader.options import LoaderOptions, ProcessFn
+from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
 from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
 from odb_nodes.loader.torch_options import options_of
 from odb_nodes.nodes.bucketer_state import PoolState
@@ -61,12 +61,16 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         window: samples that wait in the pool, on each rank; `"auto"`: as many as fill 32 batches.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
             Where `dataset` is a dict, one function for all, or a dict with one for each. Default:
-            the items are processed samples already.
+            the items are processed samples already. Where dataset, `process_fn` and `observe` all
+            have an attribute `draws_random_numbers = False`, nothing is seeded.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
         prefetch: number of batches that a thread makes ahead, where there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
         workers: all options of the workers, in place of `num_workers`. By default at least
             `window` samples (1024 for `"auto"`) are in flight: a refill never waits for one.
+        collate_in: `"workers"`: worker processes make the batches, of samples that never come to
+            the trainer's process; `"main"`: that process makes them; `"auto"`: workers do where
+            samples are large. See docs/performance.md.
         sampler: iterable of indices into a map-style dataset, in place of `shuffle`. It must yield
             the same order when it is iterated again.
         pin_memory: whether to pin batches, for faster copies to the accelerator.
@@ -116,6 +120,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         prefetch: int = LoaderOptions.prefetch,
         state: PoolState = LoaderOptions.state,
         workers: WorkerOptions | None = None,
+        collate_in: CollateIn = LoaderOptions.collate_in,
         sampler: Iterable[int] | None = None,
         pin_memory: bool = LoaderOptions.pin_memory,
         process_group: Any = None,

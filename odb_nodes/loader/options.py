@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from odb_nodes._core.checks import (
     check_bool,
@@ -29,6 +29,7 @@ from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 
+CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
 
 _IN_FLIGHT_OF_AUTO = 1024  # samples: the window is not known when workers start
@@ -49,6 +50,7 @@ class BatchOptions(PlanOptions):
     prefetch: int = 4
     state: PoolState = "replay"
     workers: WorkerOptions | None = None
+    collate_in: CollateIn = "auto"
     timeout_s: float = PEER_TIMEOUT_S
     exclude: Exclude = None
     tasks: Sequence[str] = ()
@@ -64,6 +66,7 @@ class BatchOptions(PlanOptions):
         check_choice("state", self.state, get_args(PoolState))
         remedy = "For 4 worker processes, pass `WorkerOptions(num_workers=4)`."
         check_type("workers", self.workers, WorkerOptions | None, remedy)
+        check_choice("collate_in", self.collate_in, get_args(CollateIn))
         check_seconds("timeout_s", self.timeout_s)
         object.__setattr__(self, "exclude", ExcludedKeys.of(self.exclude))
         object.__setattr__(self, "tasks", check_names("tasks", self.tasks))

@@ -14,6 +14,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
@@ -26,6 +27,8 @@ from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
 from odb_nodes.sources.weight_schedule import WeightSchedule
+
+_PLAIN = (list, tuple, range)  # datasets that draw nothing
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ class SampleProcess:
         named = {"process_fn": self.process_fn, "observe": self.observe}
         given = {key: function for key, function in named.items() if function is not None}
         return f"sample({stable_names(given)})"
+
+    @property
+    def draws_random_numbers(self) -> bool | None:
+        """`False` where all that is given says so; `None` where it is not known."""
+        given = [one for one in (self.dataset, self.process_fn, self.observe) if one is not None]
+        quiet = all(type(one) in _PLAIN or declares_draws(one) is False for one in given)
+        return False if quiet else None
 
     def __call__(self, item: Any) -> Sample | Skipped:
         """Return the sample of an item."""

@@ -11,11 +11,12 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import HostedRanks, group_rank
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
+from odb_nodes.contract.graph import walk
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
-from odb_nodes.processing import WorkerOptions
+from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources.datasets import dataset_of_rank
 
 
@@ -49,8 +50,9 @@ class RankGraph:
             options.dearest_first,
             options.diversity,
         )
+        pinning = None
         if options.pin_memory and torch.cuda.is_available():
-            collate = PinningCollate(collate)
+            pinning = PinningCollate(collate)
         self.aligner = RankAligner(
             self.bucketer,
             options.process_group,
@@ -63,7 +65,16 @@ class RankGraph:
             tasks=options.tasks,
         )
         rank, _ = group_rank(options.process_group)
-        self.collator = GroupCollator(self.aligner, collate, options.seed, rank)
+        self.collator = GroupCollator(self.aligner, pinning or collate, options.seed, rank)
+        processors = [one for one in walk(self.samples) if isinstance(one, ParallelProcessor)]
+        if options.collate_in != "main" and all(one.makes_batches(collate) for one in processors):
+            finish = pinning.pin if pinning else _as_it_is
+            always = options.collate_in == "workers"
+            self.collator.collate_in_workers(processors, collate, finish, always=always)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> list[RankGraph]:

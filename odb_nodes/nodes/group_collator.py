@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from odb_nodes._core.checks import check_callable, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate, collate_group
+from odb_nodes.collate.protocol import Collate, collate_group, owned
 from odb_nodes.contract import Count, EpochNode, EpochState, SourceState
 from odb_nodes.contract.graph import budget_below
 from odb_nodes.contract.node import call_member, check_node, state_to_keep
@@ -23,8 +23,12 @@ from odb_nodes.contract.state import made
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.batch_checks import BatchChecks
 from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
-from odb_nodes.sample import Sample, name_of
+from odb_nodes.nodes.worker_batches import WorkerBatches
+from odb_nodes.processing import ParallelProcessor
+from odb_nodes.sample import Sample, data_of, name_of
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
+
+Batch = MutableMapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -42,7 +46,7 @@ class CollatorState(EpochState):
     samples: Count
 
 
-class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
+class GroupCollator(EpochNode[Batch, CollatorState]):
     """Yields a batch for each group, with its `StepInfo` inside: take it with `pop_step_info`.
 
     A group whose collation raises is kept, and collated again by the next call.
@@ -99,6 +103,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         self._thread = threading.get_ident()  # that has reset this node: the trainer's
         self._fresh = True  # no batch since the reset
         self._step = self._samples = 0
+        self._workers: WorkerBatches | None = None
         self._held: AlignedGroup | None = None  # taken from the source, and not out yet
         self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
 
@@ -109,6 +114,24 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
     def expect_read_ahead(self) -> None:
         """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
         self._read_ahead = True
+
+    def collate_in_workers(
+        self,
+        processors: Sequence[ParallelProcessor[Any]],
+        collate: Collate,
+        finish: Callable[[Any], Any],
+        *,
+        always: bool,
+    ) -> None:
+        """Have batches that are read ahead collated where their samples are processed.
+
+        Args:
+            processors: the nodes that process them, whose workers have not begun.
+            collate: what the workers call in place of `collate_fn`.
+            finish: what makes of its batch what `collate_fn` would have returned.
+            always: whether they make all batches, and not only those of large samples.
+        """
+        self._workers = WorkerBatches(processors, collate, finish, always=always)
 
     def keep_samples(self, keep: bool = True) -> None:
         """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
@@ -144,7 +167,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         self._held, self._step, self._samples = None, state.step, state.samples
         self.source.reset(state.source)
 
-    def next(self) -> MutableMapping[str, Any]:
+    def next(self) -> Batch:
         """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
 
         Raises:
@@ -171,9 +194,7 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         cost = 0 if self._budget is None else self._budget.cost([one.tokens for one in group])
         return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
 
-    def collate(
-        self, group: list[Sample], info: StepInfo, part: int = 0
-    ) -> MutableMapping[str, Any]:
+    def collate(self, group: list[Sample], info: StepInfo, part: int = 0) -> Batch:
         """Return the batch of a group again, as it was made at that step of that epoch.
 
         Args:
@@ -228,11 +249,13 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
             )
         return AlignedGroup(group, info)
 
-    def _batch(
-        self, group: list[Sample], info: StepInfo
-    ) -> MutableMapping[str, Any] | DeferredBatch:
+    def _batch(self, group: list[Sample], info: StepInfo) -> Batch | DeferredBatch:
         key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self._step)
         run = partial(self._collate_group, group, info)
+        if self._workers is not None and self._read_ahead:
+            take = self._workers.order(group, key, _with_tasks(info, group))
+            if take is not None:
+                return DeferredBatch(partial(self._take, take, group, info, key), info)
         if self._seeded.draws_nothing:
             return run()
         if not self._read_ahead:
@@ -245,18 +268,29 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
             return DeferredBatch(partial(self._seeded.call, run, key), info)
         return self._seeded.call_ahead(run, key)
 
-    def _collate_group(self, group: list[Sample], info: StepInfo) -> MutableMapping[str, Any]:
-        seen = info
-        if not info.row_tasks:  # rows that fill a step count for no task, but go to its head
-            seen = replace(info, row_tasks=tuple(sample.task_name for sample in group))
+    def _take(
+        self, take: Callable[[Any], Batch], group: list[Sample], info: StepInfo, key: int
+    ) -> Batch:
+        """Return a batch that a worker makes, or this process, where that fails."""
+        here = partial(self._collated, group, info)
+        batch = take(here if self._seeded.draws_nothing else partial(self._seeded.call, here, key))
+        return self._complete(batch, group, info)
+
+    def _collate_group(self, group: list[Sample], info: StepInfo) -> Batch:
+        return self._complete(self._collated(group, info), group, info)
+
+    def _collated(self, group: list[Sample], info: StepInfo) -> Batch:
+        samples = [owned(data_of(sample)) for sample in group]
         try:
-            batch = collate_group(self._collate, [_owned(sample.data) for sample in group], seen)
+            return collate_group(self._collate, samples, _with_tasks(info, group))
         except SampleError as error:
             if not (where := _name_of(group, error.index)):
                 raise
             raise SampleError(f"{where}: {error}", error.index) from error
         except StopIteration as error:  # which would end the epoch here
             raise RuntimeError("`collate_fn` raised StopIteration.") from error
+
+    def _complete(self, batch: Batch, group: list[Sample], info: StepInfo) -> Batch:
         if not isinstance(batch, MutableMapping):
             raise TypeError(
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
@@ -277,20 +311,23 @@ class GroupCollator(EpochNode[MutableMapping[str, Any], CollatorState]):
         return replace(info, local_tokens=real, local_padded_tokens=padded)
 
 
+def _with_tasks(info: StepInfo, group: list[Sample]) -> StepInfo:
+    """Return what a collate function sees: rows that fill a step count for no task, but have one.
+
+    They go to its head.
+    """
+    if info.row_tasks:
+        return info
+    return replace(info, row_tasks=tuple(sample.task_name for sample in group))
+
+
 def _name_of(group: list[Sample], index: int | None) -> str:
     """Return what is known of where a sample of a group comes from."""
     if index is None or not 0 <= index < len(group):
         return ""
     sample = group[index]
     known = name_of(sample)
-    if isinstance(sample.data, Mapping) and "id" in sample.data:
-        known += f", `id` {sample.data['id']!r:.100}"
+    data = data_of(sample)
+    if isinstance(data, Mapping) and "id" in data:
+        known += f", `id` {data['id']!r:.100}"
     return f"a sample{known}" if known else ""
-
-
-def _owned(data: Any) -> Any:
-    """Return the sample's dict as one that `collate_fn` may change.
-
-    Some take keys out. The sample may come again: in a filler step, or where collation raised.
-    """
-    return data.copy() if isinstance(data, dict) else data

@@ -10,7 +10,7 @@ import torch
 
 from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.sample import ItemKey, Sample
+from odb_nodes.sample import ItemKey, Sample, data_of
 
 _SCALARS = (int, str, float, bool, type(None))
 
@@ -23,7 +23,7 @@ def encode_sample(sample: Sample) -> bytes:
             numbers and strings.
     """
     item = None if sample.item is None else tuple(sample.item)
-    return to_bytes((_encode(sample.data), *sample._replace(item=item)[1:]))  # type: ignore[arg-type]
+    return to_bytes((_encode(data_of(sample)), *sample._replace(item=item)[1:]))  # type: ignore[arg-type]
 
 
 def encode_samples(samples: Mapping[int, Sample], known: Mapping[int, bytes]) -> dict[int, bytes]:

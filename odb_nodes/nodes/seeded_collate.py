@@ -16,6 +16,7 @@ import torch
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.seeds import (
     GENERATORS,
+    declares_draws,
     is_global,
     own_rngs,
     seed_rngs,
@@ -25,30 +26,14 @@ from odb_nodes._core.seeds import (
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["DeferredBatch", "SeededCollate", "declares_draws"]
+__all__ = ["DeferredBatch", "SeededCollate"]
 
-_DRAWS = "draws_random_numbers"
 _LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
 _DEPTH = 4  # of objects within objects, in which generators are looked for
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
 
 Run = Callable[[], MutableMapping[str, Any]]
-
-
-def declares_draws(collate: Any) -> bool | None:
-    """Tell whether a collate function draws random numbers; `None` where nobody has said.
-
-    It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
-    that has it, as those of this library do: a subclass may draw.
-    """
-    declared = getattr(collate, _DRAWS, None)
-    if declared is False and _DRAWS not in {
-        *getattr(collate, "__dict__", ()),
-        *vars(type(collate)),
-    }:
-        return None
-    return declared if isinstance(declared, bool) else None
 
 
 @dataclass(frozen=True)

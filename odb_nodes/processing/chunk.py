@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -17,8 +18,12 @@ from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.transport import pack
-from odb_nodes.sample import ItemKey
+from odb_nodes.processing.recipe import BatchMaker
+from odb_nodes.processing.shared_pages import size_of
+from odb_nodes.processing.transport import pack, pack_facts
+from odb_nodes.sample import ItemKey, Sample, Skipped
+
+_KNOWN = (Sample, Skipped)
 
 _ROWS = 16  # from which on `hash_rows` is faster
 
@@ -77,11 +82,14 @@ class ChunkResult:
         results: its good results in order, packed or not.
         failure: what ended it early.
         seconds: that it has taken.
+        content: the data of its samples, packed, where workers are to collate them; `results` are
+            without it then.
     """
 
     results: Any
     failure: Failure | None
     seconds: float = 0.0
+    content: Any = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ class ChunkProcessor:
         world_size: number of ranks.
         limit_s: seconds that a chunk may take before other threads, which wait for the generators,
             take it to hang.
+        maker: what makes batches, where workers do; they keep the data of samples for it.
     """
 
     process_fn: Callable[[Any], Any]
@@ -103,6 +112,7 @@ class ChunkProcessor:
     rank: int = 0
     world_size: int = 1
     limit_s: float = WorkerOptions.timeout_s
+    maker: BatchMaker | None = None
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -129,7 +139,8 @@ class ChunkProcessor:
         start = time.perf_counter()
         results, failure = self._apply(task, (BaseException,))
         try:
-            return ChunkResult(pack(results), failure, time.perf_counter() - start)
+            parts, content = self._packed(results)
+            return ChunkResult(parts, failure, time.perf_counter() - start, content)
         except Exception:
             good = 0
             try:
@@ -143,6 +154,18 @@ class ChunkProcessor:
                 )
                 failure = _describe(task.items[good], cause)
             return ChunkResult(pack(results[:good]), failure)
+
+    def _packed(self, results: list[Any]) -> tuple[list[memoryview], list[memoryview] | None]:
+        """Return results as parts, and apart from them the data that workers keep, if any."""
+        least_bytes = math.inf if self.maker is None else self.maker.least_bytes
+        if least_bytes:
+            parts = pack(results)
+            if size_of(parts) < least_bytes * len(results):
+                return parts, None
+        data = [one.data for one in results if isinstance(one, Sample)]
+        if not data or not all(isinstance(one, _KNOWN) for one in results):
+            return pack(results), None
+        return pack_facts(results), pack(data)
 
     def _apply(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from odb_nodes._core.signals import deferred_interrupt
@@ -14,7 +15,10 @@ from odb_nodes.processing.chunk_fit import ChunkFit
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
-from odb_nodes.processing.transport import unpack
+from odb_nodes.processing.recipe import BatchMaker, BatchResult
+from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
+from odb_nodes.processing.transport import unpack, unpack_facts
+from odb_nodes.step_info import StepInfo
 
 
 class Submitted(NamedTuple):
@@ -135,16 +139,35 @@ class ChunkRunner:
             raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
         try:
             result = future.result()
-            packed = isinstance(self._pool, ProcessPool)
-            size_bytes = sum(map(len, result.results)) if packed else 0
-            self._fit.note(len(task.items), result.seconds, size_bytes)
-            return unpack(result.results) if packed else result.results, result.failure
+            if not isinstance(self._pool, ProcessPool):
+                self._fit.note(len(task.items), result.seconds, 0)
+                return result.results, result.failure
+            stored = result.content
+            parts = result.results if stored is None else [*result.results, stored]
+            self._fit.note(len(task.items), result.seconds, sum(map(len, parts)))
+            if stored is None:
+                return unpack(result.results), result.failure
+            chunk = StoredChunk(stored)
+            data = [StoredRow(chunk, row) for row in range(len(task.items))]
+            return unpack_facts(result.results, data), result.failure
         except WorkerError as error:
             raise self._fail(f"while processing {task}: {error}") from error
         except Exception as error:
             raise self._fail(
                 f"the results of {task} cannot be unpickled here: {type(error).__name__}: {error}"
             ) from error
+
+    def make_batch(
+        self, data: Sequence[Any], key: int, info: StepInfo | None
+    ) -> Future[BatchResult] | None:
+        """Have a worker make a batch; `None` where no worker process runs. See `ProcessPool`."""
+        if not isinstance(self._pool, ProcessPool):
+            return None
+        return self._pool.make_batch(data, key, info)
+
+    def keep_data_for(self, maker: BatchMaker) -> None:
+        """From the next start on, leave the data of samples where workers make batches of them."""
+        self._processor = replace(self._processor, maker=maker)
 
     def _fail(self, message: str) -> WorkerError:
         """Stop the workers: the next `start` makes new ones."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import math
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from odb_nodes.errors import WorkerError
 
-__all__ = ["limit_behind", "start_thread"]
+__all__ = ["is_picklable", "limit_behind", "open_files_limit", "start_thread"]
 
 
 def start_thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
@@ -44,6 +46,25 @@ def limit_behind(error: BaseException) -> str:
     if number == errno.ENOMEM:
         return " The machine has no memory left for a worker: use fewer workers or smaller data."
     return ""
+
+
+def is_picklable(function: Any) -> bool:
+    """Tell whether a function can be sent to a process that is not forked."""
+    try:
+        ForkingPickler.dumps(function)
+    except Exception:
+        return False
+    return True
+
+
+def open_files_limit() -> float:
+    """Return how many files this process may have open, where the system tells."""
+    if sys.platform == "win32":
+        return math.inf
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _processes() -> str:

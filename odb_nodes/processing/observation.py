@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from odb_nodes._core.checks import MAX_COUNT, MAX_KEY, check_count, check_type
 from odb_nodes._core.content import content_digest
@@ -23,6 +23,7 @@ from odb_nodes.sample import (
     Sample,
     Skipped,
     SourceItem,
+    data_of,
 )
 
 _SPANS = ("start_positions", "end_positions")
@@ -149,7 +150,7 @@ def digest_of(sample: Sample) -> int:
     if sample.digest is not None:
         return sample.digest
     costs = b"%d %d %d" % sample[1:4] + sample.task.encode()
-    return content_digest(sample.data, zlib.crc32(costs))
+    return content_digest(data_of(sample), crc32(costs))
 
 
 def _length_of(data: Any) -> int:

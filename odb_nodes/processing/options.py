@@ -67,6 +67,12 @@ class WorkerOptions:
                 )
 
     @property
+    def forks(self) -> bool:
+        """Whether worker processes are forked."""
+        chosen = self.start_method or multiprocessing.get_start_method(allow_none=True)
+        return (chosen or multiprocessing.get_all_start_methods()[0]) == "fork"
+
+    @property
     def first_chunk_samples(self) -> int:
         """Samples of the first chunk."""
         return _FIRST_SAMPLES if self.chunk_size == AUTO else self.chunk_size

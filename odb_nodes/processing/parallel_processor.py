@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes.contract import EpochNode, copy_state
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.item_location import ItemLocation, format_location
-from odb_nodes.contract.node import check_node, member, take
-from odb_nodes.contract.recall import checked_key, recall, recalls
-from odb_nodes.errors import StateError
+from odb_nodes.contract.item_location import format_location
+from odb_nodes.contract.node import check_node
+from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
+from odb_nodes.processing.chunk_reader import ChunkReader, ReadItems
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
+from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.processor_state import ProcessorState
+from odb_nodes.processing.recipe import BatchMaker
+from odb_nodes.processing.shared_pages import CAN_SHARE
 from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
@@ -30,15 +33,11 @@ T = TypeVar("T")
 _NONE = 0, 0
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """A chunk in flight, and how its items were read."""
 
     submitted: Submitted
-    states: Sequence[tuple[int, Any]]  # of the source, before some of its items
-    locations: Sequence[ItemLocation | None]  # of its items
-    steps: Sequence[int]  # raw items from each on to the next one
-    source_error: Exception | None
+    read: ReadItems
 
 
 class ParallelProcessor(EpochNode[T, ProcessorState]):
@@ -49,7 +48,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     without a key, and one of data that this rank has for itself, is seeded by the rank, too.) With
     `num_workers=0` and with threads they are put back afterwards; threads then process one chunk at
     a time, and a training loop that draws from the same CPU generators meanwhile would disturb
-    both: use processes, or `seed=None` and generators of your own.
+    both: use processes, or `seed=None` and generators of your own. A function that never draws says
+    so by an attribute `draws_random_numbers = False`: then nothing is seeded, which saves as much
+    time as many a short text takes.
 
     Items are read from the source on the thread that calls `next`, in chunks, and processed ahead
     of it. Workers live from the first reset until `close`, over epochs.
@@ -87,8 +88,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._name = stable_name(process_fn)
         self._workers = workers or WorkerOptions()
         self._rank, self._world_size = resolve_rank(rank, world_size)
+        seed = None if declares_draws(process_fn) is False else self._seed
         processor = ChunkProcessor(
-            process_fn, self._seed, self._rank, self._world_size, self._workers.timeout_s
+            process_fn, seed, self._rank, self._world_size, self._workers.timeout_s
         )
         self._runner = ChunkRunner(processor, self._workers, type(self).__name__)
         self._key: ItemKey | None = None  # of the last item that is out
@@ -106,6 +108,27 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def worker_pids(self) -> list[int]:
         """Process ids of the worker processes that run now."""
         return self._runner.pids
+
+    def makes_batches(self, collate: Any) -> bool:
+        """Tell whether there are to be worker processes that could make batches by a function."""
+        options = self._workers
+        if not CAN_SHARE or not options.num_workers or options.method != "process":
+            return False
+        return options.forks or is_picklable(collate)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds to wait for a worker before it is an error."""
+        return self._workers.timeout_s
+
+    def keep_data_for(self, maker: BatchMaker) -> ChunkRunner:
+        """From the next start of the workers on, leave the data of samples to them, for batches.
+
+        Returns:
+            What has the workers make batches.
+        """
+        self._runner.keep_data_for(maker)
+        return self._runner
 
     @property
     def has_workers(self) -> bool:
@@ -141,9 +164,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Go to the source's chunk, and past the items of it that are out."""
         self._source_state, self._taken = state.source, state.taken
         self._taken_of.update(state.taken_of)
-        self._position = self._submitted = state.position
+        self._position = state.position
         self.source.reset(copy_state(state.source))
-        self._skip(state.taken, state.taken)
+        self._reader.stand_at(state.position, state.taken)
 
     def save(self) -> ProcessorState:
         """Return the source's state before the chunk in hand, and how many items of it are out."""
@@ -227,13 +250,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             StateError: the source has ended before.
         """
-        places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
-        first, *later = *places, len(wanted)
-        self._skip(first, first)
+        first = self._reader.select(wanted)
         self._taken += first
         self._position += first
-        self._submitted += first
-        self._gaps.extend(after - place - 1 for place, after in zip(places, later, strict=True))
         return True
 
     def close(self) -> None:
@@ -249,26 +268,13 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._ahead = 0  # items in flight
         self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
         self._out = 0  # items of the chunk in hand that are out
-        self._since_state = 0  # items read since the last state of the source
         self._ready: Iterator[tuple[Any, ItemKey | None, int]] = iter(())
-        self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
         self._failure: Exception | None = None
-        self._source_ended = False
         self._taken = 0  # items out since `_source_state`
         self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
         self._position = 0  # items out in this epoch
-        self._submitted = 0  # items read in this epoch
-
-    def _skip(self, count: int, behind: int) -> None:
-        """Read items and leave them out: the last of them is `behind` items after a state's."""
-        for left in range(count, 0, -1):
-            try:
-                next(self.source)
-            except StopIteration:
-                raise StateError(
-                    f"the state of {type(self).__name__} stands {behind} items after its source's, "
-                    f"which ended after {behind - left}. Resume over the data it was saved on."
-                ) from None
+        distance = self._workers.first_chunk_samples
+        self._reader = ChunkReader(self.source, distance, type(self).__name__)
 
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""
@@ -281,7 +287,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             StopIteration: the source has ended and nothing is in flight.
         """
         self._runner.check()
-        while not self._source_ended and self._has_room():
+        while not self._reader.has_ended and self._has_room():
             self._read_chunk()
         if not self._in_flight:
             # Nothing is out since this state: it stands at the end of the epoch.
@@ -293,16 +299,16 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._in_flight.popleft()
         task = chunk.submitted.task
         self._ahead -= len(task.items)
-        self._states, self._out = deque(chunk.states), 0
-        self._ready = zip(results, task.keys, chunk.steps, strict=False)
+        self._states, self._out = deque(chunk.read.states), 0
+        self._ready = zip(results, task.keys, chunk.read.steps, strict=False)
         if failure is not None:
             bad = len(results)
-            location = format_location(chunk.locations[bad])
+            location = format_location(chunk.read.locations[bad])
             where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
             elsewhere = chunk.submitted.future is not None
             self._failure = failure.explained(where, elsewhere=elsewhere)
-        elif chunk.source_error is not None:
-            self._failure = chunk.source_error
+        elif chunk.read.error is not None:
+            self._failure = chunk.read.error
 
     def _until_state(self, count: int) -> int:
         """Stand at the source's state before the next item, where there is one.
@@ -323,41 +329,11 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         return self._ahead - first < self._workers.samples_ahead
 
     def _read_chunk(self) -> None:
-        # A state at fixed distances, whatever is in a chunk: it must not depend on time.
-        distance, states = self._workers.first_chunk_samples, []
-        items: list[Any] = []
-        keys: list[ItemKey | None] = []
-        locations: list[ItemLocation | None] = []
-        steps: list[int] = []
-        error: Exception | None = None
-        location_of = member(self.source, "item_location")
-        try:
-            while (left := self._runner.chunk_items - len(items)) > 0:
-                if self._since_state in (0, distance):
-                    states.append((len(items), copy_state(self.source.state_dict())))
-                    self._since_state = 0
-                left = min(left, distance - self._since_state)
-                some, their_keys = take(self.source, 1 if self._gaps else left)
-                self._since_state += len(some)
-                keys += [checked_key(self.source, key) for key in their_keys]
-                locations += [location_of()] if len(some) == 1 else [None] * len(some)
-                items += some
-                steps += [1] * len(some)
-                if self._gaps and (gap := self._gaps.popleft()):
-                    steps[-1] += gap
-                    self._skip(gap, sum(steps))
-        except StopIteration:
-            self._source_ended = True
-        except Exception as caught:
-            # The items before it are delivered first: the error comes in its place.
-            self._source_ended, error = True, caught
-        if items or error is not None:
-            positions = [*accumulate(steps, initial=self._submitted)]
-            task = self._task(items, keys, positions[: len(items)])
-            self._submitted = positions[-1]
-            submitted = self._runner.submit(task)
-            self._in_flight.append(_Chunk(submitted, states, locations, steps, error))
-            self._ahead += len(items)
+        read = self._reader.read(self._runner.chunk_items)
+        if read.items or read.error is not None:  # The items before an error are delivered first.
+            submitted = self._runner.submit(self._task(read.items, read.keys, read.positions))
+            self._in_flight.append(_Chunk(submitted, read))
+            self._ahead += len(read.items)
 
     def _task(
         self, items: list[Any], keys: Sequence[ItemKey | None], positions: Sequence[int]

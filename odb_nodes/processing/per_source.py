@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from odb_nodes._core.fingerprints import stable_names
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import Sample, Skipped, SourceItem
 
@@ -25,6 +26,12 @@ class PerSource:
     def fingerprint_name(self) -> str:
         """The sources, each with the name of its function."""
         return f"{type(self).__name__}({stable_names(self._functions)})"
+
+    @property
+    def draws_random_numbers(self) -> bool | None:
+        """`False` where all functions say so; `None` where it is not known."""
+        quiet = all(declares_draws(one) is False for one in self._functions.values())
+        return False if quiet else None
 
     def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
         """Return what the function of the item's source makes of it, with the name of the source.

@@ -9,16 +9,17 @@ of its socket, so its death is always seen as the end of the stream.
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
+from operator import attrgetter
 from typing import Any
 
 from odb_nodes._core.forks import Owner
@@ -26,8 +27,12 @@ from odb_nodes._core.signals import block_interrupt
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.limits import start_thread
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.transport import receive
+from odb_nodes.processing.recipe import INLINE, BatchResult, Recipe
+from odb_nodes.processing.shared_pages import join_parts
+from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
+from odb_nodes.processing.transport import mapped, pack, receive
 from odb_nodes.processing.worker_process import Answer, WorkerProcess, kill
+from odb_nodes.step_info import StepInfo
 
 _DEATH_POLL_S = 1.0  # between two looks of the reader at whether silent workers live
 _BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin; the last one is left alone
@@ -85,6 +90,7 @@ class ProcessPool:
             for worker in self._workers:
                 worker.connection.close()
             raise
+        self._workers_in_turn = deque(self._workers)
         # At exit, multiprocessing sends SIGTERM, which workers ignore, and waits for ever.
         self._at_exit = Finalize(None, kill, args=(self._workers,), exitpriority=10)
 
@@ -96,11 +102,50 @@ class ProcessPool:
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk with the next worker in turn."""
         worker = self._workers[next(self._sequence) % len(self._workers)]
-        message = pickle.dumps((self._generation, task), protocol=5)
+        head = worker.message(self._generation, task)
         answer = worker.expect()
         # A thread sends it: the full socket of a worker that hangs must not block the trainer.
-        self._outbox.put(partial(worker.send, message))
+        self._outbox.put(partial(worker.send, [head]))
         return answer
+
+    def make_batch(
+        self, data: Sequence[Any], key: int, info: StepInfo | None
+    ) -> Future[BatchResult]:
+        """Have the worker make a batch that has the fewest to make.
+
+        Args:
+            data: of its samples, a `StoredRow` or anything else.
+            key: what the random numbers are seeded by.
+            info: the `StepInfo`, where the maker wants it.
+
+        Raises:
+            Exception: whatever pickling a sample that no worker keeps raised.
+        """
+        inline = [one for one in data if not isinstance(one, StoredRow)]
+        packed = [bytearray(join_parts(pack(inline)))] if inline else []
+        worker = self._next_for_batch()
+        rows: list[tuple[int, int]] = []
+        chunks: dict[int, StoredChunk] = {}
+        places = count()
+        for one in data:
+            if not isinstance(one, StoredRow):
+                rows.append((INLINE, next(places)))
+                continue
+            rows.append((one.chunk.number, one.row))
+            if worker not in one.chunk.knowers:
+                one.chunk.tell(worker)
+                chunks[one.chunk.number] = one.chunk
+        recipe = Recipe(rows, [*chunks], bool(inline), key, info)
+        parts = [*(chunk.content for chunk in chunks.values()), *packed]
+        head = worker.message(self._generation, recipe)
+        answer = worker.expect(batch=True)
+        self._outbox.put(partial(worker.send, [head, *parts]))
+        return answer
+
+    def _next_for_batch(self) -> WorkerProcess:
+        """Return the worker with the fewest batches to make; of several, each in turn."""
+        self._workers_in_turn.rotate(-1)
+        return min(self._workers_in_turn, key=_batches_due)
 
     def what_hangs(self, future: Future[ChunkResult]) -> str:
         """Return what keeps a chunk from being done."""
@@ -110,9 +155,8 @@ class ProcessPool:
     def discard(self) -> None:
         """Skip queued chunks that no worker has begun."""
         self._generation += 1
-        message = pickle.dumps((self._generation, None), protocol=5)
         for worker in self._workers:
-            self._outbox.put(partial(worker.send, message))
+            self._outbox.put(partial(worker.send, [worker.message(self._generation, None)]))
 
     def close(self) -> None:
         """Kill the workers and wait until they and the threads are gone."""
@@ -126,6 +170,9 @@ class ProcessPool:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_STOP_S)
+
+
+_batches_due = attrgetter("batches_due")
 
 
 def _start_workers(
@@ -191,8 +238,8 @@ def _read_message(worker: WorkerProcess) -> bool:
     try:
         if worker.ended and not wait([worker.connection], 0):
             return False
-        head, *results = receive(worker.connection)
-        worker.take(head, results)
+        head, *parts = receive(worker.connection)
+        worker.take(mapped(head), parts)
     except (EOFError, OSError):
         return False
     except Exception as error:

@@ -1,9 +1,12 @@
-"""Large buffers between processes without a copy through the socket: anonymous files of memory.
+"""Memory between processes without a copy through a socket: anonymous files of memory.
 
-The sender writes a buffer into a file of its own that has no name (`memfd_create`), and sends its
-descriptor. The receiver maps the pages and closes the descriptor, so they live as long as what is
-made of them, and nothing is left of a process that was killed. The mapping is private: what one
-process writes into a sample, no other sees, a forked child included.
+The sender writes buffers into a file that has no name (`memfd_create`), and sends its descriptor.
+Who wants the pages maps them, so they live as long as what is made of them, and nothing is left of
+a process that was killed. Mappings are private: what one process writes into a sample, no other
+sees, a forked child included.
+
+The first write to new pages costs several times what one to old pages does. So a worker writes its
+files again (`FilePool`) when a `Lease` says that nobody reads them any more.
 """
 
 from __future__ import annotations
@@ -11,68 +14,271 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, count, islice
+from operator import attrgetter
+from typing import Any
 
-__all__ = ["SHARED_BYTES", "Pages", "receive_pages", "send_pages", "share"]
+from odb_nodes.processing.limits import open_files_limit
 
-Pages = bytearray | mmap.mmap
+__all__ = [
+    "CAN_SHARE",
+    "MOST_VECTORS",
+    "NO_FILE",
+    "SHARED_BYTES",
+    "FilePool",
+    "Lease",
+    "PageFile",
+    "Pages",
+    "advance",
+    "join_parts",
+    "size_of",
+    "split_parts",
+]
+
+Pages = bytearray | memoryview | mmap.mmap
 
 SHARED_BYTES = 2 << 20
 """Buffers from this size on are sent so: smaller ones are faster through the socket."""
 
-_CAN_SHARE = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+CAN_SHARE = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+"""Whether this system has such files, and can hand them to other processes."""
+
+NO_FILE = -1
+"""In place of a file's number: there is none."""
+
+_JOINED_BYTES = 64 << 10  # of joined parts that are worth a file
+_ALIGNED_BYTES = 64  # a cache line, and what vector instructions may want
+_MOST_SPARE = 2  # times the size of what is written: other pages of a file are given back
+_MOST_FREE = 8  # files of a worker that wait to be written again
+MOST_VECTORS = 512  # buffers of one call; the system allows 1024
 _BYTE = b"\0"  # that a descriptor travels with
 
 
-def share(part: memoryview) -> int | None:
-    """Return the descriptor of a file that holds a buffer; `None` where there can be none."""
-    if not _CAN_SHARE or part.nbytes < SHARED_BYTES:
-        return None
-    try:
-        file = os.memfd_create("odb_nodes", os.MFD_CLOEXEC)
-    except OSError:  # too many are open, or the system forbids it
-        return None
-    try:
-        rest = part
-        while rest.nbytes:
-            rest = rest[os.write(file, rest) :]
-    except OSError:  # no memory for the file
-        os.close(file)
-        return None
-    return file
+class PageFile:
+    """An anonymous file of memory, whose descriptor is closed with this object.
 
-
-def send_pages(connection: socket.socket, file: int) -> None:
-    """Send the descriptor of a file, and close it here."""
-    try:
-        socket.send_fds(connection, [_BYTE], [file])
-    finally:
-        os.close(file)
-
-
-def receive_pages(connection: socket.socket, size_bytes: int) -> Pages:
-    """Return the memory of a file whose descriptor is next.
-
-    Raises:
-        EOFError: the other side has closed the connection, or has died.
-        OSError: the descriptor could not be taken: too many are open.
+    Args:
+        file: its descriptor, which this object owns from now on.
+        size_bytes: of its content.
+        lease: what lives as long as this object and the mappings that it has made.
     """
-    data, files, _, _ = socket.recv_fds(connection, 1, 1)
-    if not data:
-        raise EOFError("the other side has closed.")
-    if not files:
-        raise OSError("a descriptor could not be received: too many are open (`ulimit -n`).")
-    try:
-        return mmap.mmap(files[0], size_bytes, mmap.MAP_PRIVATE)
-    except OSError:  # too many mappings
-        return _read(files[0], size_bytes)
-    finally:
-        os.close(files[0])
+
+    __slots__ = ("_file", "lease", "size_bytes")
+
+    def __init__(self, file: int, size_bytes: int, lease: Any = None) -> None:
+        self._file, self.size_bytes, self.lease = file, size_bytes, lease
+
+    @classmethod
+    def of(cls, parts: Sequence[bytes | memoryview]) -> PageFile | None:
+        """Return a file that holds buffers one after the other; `None` where there can be none."""
+        if not CAN_SHARE:
+            return None
+        try:
+            file = os.memfd_create("odb_nodes", os.MFD_CLOEXEC)
+        except OSError:  # too many are open, or the system forbids it
+            return None
+        pages = cls(file, 0)
+        return pages if pages.write(parts) else None
+
+    def write(self, parts: Sequence[bytes | memoryview]) -> bool:
+        """Make buffers its content, one after the other; tell whether there was memory for it."""
+        self.size_bytes = size_of(parts)
+        try:
+            if self.capacity_bytes > _MOST_SPARE * self.size_bytes:
+                os.ftruncate(self._file, self.size_bytes)
+            _write(self._file, parts)
+        except OSError:
+            return False
+        return True
+
+    @classmethod
+    def receive(cls, connection: socket.socket, size_bytes: int) -> PageFile:
+        """Return the file whose descriptor is next on a connection.
+
+        Raises:
+            EOFError: the other side has closed the connection, or has died.
+            OSError: the descriptor could not be taken: too many are open.
+        """
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        data, files, _, _ = socket.recv_fds(connection, 1, 1, flags)
+        if not data:
+            raise EOFError("the other side has closed.")
+        if not files:
+            raise OSError("a descriptor could not be received: too many are open (`ulimit -n`).")
+        return cls(files[0], size_bytes)
+
+    @property
+    def is_one_of_many(self) -> bool:
+        """Whether half of the descriptors that a process may have are in use, or more."""
+        return 2 * self._file >= open_files_limit()  # The lowest free number is given out.
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How much of it has pages."""
+        return os.fstat(self._file).st_size
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def send(self, connection: socket.socket) -> None:
+        """Send the descriptor."""
+        socket.send_fds(connection, [_BYTE], [self._file])
+
+    def pages(self) -> Pages:
+        """Return its memory: a mapping, which has a descriptor, too; a copy where those are few."""
+        if self.is_one_of_many:
+            return self._read()
+        try:
+            mapping = _Mapping(self._file, self.size_bytes, mmap.MAP_PRIVATE)
+        except OSError:  # too many mappings
+            return self._read()
+        mapping.lease = self.lease
+        return mapping
+
+    def _read(self) -> bytearray:
+        buffer = bytearray(self.size_bytes)
+        rest, at = memoryview(buffer), 0
+        while rest:
+            count = os.preadv(self._file, [rest], at)
+            rest, at = rest[count:], at + count
+        return buffer
 
 
-def _read(file: int, size_bytes: int) -> bytearray:
-    buffer = bytearray(size_bytes)
-    rest, at = memoryview(buffer), 0
-    while rest:
-        count = os.preadv(file, [rest], at)
-        rest, at = rest[count:], at + count
-    return buffer
+class _Mapping(mmap.mmap):
+    lease: Any
+
+
+class _Forks:
+    """How often this process was forked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._note)
+
+    def _note(self) -> None:
+        self.count += 1
+
+
+class Lease:
+    """Gives a file back when nobody reads it any more.
+
+    Args:
+        number: of the file.
+        give_back: takes the number, on any thread; its complement, `~number`, where the file must
+            not be written again. That is so where this process was forked meanwhile: the child may
+            read it.
+    """
+
+    __slots__ = ("_forks", "_give_back", "_number")
+    _process = _Forks()  # here, since a module loses its names at exit before its objects
+
+    def __init__(self, number: int, give_back: Callable[[int], None]) -> None:
+        self._number, self._give_back, self._forks = number, give_back, self._process.count
+
+    def retire(self) -> None:
+        """Have the file not written again."""
+        self._forks = -1
+
+    def __del__(self) -> None:
+        may_be_written = self._forks == self._process.count
+        self._give_back(self._number if may_be_written else ~self._number)
+
+
+class FilePool:
+    """The files of a worker, which are written again when they have come back."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._lent: dict[int, PageFile] = {}
+        self._free: list[PageFile] = []
+
+    def join(self, parts: Sequence[memoryview]) -> tuple[PageFile | bytes, int]:
+        """Return parts as one, for `split_parts`, and the number of the file.
+
+        That is `NO_FILE` for bytes, where a file is not worth it, or where there can be none.
+        """
+        joined = _aligned(parts)
+        size_bytes = size_of(joined)
+        if size_bytes < _JOINED_BYTES:
+            return b"".join(joined), NO_FILE
+        fits = [file for file in self._free if size_bytes <= file.capacity_bytes]
+        file = min(fits, key=_capacity_of) if fits else None
+        if file is not None:
+            self._free.remove(file)
+            file = file if file.write(joined) else None
+        file = file or PageFile.of(joined)
+        if file is None:
+            return b"".join(joined), NO_FILE
+        number = next(self._numbers)
+        self._lent[number] = file
+        return file, number
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """Take files back that nobody reads any more, as a `Lease` gives them."""
+        for number in numbers:
+            if number < 0:
+                del self._lent[~number]
+            else:
+                self._free.append(self._lent.pop(number))
+        if len(self._free) > _MOST_FREE:
+            del self._free[:-_MOST_FREE]
+
+
+def join_parts(parts: Sequence[memoryview]) -> bytes:
+    """Return parts as one, for `split_parts`."""
+    return b"".join(_aligned(parts))
+
+
+def _aligned(parts: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """Return a table of parts, and the parts, each filled up to a multiple of `_ALIGNED_BYTES`."""
+    sizes = [len(parts), *map(_size_of, parts)]
+    table = b"".join(size.to_bytes(8, "little") for size in sizes)
+    joined: list[bytes | memoryview] = [table]
+    for part in parts:
+        joined += (bytes(-_size_of(joined[-1]) % _ALIGNED_BYTES), part)
+    return joined
+
+
+def split_parts(joined: PageFile | Pages) -> list[memoryview]:
+    """Return the parts that were joined, writable, in memory of this process."""
+    whole = memoryview(joined.pages() if isinstance(joined, PageFile) else joined)
+    count = int.from_bytes(whole[:8], "little")
+    sizes = whole[: 8 * (1 + count)].cast("q").tolist()[1:]
+    steps = [size + -size % _ALIGNED_BYTES for size in (8 * (1 + count), *sizes)]
+    starts = [*accumulate(steps)]
+    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def size_of(parts: Iterable[bytes | memoryview]) -> int:
+    """Return how many bytes parts have."""
+    return sum(map(_size_of, parts))
+
+
+_capacity_of = attrgetter("capacity_bytes")
+
+
+def _size_of(part: bytes | memoryview) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
+def _write(file: int, parts: Sequence[bytes | memoryview]) -> None:
+    waiting = deque(memoryview(part) for part in parts if _size_of(part))
+    at = 0
+    while waiting:
+        written = os.pwritev(file, [*islice(waiting, MOST_VECTORS)], at)
+        at += written
+        advance(waiting, written)
+
+
+def advance(waiting: deque[memoryview], size_bytes: int) -> None:
+    """Drop so many bytes from the front of the buffers that wait, none of them empty."""
+    while waiting and size_bytes >= waiting[0].nbytes:
+        size_bytes -= waiting.popleft().nbytes
+    if size_bytes:
+        waiting[0] = waiting[0][size_bytes:]

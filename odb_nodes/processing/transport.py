@@ -10,24 +10,30 @@ in the order in which the pickler meets them, and `unpack` hands them back in th
 socket, the number of parts and their sizes come first, 8 bytes each, so the receiver allocates each
 part once and reads straight into it; a size below 0 says that a descriptor of the part follows
 (`shared_pages`).
+
+Samples whose data nobody needs here travel as what is known of them: `pack_facts`.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from odb_nodes._core.codec import from_bytes, to_bytes
-from odb_nodes.processing.shared_pages import Pages, receive_pages, send_pages, share
-from odb_nodes.sample import ItemKey, Sample, SourceItem
+from odb_nodes.processing.shared_pages import MOST_VECTORS, SHARED_BYTES, PageFile, Pages, advance
+from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
+
+__all__ = ["mapped", "pack", "pack_facts", "receive", "send", "unpack", "unpack_facts"]
 
 _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
@@ -43,13 +49,18 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor:
             if _is_plain(value):
-                return torch.from_numpy, (value.detach().contiguous().numpy(),)
+                return _tensor_of, (value.detach().contiguous().numpy(),)
             # A copy, since `torch.save` writes the whole storage that a view is of.
             copy = value.detach().clone().requires_grad_(value.requires_grad)
             return from_bytes, (to_bytes(copy),)
         if type(value) is np.ndarray and not value.flags.writeable:
             return value.copy().__reduce_ex__(5)  # arrives writable, as all others
         return NotImplemented
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # Pickle looks for the module of a function of torch in all that are imported.
+    return torch.from_numpy(array)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -59,17 +70,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and tensor.dtype in _NUMPY_DTYPES and not (tensor.requires_grad or lazy)
 
 
+Part = bytes | bytearray | mmap.mmap | memoryview | PageFile
+
+
 def pack(items: Sequence[Any]) -> list[memoryview]:
     """Return `items` as the parts of a message, for `unpack`.
 
     Raises:
         Exception: whatever pickling one of them raised.
     """
-    body = io.BytesIO()
-    parts: list[memoryview] = []
-    pickler = _Pickler(body, protocol=5, buffer_callback=lambda buffer: parts.append(buffer.raw()))
-    pickler.dump(_to_columns(items))
-    return [body.getbuffer(), *parts]
+    return _pickled(_to_columns(items))
 
 
 def unpack(parts: Sequence[Pages]) -> list[Any]:
@@ -77,22 +87,63 @@ def unpack(parts: Sequence[Pages]) -> list[Any]:
     return _from_columns(pickle.loads(parts[0], buffers=parts[1:]))
 
 
-def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+def pack_facts(items: Sequence[Sample | Skipped]) -> list[memoryview]:
+    """Return `items` without the data of the samples, for `unpack_facts`."""
+    return _pickled(_to_columns(items, with_data=False))
+
+
+def unpack_facts(parts: Sequence[Pages], data: Sequence[Any]) -> list[Any]:
+    """Return the items of `pack_facts`.
+
+    Args:
+        parts: of the message.
+        data: what the samples have as their data, at least one for each.
+    """
+    return _from_columns(pickle.loads(parts[0], buffers=parts[1:]), data)
+
+
+def _pickled(content: Any) -> list[memoryview]:
+    body = io.BytesIO()
+    parts: list[memoryview] = []
+    pickler = _Pickler(body, protocol=5, buffer_callback=lambda buffer: parts.append(buffer.raw()))
+    pickler.dump(content)
+    return [body.getbuffer(), *parts]
+
+
+def send(connection: socket.socket, parts: Sequence[Part]) -> None:
     """Write a message; blocks while the other side has no room for it."""
-    files = [share(memoryview(part)) for part in parts]
-    sizes = [
-        memoryview(part).nbytes if file is None else -memoryview(part).nbytes
-        for part, file in zip(parts, files, strict=True)
-    ]
-    connection.sendall(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes))
-    for part, file in zip(parts, files, strict=True):
-        if file is None:
-            connection.sendall(part)
-        else:
-            send_pages(connection, file)
+    sent = [_shared(part) for part in parts]
+    sizes = [-part.size_bytes if isinstance(part, PageFile) else part.nbytes for part in sent]
+    waiting = [memoryview(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes))]
+    for part in sent:
+        if isinstance(part, PageFile):
+            _send_all(connection, waiting)
+            part.send(connection)
+            waiting = []
+        elif part.nbytes:
+            waiting.append(part)
+    _send_all(connection, waiting)
 
 
-def receive(connection: socket.socket) -> list[Pages]:
+def _send_all(connection: socket.socket, buffers: list[memoryview]) -> None:
+    """Write buffers, as many as the system takes in one call."""
+    if not hasattr(connection, "sendmsg"):  # on Windows
+        for buffer in buffers:
+            connection.sendall(buffer)
+        return
+    waiting = deque(buffers)
+    while waiting:
+        advance(waiting, connection.sendmsg([*islice(waiting, MOST_VECTORS)]))
+
+
+def _shared(part: Part) -> memoryview | PageFile:
+    if isinstance(part, PageFile):
+        return part
+    view = memoryview(part)
+    return view if view.nbytes < SHARED_BYTES else PageFile.of([view]) or view
+
+
+def receive(connection: socket.socket) -> list[Pages | PageFile]:
     """Read a message.
 
     Each part has writable memory of its own, so a large array that outlives its chunk keeps only
@@ -104,12 +155,20 @@ def receive(connection: socket.socket) -> list[Pages]:
     (count,) = struct.unpack("<q", _read(connection, 8))
     sizes = struct.unpack(f"<{count}q", _read(connection, 8 * count))
     return [
-        _read(connection, size) if size >= 0 else receive_pages(connection, -size) for size in sizes
+        _read(connection, size) if size >= 0 else PageFile.receive(connection, -size)
+        for size in sizes
     ]
 
 
-def _read(connection: socket.socket, size_bytes: int) -> bytearray:
-    buffer = bytearray(size_bytes)
+def mapped(part: Pages | PageFile) -> Pages:
+    """Return a part of a message as memory."""
+    return part.pages() if isinstance(part, PageFile) else part
+
+
+def _read(connection: socket.socket, size_bytes: int) -> Pages:
+    # A bytearray is filled by zeros first.
+    large = size_bytes >= _JOINED_BYTES
+    buffer = np.empty(size_bytes, np.uint8).data if large else bytearray(size_bytes)
     rest = memoryview(buffer)
     while rest:
         read = connection.recv_into(rest, 0, socket.MSG_WAITALL)
@@ -119,27 +178,35 @@ def _read(connection: socket.socket, size_bytes: int) -> bytearray:
     return buffer
 
 
-def _to_columns(items: Sequence[Any]) -> Any:
+def _to_columns(items: Sequence[Any], *, with_data: bool = True) -> Any:
     kinds = {type(item) for item in items}
     if kinds == {SourceItem}:
         sources, inner = zip(*items, strict=True)
         return "source items", _to_columns(inner), sources
     if kinds == {Sample}:
         data, *facts = zip(*items, strict=True)
+        columns = _dicts_to_columns(data) if with_data else None
         if all(facts[_ITEM]):  # a tuple of our own takes longer to pickle than the rest
             facts[_ITEM] = (*zip(*facts[_ITEM], strict=True),)
-            return "known samples", _dicts_to_columns(data), facts
-        return "samples", _dicts_to_columns(data), facts
+            return "known samples", columns, facts
+        return "samples", columns, facts
+    if not with_data:
+        items = [one._replace(data=None) if isinstance(one, Sample) else one for one in items]
     return "items", _dicts_to_columns(items)
 
 
-def _from_columns(packed: Any) -> list[Any]:
+def _from_columns(packed: Any, given: Sequence[Any] | None = None) -> list[Any]:
     kind, content, *beside = packed
     if kind == "source items":
         return list(map(SourceItem, beside[0], _from_columns(content)))
-    data = _dicts_from_columns(content)
     if kind == "items":
-        return data
+        items = _dicts_from_columns(content)
+        rows = iter(given or ())
+        return [
+            one._replace(data=next(rows)) if given and isinstance(one, Sample) else one
+            for one in items
+        ]
+    data = _dicts_from_columns(content) if given is None else given
     facts = beside[0]
     if kind == "known samples":
         facts[_ITEM] = map(ItemKey, *facts[_ITEM])

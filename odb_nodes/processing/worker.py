@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -23,13 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._core.heap import keep_freed_memory
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes._core.signals import ignore_interrupt
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
-from odb_nodes.processing.transport import receive, send
+from odb_nodes.processing.chunk import ChunkProcessor
+from odb_nodes.processing.transport import send
+from odb_nodes.processing.worker_loop import WorkerLoop
 
 __all__ = ["FarEnd", "LastWords", "Stage", "work"]
 
+_KEPT_BYTES = 64 << 20  # of freed memory, for the next samples
 _PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer lives
 
 
@@ -96,7 +98,7 @@ def work(
     connection.settimeout(None)
     try:
         if _begin(connection, index, worker_init_fn):
-            _process(connection, processor)
+            WorkerLoop(connection, processor).run()
     except (EOFError, OSError):
         return
 
@@ -109,6 +111,7 @@ def _begin(
     try:
         _die_with_parent()
         torch.set_num_threads(1)
+        keep_freed_memory(_KEPT_BYTES)
         _use_locks()
         if worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
@@ -132,23 +135,6 @@ def _use_locks() -> None:
     with preserved_rngs():
         np.random.random_sample()
         torch.rand(1, device="cpu")  # The default device may be one that a fork cannot use.
-
-
-def _process(connection: socket.socket, processor: ChunkProcessor) -> None:
-    waiting: deque[tuple[int, ChunkTask]] = deque()
-    newest, own_pid = 0, os.getpid()
-    while True:
-        # Everything that has come is read first: the newest generation decides what is stale.
-        while not waiting or wait([connection], 0):
-            newest, task = pickle.loads(*receive(connection))
-            if task is not None:
-                waiting.append((newest, task))
-        generation, task = waiting.popleft()
-        stale = generation != newest
-        result = ChunkResult([], None) if stale else processor.run_packed(task)
-        if os.getpid() != own_pid:  # `process_fn` has forked, and this is the child
-            os._exit(0)
-        send(connection, [pickle.dumps((result.failure, result.seconds)), *result.results])
 
 
 def _die_with_parent() -> None:

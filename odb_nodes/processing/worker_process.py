@@ -10,17 +10,22 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from odb_nodes._compat.multiprocessing import keep_from_forks
 from odb_nodes.errors import WorkerError
-from odb_nodes.processing.chunk import ChunkResult
+from odb_nodes.processing.chunk import ChunkResult, ChunkTask
 from odb_nodes.processing.limits import limit_behind
-from odb_nodes.processing.shared_pages import Pages
-from odb_nodes.processing.transport import send
+from odb_nodes.processing.messages import Message, Reply
+from odb_nodes.processing.recipe import Recipe
+from odb_nodes.processing.shared_pages import NO_FILE, Lease, PageFile, Pages
+from odb_nodes.processing.transport import Part, mapped, send
 from odb_nodes.processing.worker import FarEnd, LastWords, Stage, work
 
 __all__ = ["Answer", "WorkerProcess", "kill"]
@@ -43,8 +48,8 @@ _FORK_LOCK = (
 _starting = threading.Lock()  # see `_start`
 
 
-class Answer(Future[ChunkResult]):
-    """The result of a chunk, and which worker owes it."""
+class Answer(Future[Any]):
+    """A `ChunkResult` or a `BatchResult`, and which worker owes it."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         super().__init__()
@@ -76,6 +81,13 @@ class WorkerProcess:
         self._has_answered = False
         self._forked = context.get_start_method() == "fork"
         self._pending: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._forgotten: deque[int] = deque()
+        self.forget = self._forgotten.append
+        """Takes the number of a chunk that no further batch is made of."""
+        self._free: deque[int] = deque()  # of its files
+        self.leases: dict[int, Lease | None] = {}
+        """Of the chunks that it may read, by their numbers."""
         try:
             self._start(context, setup)
         except Exception as error:
@@ -116,34 +128,66 @@ class WorkerProcess:
         """Tell whether the process is gone."""
         return self._poll() is not None or not _exists(self.pid)
 
-    def expect(self) -> Answer:
-        """Return a future for the next chunk sent to this worker."""
+    @property
+    def batches_due(self) -> int:
+        """How many batches it has yet to make."""
+        return self._batches.qsize()
+
+    def message(self, generation: int, order: ChunkTask | Recipe | None) -> bytes:
+        """Return a message to it, with what else it should know."""
+        forgotten, free = _taken(self._forgotten), _taken(self._free)
+        return pickle.dumps(Message(generation, order, forgotten, free), protocol=5)
+
+    def expect(self, *, batch: bool = False) -> Answer:
+        """Return a future for the next chunk sent to this worker, or for the next batch."""
         answer = Answer(self)
-        self._pending.put(answer)
+        (self._batches if batch else self._pending).put(answer)
         if self.connection.fileno() < 0:
             # The reader has closed it and may already have failed what was pending before.
             self.fail_pending()
         return answer
 
-    def send(self, message: bytes) -> None:
+    def send(self, parts: Sequence[Part]) -> None:
         """Send a message; blocks while the worker has no room for it."""
         try:
-            send(self.connection, [message])
+            send(self.connection, parts)
         except OSError:
             return  # The worker is gone. The reader sees that too, and fails its futures.
         except Exception as error:
             self.end(f"the trainer could not send it a chunk: {type(error).__name__}: {error}.")
 
-    def take(self, head: Pages, results: list[Pages]) -> None:
-        """Take a message of this worker: how far it has come, or the result of a chunk."""
+    def take(self, head: Pages, parts: Sequence[Pages | PageFile]) -> None:
+        """Take a message of this worker: how far it has come, a chunk, or a batch."""
         content = pickle.loads(head)
         if isinstance(content, Stage):
             self._stage = content
         elif isinstance(content, LastWords):
             self._last_words = content.text
         else:
+            self._take_reply(content, [*parts])
+
+    def _take_reply(self, reply: Reply, parts: list[Pages | PageFile]) -> None:
+        for number in reply.dropped:
+            lease = self.leases.pop(max(number, ~number), None)
+            if number < 0 and lease is not None:
+                lease.retire()
+        content: Any = None
+        if reply.contents:
+            first = len(parts) - reply.contents
+            parts, content = parts[:first], parts[first:]
+        if reply.file != NO_FILE:
+            (content,) = content
+            content.lease = Lease(reply.file, self._free.append)
+            if content.is_one_of_many:
+                content = content.pages()
+        if isinstance(reply.result, ChunkResult):
             self._has_answered = True
-            self._pending.get_nowait().set_result(ChunkResult(results, *content))
+            if isinstance(content, list):
+                (content,) = content
+            chunk = replace(reply.result, results=[*map(mapped, parts)], content=content)
+            self._pending.get_nowait().set_result(chunk)
+        else:
+            self._batches.get_nowait().set_result(replace(reply.result, content=content))
 
     def what_hangs(self) -> str:
         """Return what this worker is busy with."""
@@ -173,13 +217,12 @@ class WorkerProcess:
             self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
         error = WorkerError(self._epitaph())
-        while True:
-            try:
-                future = self._pending.get_nowait()
-            except queue.Empty:
-                return
-            if not future.done():
-                future.set_exception(error)
+        for pending in (self._pending, self._batches):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    future = pending.get_nowait()
+                    if not future.done():
+                        future.set_exception(error)
 
     def _epitaph(self) -> str:
         on = "Nothing is lost: load the last state, or iterate again, to go on."
@@ -240,6 +283,14 @@ class WorkerProcess:
                 if not self._released:
                     self._process.close()
                 self._released = True
+
+
+def _taken(waiting: deque[int]) -> list[int]:
+    taken: list[int] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            taken.append(waiting.popleft())
+    return taken
 
 
 def kill(workers: list[WorkerProcess]) -> None:

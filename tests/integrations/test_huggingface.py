@@ -756,6 +756,7 @@ INVALID = [
     ("prefetch", -1, ValueError),
     ("state", "x", ValueError),
     ("workers", 4, TypeError),
+    ("collate_in", "threads", ValueError),
     ("timeout_s", 0, ValueError),
     ("shift_labels", "x", TypeError),
     ("loss_is", "x", ValueError),

@@ -24,6 +24,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.sample import data_of
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -124,7 +125,8 @@ def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
             pooled = []
             for batch in loader:
                 pooled += [
-                    s.data["input_ids"] for s in loader._graphs[0].bucketer._pool.items().values()
+                    data_of(one)["input_ids"]
+                    for one in loader._graphs[0].bucketer._pool.items().values()
                 ]
                 yield batch["input_ids"].tolist()
             kinds.append({type(row) for row in pooled})
@@ -485,3 +487,47 @@ def test_a_sample_without_labels_among_others_is_named_by_its_key_and_its_id(lac
             sample.setdefault("id", "another")
     with pytest.raises(SampleError, match=f"^a sample {name}: the samples of a group must"):
         list(loader)
+
+
+numbers = []
+DRAWN = [*range(12)]
+
+
+def noted(_item):
+    numbers.append(random.random())
+    return {"input_ids": [1, 2, 3]}
+
+
+class Quiet(list):
+    draws_random_numbers = False
+
+
+def quiet(function):
+    function.draws_random_numbers = False
+    return function
+
+
+@pytest.mark.parametrize(
+    ("dataset", "process_fn", "observe", "seeded"),
+    [
+        (DRAWN, lambda n: noted(n), None, True),
+        (DRAWN, quiet(lambda n: noted(n)), None, False),
+        (DRAWN, quiet(lambda n: noted(n)), lambda sample: 3, True),
+        (DRAWN, quiet(lambda n: noted(n)), quiet(lambda sample: 3), False),
+        (Quiet(DRAWN), quiet(lambda n: noted(n)), None, False),
+        (type("Loud", (Quiet,), {})(DRAWN), quiet(lambda n: noted(n)), None, True),
+        ({"a": DRAWN, "b": DRAWN}, quiet(lambda n: noted(n)), None, False),
+    ],
+)
+def test_nothing_is_seeded_where_all_say_that_they_draw_nothing(
+    dataset, process_fn, observe, seeded
+):
+    random.seed(7)
+    numbers.clear()
+    with ODBDataLoader(
+        dataset, token_budget=64, process_fn=process_fn, observe=observe, shuffle=False
+    ) as loader:
+        for _ in loader:
+            pass
+    own = random.Random(7)
+    assert (numbers != [own.random() for _ in numbers]) is seeded

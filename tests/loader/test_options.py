@@ -77,6 +77,7 @@ INVALID = [
     ("window", 1.5, TypeError, "must be an integer"),
     ("window", True, TypeError, "must be an integer"),
     ("window", "Auto", ValueError, "must be \"auto\" or a number of samples, but is 'Auto'"),
+    ("collate_in", "threads", ValueError, r'must be one of \("auto", "workers", "main"\)'),
     ("round_size", "x", TypeError, "must be an integer"),
     ("virtual_ranks", 0, ValueError, "must be in 1.."),
     ("virtual_ranks", 2.0, TypeError, "must be an integer"),

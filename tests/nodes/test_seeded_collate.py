@@ -19,9 +19,9 @@ from odb_nodes import (
     StateError,
     TokenBudget,
 )
-from odb_nodes._core.seeds import is_global, seed_rngs
+from odb_nodes._core.seeds import declares_draws, is_global, seed_rngs
 from odb_nodes.nodes import ReadAhead
-from odb_nodes.nodes.seeded_collate import SeededCollate, declares_draws
+from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
 from odb_nodes.vision.step_images import StepImages

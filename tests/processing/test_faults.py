@@ -17,7 +17,7 @@ from worker_functions import Logged, Texts, forked, processor, same
 
 import odb_nodes
 from odb_nodes import IterableSource, ODBDataLoader, SampleError, WorkerError, WorkerOptions
-from odb_nodes.processing import process_pool, transport, worker
+from odb_nodes.processing import process_pool, transport, worker_loop
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.transport import send
 
@@ -131,23 +131,24 @@ def die_while_writing():
         def __init__(self, connection):
             self.connection = connection
 
-        def sendall(self, part):
-            if len(part) < 1_000_000:
-                return self.connection.sendall(part)
-            self.connection.sendall(part[: len(part) // 2])
+        def sendmsg(self, parts):
+            large = [part for part in parts if len(part) >= 1_000_000]
+            if not large:
+                return self.connection.sendmsg(parts)
+            self.connection.sendall(b"".join(parts)[:500_000])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    worker.send = lambda connection, parts: send(Half(connection), parts)
+    worker_loop.send = lambda connection, parts: send(Half(connection), parts)
     return np.zeros(200_000)  # larger ones do not go through the socket
 
 
 def die_with_pages():
     """Between writing the pages of a large result and sending them."""
 
-    def send_pages(connection, file):
+    def send_pages(pages, connection):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    transport.send_pages = send_pages
+    transport.PageFile.send = send_pages
     return np.zeros(8_000_000)
 
 

@@ -214,6 +214,23 @@ def test_without_a_seed_processing_uses_the_generators_as_they_are(made):
     assert list(node) == expected
 
 
+def global_draw(_item):
+    return random.random(), np.random.random(), float(torch.rand(()))
+
+
+def test_processing_that_says_it_draws_nothing_is_not_seeded(made):
+    """So what it draws all the same is drawn from the generators as they are."""
+
+    def process(item):
+        return global_draw(item)
+
+    process.draws_random_numbers = False
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = [global_draw(None) for _ in range(SIZE)]
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    assert list(made(process)) == expected
+
+
 def test_without_a_seed_threads_process_side_by_side(made):
     both = threading.Barrier(2)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from odb_nodes import ParallelProcessor, SampleError, ShardedSampler, WorkerOptions
-from odb_nodes.processing import shared_pages
-from odb_nodes.processing.shared_pages import SHARED_BYTES
+from odb_nodes.processing import shared_pages, transport
+from odb_nodes.processing.shared_pages import SHARED_BYTES, PageFile
 from odb_nodes.processing.transport import pack, receive, send, unpack
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
@@ -95,21 +95,21 @@ def test_they_go_through_the_socket_where_there_can_be_no_file(monkeypatch):
 
 
 def test_they_are_read_where_they_cannot_be_mapped(monkeypatch):
-    monkeypatch.setattr(shared_pages.mmap, "mmap", forbidden)
+    monkeypatch.setattr(shared_pages, "_Mapping", forbidden)
     check(samples())
 
 
 def test_a_full_memory_sends_the_old_way(monkeypatch):
-    write = os.write
+    write = os.pwritev
 
-    def some(file, data):
-        if len(data) < SHARED_BYTES // 2:
+    def some(file, parts, at):
+        if at > SHARED_BYTES // 2:
             raise OSError("no space left")
-        return write(file, data[: len(data) // 2])
+        return write(file, [part[: len(part) // 2] for part in parts], at)
 
     files = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "write", some)
-    assert shared_pages.share(memoryview(bytes(SHARED_BYTES))) is None
+    monkeypatch.setattr(os, "pwritev", some)
+    assert PageFile.of([memoryview(bytes(SHARED_BYTES))]) is None
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -122,14 +122,14 @@ def test_small_and_large_parts_of_a_message_keep_their_order():
     with closing(near), closing(far):
         sender = threading.Thread(target=send, args=(near, pack(items)))
         sender.start()
-        parts = receive(far)
+        parts = [transport.mapped(part) for part in receive(far)]
         sender.join()
         found = unpack(parts)
         assert (found[0]["b"] == 1).all() and (found[1]["c"][0] == 1).all()
         assert found[1]["a"].tolist() == [0, 1]
         near.close()
         with pytest.raises(EOFError):
-            shared_pages.receive_pages(far, 1)
+            PageFile.receive(far, 1)
 
 
 def failing(index):

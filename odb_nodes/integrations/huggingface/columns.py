@@ -8,12 +8,12 @@ from typing import Any
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._core.checks import MAX_COUNT
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.labels import rename_labels
-from odb_nodes.nodes.seeded_collate import declares_draws
 from odb_nodes.planning import TokenBudget
 from odb_nodes.step_info import StepInfo
 

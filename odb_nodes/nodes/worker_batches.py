@@ -1,0 +1,128 @@
+"""Has batches made by the worker processes that hold the data of their samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future, wait
+from itertools import count
+from typing import Any
+
+from odb_nodes._core.seeds import declares_draws
+from odb_nodes.collate.protocol import Collate, collate_group, owned, takes_step
+from odb_nodes.errors import WorkerError
+from odb_nodes.nodes.seeded_collate import SeededCollate
+from odb_nodes.processing import ParallelProcessor
+from odb_nodes.processing.shared_pages import split_parts
+from odb_nodes.processing.transport import unpack
+from odb_nodes.sample import Sample, StoredData
+from odb_nodes.step_info import StepInfo
+
+__all__ = ["WorkerBatches"]
+
+_LARGE_BYTES = 1 << 20  # of a sample: from here on it does not go to the trainer
+
+Batch = MutableMapping[str, Any]
+
+
+class WorkerBatches:
+    """Has batches made by the workers of processors, in turn.
+
+    Args:
+        processors: nodes whose workers process the samples, and have not begun.
+        collate: the collate function.
+        finish: what the trainer's process does to a batch that has come.
+        always: whether workers make all batches, and not only those of large samples.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[ParallelProcessor[Any]],
+        collate: Collate,
+        finish: Callable[[Batch], Batch],
+        *,
+        always: bool,
+    ) -> None:
+        maker = _Maker(collate, 0 if always else _LARGE_BYTES)
+        self._always = always
+        self._runners = [one.keep_data_for(maker) for one in processors]
+        self._limit_s = max(one.timeout_s for one in processors)
+        self._takes_info = takes_step(collate)
+        self._finish = finish
+        self._turn = count()
+        self._works = True
+
+    def order(
+        self, group: Sequence[Sample], key: int, info: StepInfo
+    ) -> Callable[[Callable[[], Batch]], Batch] | None:
+        """Order a batch; `None` where no worker can make it.
+
+        Args:
+            group: its samples.
+            key: what the random numbers are seeded by.
+            info: what the collate function may want to know of the step.
+
+        Returns:
+            What waits for the batch. It takes a function that makes the batch here, which it calls
+            where the workers have failed.
+        """
+        data = [sample.data for sample in group]
+        worth_it = self._always or any(isinstance(one, StoredData) for one in data)
+        if not (worth_it and self._works):
+            return None
+        runner = self._runners[next(self._turn) % len(self._runners)]
+        try:
+            made = runner.make_batch(data, key, info if self._takes_info else None)
+        except Exception:  # of pickling a sample: the trainer has it
+            return None
+        return None if made is None else lambda make_here: self._take(made, make_here)
+
+    def _take(self, made: Future[Any], make_here: Callable[[], Batch]) -> Batch:
+        wait([made], self._limit_s)
+        if not made.done():
+            raise WorkerError(
+                f"no batch within {self._limit_s} s (`timeout_s`): `collate_fn`, or the processing "
+                "of a sample, hangs in a worker, or needs a longer limit. "
+                "Nothing is lost: load the last state, or iterate again, to go on."
+            )
+        if made.exception() is not None:  # The worker is gone. The samples are not.
+            return make_here()
+        result = made.result()
+        if result.content is None:
+            batch = make_here()  # which raises the same error, but where only a worker cannot do it
+            self._give_up(result.error)
+            return batch
+        content = result.content
+        (batch,) = unpack(content if isinstance(content, list) else split_parts(content))
+        return self._finish(batch)
+
+    def _give_up(self, error: str) -> None:
+        if self._works:
+            self._works = False
+            warnings.warn(
+                f"a worker could not make a batch ({error}), but the trainer's process could, and "
+                "makes all from now on. Let `collate_fn` return tensors and plain data, and use no "
+                'device; or pass `collate_in="main"`.',
+                stacklevel=2,
+            )
+
+
+class _Maker:
+    """Makes the batches in a worker."""
+
+    def __init__(self, collate: Collate, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+        self._collate = collate
+        self._draws_nothing = declares_draws(collate) is False
+        self._seeded: SeededCollate | None = None  # has a lock, which no process sends
+
+    def __call__(self, samples: list[Any], key: int, info: StepInfo | None) -> Batch:
+        def run() -> Batch:
+            own = [*map(owned, samples)]
+            return collate_group(self._collate, own, info)  # type: ignore[arg-type]
+
+        if self._draws_nothing:
+            return run()
+        if self._seeded is None:
+            self._seeded = SeededCollate(self._collate)
+        return self._seeded.call(run, key)

@@ -1,0 +1,45 @@
+"""What the trainer and its worker processes tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odb_nodes.processing.chunk import ChunkResult, ChunkTask
+from odb_nodes.processing.recipe import BatchResult, Recipe
+
+__all__ = ["Message", "Reply"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the trainer tells a worker; the parts that belong to its order come with it.
+
+    Attributes:
+        generation: chunks of an older one are to be skipped.
+        order: what is to be done, if anything.
+        forgotten: chunks that no further batch is made of.
+        free: files of the worker that nobody reads any more.
+    """
+
+    generation: int
+    order: ChunkTask | Recipe | None
+    forgotten: Sequence[int] = ()
+    free: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker answers to an order; the parts of the result come with it.
+
+    Attributes:
+        result: what became of the order, without its parts.
+        contents: how many parts, the last ones, are the content of the result.
+        file: number of the file that the content is in; `NO_FILE` where it is in none.
+        dropped: chunks that this worker has forgotten, and reads no more.
+    """
+
+    result: ChunkResult | BatchResult
+    contents: int
+    file: int
+    dropped: Sequence[int]

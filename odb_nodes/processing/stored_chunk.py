@@ -1,0 +1,68 @@
+"""The data of a chunk's samples where nobody in the trainer's process needs them."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from odb_nodes.processing.shared_pages import PageFile, Pages, split_parts
+from odb_nodes.processing.transport import unpack
+from odb_nodes.sample import StoredData
+
+__all__ = ["StoredChunk", "StoredRow"]
+
+_numbers = count()
+
+
+class StoredChunk:
+    """The data of samples, packed as a worker has sent them.
+
+    Args:
+        content: the joined parts of the packed data.
+    """
+
+    def __init__(self, content: PageFile | Pages) -> None:
+        self.number = next(_numbers)
+        """What workers know it by."""
+        self.content = content
+        """What to send to a worker that shall know it."""
+        self._rows: list[Any] | None = None
+        self.knowers: set[Any] = set()
+        """The workers that know it."""
+
+    def __del__(self) -> None:
+        for worker in self.knowers:
+            worker.forget(self.number)
+
+    def tell(self, worker: Any) -> None:
+        """Note that a worker is sent the content, which it is to forget when this is gone."""
+        self.knowers.add(worker)
+        if isinstance(self.content, PageFile):
+            worker.leases[self.number] = self.content.lease
+
+    def rows(self) -> list[Any]:
+        """Return the data of all its samples, which are unpacked once."""
+        if self._rows is None:
+            self._rows = unpack(split_parts(self.content))
+        return self._rows
+
+
+class StoredRow(StoredData):
+    """The data of one sample of a chunk.
+
+    Args:
+        chunk: the chunk.
+        row: the number of the sample in it.
+    """
+
+    __slots__ = ("chunk", "row")
+
+    def __init__(self, chunk: StoredChunk, row: int) -> None:
+        self.chunk, self.row = chunk, row
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.row} of chunk {self.chunk.number})"
+
+    def load(self) -> Any:
+        """Return the data of the sample: the same object each time."""
+        return self.chunk.rows()[self.row]

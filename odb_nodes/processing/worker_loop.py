@@ -1,0 +1,144 @@
+"""What a worker process does all day: it processes chunks, and makes batches in between."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.messages import Message, Reply
+from odb_nodes.processing.recipe import INLINE, BatchResult, Recipe
+from odb_nodes.processing.shared_pages import (
+    NO_FILE,
+    SHARED_BYTES,
+    FilePool,
+    Lease,
+    PageFile,
+    Pages,
+    size_of,
+    split_parts,
+)
+from odb_nodes.processing.transport import mapped, pack, receive, send, unpack
+
+__all__ = ["WorkerLoop"]
+
+_POLL_S = 0.001  # between two looks, within a chunk, at whether a batch is to be made
+
+
+class WorkerLoop:
+    """Processes chunks in order. A batch is made as soon as it is asked for, also within a chunk.
+
+    Args:
+        connection: to the trainer.
+        processor: what it does.
+    """
+
+    def __init__(self, connection: socket.socket, processor: ChunkProcessor) -> None:
+        self._connection = connection
+        self._waiting: deque[tuple[int, ChunkTask]] = deque()
+        self._newest = 0  # generation: chunks of an older one are skipped
+        self._chunks: dict[int, _Chunk] = {}  # that batches are made of
+        self._dropped: deque[int] = deque()  # of them, those forgotten, and read no more
+        self._files = FilePool()
+        self._maker = processor.maker
+        self._next_look_s = 0.0
+        self._batches_s = 0.0  # spent on batches within a chunk
+        self._own_pid = os.getpid()
+        self._process_fn = processor.process_fn
+        self._processor = processor
+        if self._maker is not None:
+            self._processor = replace(processor, process_fn=self._process_item)
+            self._poll = select.poll()
+            self._poll.register(connection, select.POLLIN)
+
+    def run(self) -> None:
+        """Work until the trainer closes the connection.
+
+        Raises:
+            EOFError, OSError: it has.
+        """
+        while True:
+            # Everything that has come is read first: the newest generation decides what is stale.
+            while not self._waiting or wait([self._connection], 0):
+                self._read()
+            generation, task = self._waiting.popleft()
+            self._batches_s = 0.0
+            stale = generation != self._newest
+            result = ChunkResult([], None) if stale else self._processor.run_packed(task)
+            if os.getpid() != self._own_pid:  # `process_fn` has forked, and this is the child
+                os._exit(0)
+            seconds = max(0.0, result.seconds - self._batches_s)
+            self._reply(replace(result, results=None, seconds=seconds), *result.results)
+
+    def _reply(self, result: ChunkResult | BatchResult, *parts: memoryview) -> None:
+        """Send a result, with its content, if it has one, as the last part."""
+        content, file = result.content or [], NO_FILE
+        # A batch is worth a file where it is large. A chunk is: other workers read it, too.
+        if content and (isinstance(result, ChunkResult) or size_of(content) >= SHARED_BYTES):
+            joined, file = self._files.join(content)
+            content = [joined]
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        reply = Reply(replace(result, content=None), len(content), file, dropped)
+        send(self._connection, [pickle.dumps(reply), *parts, *content])
+
+    def _process_item(self, item: Any) -> Any:
+        """Make the batches that are asked for by now, then process an item."""
+        if (now := time.perf_counter()) >= self._next_look_s and os.getpid() == self._own_pid:
+            try:
+                while self._poll.poll(0):
+                    self._read()
+            except (EOFError, OSError):  # It would pass for an error of the item.
+                os._exit(0)
+            after = time.perf_counter()
+            self._batches_s += after - now
+            self._next_look_s = after + _POLL_S
+        return self._process_fn(item)
+
+    def _read(self) -> None:
+        head, *parts = receive(self._connection)
+        message: Message = pickle.loads(mapped(head))
+        for number in message.forgotten:
+            self._chunks.pop(number, None)
+        self._files.take_back(message.free)
+        self._newest = message.generation
+        if isinstance(message.order, ChunkTask):
+            self._waiting.append((message.generation, message.order))
+        elif message.order is not None:
+            self._reply(self._make(message.order, parts))
+
+    def _make(self, recipe: Recipe, parts: list[Pages | PageFile]) -> BatchResult:
+        try:
+            for number, content in zip(recipe.chunks, parts, strict=False):
+                if isinstance(content, PageFile):
+                    content.lease = Lease(number, self._dropped.append)
+                self._chunks[number] = _Chunk(content)
+            inline = unpack(split_parts(parts[-1])) if recipe.has_inline else []
+            samples = [
+                inline[row] if number == INLINE else self._chunks[number].rows()[row]
+                for number, row in recipe.rows
+            ]
+            assert self._maker is not None
+            batch = self._maker(samples, recipe.key, recipe.info)
+            return BatchResult(pack([batch]))
+        except BaseException as error:
+            return BatchResult(None, f"{type(error).__name__}: {error}".removesuffix(": "))
+
+
+class _Chunk:
+    """The data of samples; unpacked when one of them is first asked for."""
+
+    def __init__(self, content: PageFile | Pages) -> None:
+        self._content: PageFile | Pages | None = content
+        self._rows: list[Any] = []
+
+    def rows(self) -> list[Any]:
+        if self._content is not None:
+            self._rows, self._content = unpack(split_parts(self._content)), None
+        return self._rows

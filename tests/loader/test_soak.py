@@ -1,0 +1,96 @@
+"""A long run with everything that happens to one: workers killed, breaks, resumes, closes."""
+
+import gc
+import os
+import random
+import signal
+from collections import Counter
+from contextlib import suppress
+
+import numpy as np
+import psutil
+import pytest
+
+from odb_nodes import Ledger, ODBDataLoader, WorkerError, WorkerOptions, audit, pop_step_info
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+
+EVENTS = ("kill", "kill while it works", "break", "close", "anew", "leave alone", "leave alone")
+
+
+class Rows:
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        length = 10 + index * 31 % 300
+        return {"input_ids": np.full(length, index), "labels": np.arange(length)}
+
+
+def kill_a_worker(loader, rng):
+    if pids := loader.worker_pids:
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(pids), signal.SIGKILL)
+
+
+def held():
+    """Open files, mappings of files of memory, threads and children of this process."""
+    gc.collect()
+    me = psutil.Process()
+    mapped = sum("memfd:odb_nodes" in one.path for one in me.memory_maps(grouped=False))
+    return me.num_fds() + mapped + me.num_threads() + len(me.children(recursive=True))
+
+
+@pytest.mark.parametrize("collate_in", ["workers", "main"])
+def test_every_sample_comes_once_whatever_happens(collate_in, tmp_path, exhaustive):
+    size, epochs = (50_000, 4) if exhaustive else (3_000, 2)
+    rng = random.Random(5)
+    ledger = Ledger(tmp_path)
+
+    def make():
+        workers = WorkerOptions(num_workers=2, start_method="fork", timeout_s=60)
+        given = {"token_budget": 4096, "window": 256, "collate_in": collate_in}
+        return ODBDataLoader(Rows(size), workers=workers, **given)
+
+    loader, seen, counts, grown = make(), Counter(), Counter(), []
+    for epoch in range(epochs):
+        done = False
+        while not done:
+            event, after = rng.choice(EVENTS), rng.randrange(1, 40)
+            counts[event] += 1
+            try:
+                for step, batch in enumerate(loader):
+                    info = pop_step_info(batch)
+                    assert info.epoch == epoch
+                    assert [*dict.fromkeys(batch["input_ids"][:, 0].tolist())] == [*info.keys]
+                    seen.update(info.keys)
+                    ledger.record(info)
+                    if step == after and event.startswith("kill"):
+                        kill_a_worker(loader, rng)
+                    elif step == after:
+                        break
+                else:
+                    done = True
+            except WorkerError:
+                counts["error"] += 1
+            if done:
+                break
+            state = loader.state_dict()
+            if event in ("close", "anew"):
+                loader.close()
+            if event == "anew":
+                loader = make()
+            loader.load_state_dict(state)
+        assert {*seen.values()} == {epoch + 1}
+        assert len(seen) == size
+        grown.append(held())
+    loader.close()
+    ledger.close()
+    assert counts["error"] > 1
+    assert max(grown) <= grown[0] + 20
+    report = audit(tmp_path, size=size)
+    assert report.ok, str(report)
+    print(dict(counts), grown, psutil.Process().memory_info().rss >> 20, "MiB")

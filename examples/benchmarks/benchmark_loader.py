@@ -9,9 +9,10 @@ All collate the same texts with the same function and the same number of workers
 next to nothing: what is measured is the plumbing. With `--kind ready` it is nothing at all, samples
 have one tensor each, and the collate function pads row by row in torch, as many do: what is left is
 the case for a loader that collates in its workers. With `--kind image`, each sample has 5 MB of
-pixels beside a short text: what is left is moving bytes. In every round each loader runs one epoch,
-from the start of its workers to their end, one loader after the other; of each loader the median
-run counts. Throughput is the machine's; the ratios are the result.
+pixels beside a short text: what is left is moving bytes. `--quiet` has the data declare that they
+draw no random numbers, so that this library does not seed them; the others never do. In every
+round each loader runs one epoch, from the start of its workers to their end, one loader after the
+other; of each loader the median run counts. Throughput is the machine's; the ratios are the result.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -55,9 +57,11 @@ class ByteTexts(Dataset[Batch]):
         samples: number of texts.
         kind: type of `input_ids` and `labels`, both (L,) int64: a key of `KINDS`. `READY`:
             `input_ids` alone, tensors that were made before.
+        quiet: whether to declare that they draw no random numbers.
     """
 
-    def __init__(self, samples: int, kind: str) -> None:
+    def __init__(self, samples: int, kind: str, quiet: bool = False) -> None:
+        self.draws_random_numbers = not quiet
         rng = np.random.default_rng(0)
         sigma = math.sqrt(math.log(1 + CV**2))
         tokens = rng.lognormal(math.log(MEAN_TOKENS) - sigma**2 / 2, sigma, samples)
@@ -90,13 +94,15 @@ class Images(Dataset[Batch]):
 
     Args:
         samples: number of images.
+        quiet: whether to declare that they draw no random numbers.
     """
 
     kind = IMAGE
     batch_samples = IMAGE_SAMPLES
     budget = TokenBudget(IMAGE_TOKENS * IMAGE_SAMPLES)
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, quiet: bool = False) -> None:
+        self.draws_random_numbers = not quiet
         self._samples = samples
         self._pixels = np.random.default_rng(0).integers(0, 256, IMAGE_SHAPE, dtype=np.uint8)
 
@@ -189,10 +195,14 @@ class Contender:
     dataset: Data
 
 
-def odb_nodes_epoch(dataset: Data, workers: int) -> Iterator[Batch]:
+def odb_nodes_epoch(dataset: Data, workers: int, collate_in: Any = "auto") -> Iterator[Batch]:
     """Yield the batches of this library's loader."""
     with ODBDataLoader(
-        dataset, token_budget=dataset.budget, num_workers=workers, collate_fn=dataset.collate_fn
+        dataset,
+        token_budget=dataset.budget,
+        num_workers=workers,
+        collate_fn=dataset.collate_fn,
+        collate_in=collate_in,
     ) as loader:
         yield from loader
 
@@ -222,21 +232,24 @@ def torch_epoch(dataset: Data, workers: int) -> Iterator[Batch]:
     )
 
 
-def make_contenders(samples: int, kind: str) -> list[Contender]:
+def make_contenders(args: argparse.Namespace) -> list[Contender]:
     """Return the loaders under test, this library's first."""
+    samples, kind, quiet = args.samples, args.kind, args.quiet
+    own_epoch = partial(odb_nodes_epoch, collate_in=args.collate_in)
     if kind == IMAGE:
-        images = Images(samples)
+        images = Images(samples, quiet)
         return [
-            Contender("odb_nodes", odb_nodes_epoch, images),
+            Contender("odb_nodes", own_epoch, images),
             Contender(f"DataLoader({IMAGE_SAMPLES})", torch_epoch, images),
         ]
-    dataset = ByteTexts(samples, kind)
+    dataset = ByteTexts(samples, kind, quiet)
     # The package sees no length in an array and drops the sample without a word; of what it does
     # take, lists are the faster.
     for_reference = ByteTexts(samples, "list") if kind == "numpy" else dataset
+    reference = Contender("online-dynamic-batching", reference_epoch, for_reference)
     return [
-        Contender("odb_nodes", odb_nodes_epoch, dataset),
-        Contender("online-dynamic-batching", reference_epoch, for_reference),
+        Contender("odb_nodes", own_epoch, dataset),
+        *([] if args.without_reference else [reference]),
         Contender(f"DataLoader({BATCH_SAMPLES})", torch_epoch, dataset),
     ]
 
@@ -297,8 +310,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader")
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each loader")
     parser.add_argument("--kind", choices=[*KINDS, READY, IMAGE], default="numpy", help="samples")
+    parser.add_argument("--quiet", action="store_true", help="declare that nothing is drawn")
+    parser.add_argument("--collate-in", choices=["auto", "workers", "main"], default="auto")
+    parser.add_argument("--without-reference", action="store_true", help="leave the slowest out")
     args = parser.parse_args()
-    contenders = make_contenders(args.samples, args.kind)
+    contenders = make_contenders(args)
     report(contenders, compare(contenders, args.workers, args.rounds))
 
 

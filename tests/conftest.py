@@ -27,6 +27,7 @@ SLOW_PATHS = {
     "workers": [
         "integrations/test_imports.py",
         "loader/test_hygiene.py",
+        "loader/test_soak.py",
         "processing/test_faults.py",
     ],
     "frameworks": [

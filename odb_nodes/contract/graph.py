@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 
+_MOST_SOURCES = 4096  # that a node holds in one list or dict
+
+
 def walk(root: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
     """Yield the nodes of a graph, each once and before its sources."""
     seen: set[int] = set()
@@ -40,8 +43,11 @@ def walk(root: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
         sources: list[BaseNode[Any]] = []
         for value in list(vars(node).values()):
             # Plain containers only: another mapping or sequence may be a dataset, and slow.
+            is_plain = type(value) in (dict, list, tuple)
+            if is_plain and len(value) > _MOST_SOURCES:  # It holds data.
+                continue
             held = value.values() if type(value) is dict else value
-            inner = held if type(value) in (dict, list, tuple) else (value,)
+            inner = held if is_plain else (value,)
             sources += [item for item in inner if isinstance(item, BaseNode)]
         waiting += reversed(sources)
 

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from stored_rows import Rows, where
 
 from odb_nodes import (
     Mixing,
@@ -34,38 +35,7 @@ from odb_nodes.testing import assert_resumes_exactly
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
-SIZE, BUDGET = 160, 512
-
-
-class Rows:
-    """Samples of different lengths: arrays and tensors, small and large, and plain data."""
-
-    def __init__(self, size=SIZE, side=0):
-        self.size, self.side = size, side
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        length = 5 + index * 37 % 60
-        sample = {"input_ids": np.arange(length) + index, "id": f"row {index}"}
-        if self.side:
-            sample["pixels"] = torch.full((self.side, self.side), index, dtype=torch.int32)
-        return sample
-
-
-def where(samples):
-    """A padded batch, and the process that has made it."""
-    ids = [torch.as_tensor(sample["input_ids"]) for sample in samples]
-    batch = {
-        "input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
-        "attention_mask": torch.tensor([len(row) for row in ids]),
-        "ids": [sample.get("id") for sample in samples],
-        "made by": os.getpid(),
-    }
-    if "pixels" in samples[0]:
-        batch["pixels"] = torch.stack([sample["pixels"] for sample in samples])
-    return batch
+BUDGET = 512
 
 
 def options(**given):
@@ -237,12 +207,14 @@ def test_the_trainer_makes_batches_where_no_worker_can(given):
     assert makers(**given)[0] == {os.getpid()}
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked_make_them_too(start_method, monkeypatch):
     monkeypatch.setitem(WORKERS, "start_method", start_method)
     assert_equal(*(epoch(Rows(), mode) for mode in ("main", "workers")))
 
 
+@pytest.mark.workers
 def test_a_function_that_no_other_process_can_have_stays_with_the_trainer(monkeypatch):
     monkeypatch.setitem(WORKERS, "start_method", "spawn")
     with ODBDataLoader(Rows(), **options(collate_fn=lambda samples: where(samples))) as loader:

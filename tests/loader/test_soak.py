@@ -89,7 +89,7 @@ def test_every_sample_comes_once_whatever_happens(collate_in, tmp_path, exhausti
         grown.append(held())
     loader.close()
     ledger.close()
-    assert counts["error"] > 1
+    assert counts["kill"] + counts["kill while it works"] > 1  # an epoch may end before it is seen
     assert max(grown) <= grown[0] + 20
     report = audit(tmp_path, size=size)
     assert report.ok, str(report)

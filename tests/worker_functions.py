@@ -168,8 +168,8 @@ def compute(index):
 
 
 def dataloader(dataset, method="fork", **options):
-    """An `ODBDataLoader` with two workers; `method` is a start method or "thread"."""
-    how = {"method": "thread"} if method == "thread" else {"start_method": method}
+    """An `ODBDataLoader` with two workers; `method` is a start method, "thread" or "ray"."""
+    how = {"method": method} if method in ("thread", "ray") else {"start_method": method}
     workers = WorkerOptions(num_workers=2, chunk_size=4, **how)
     given = {"token_budget": 64, "window": 12, "shuffle": False, "workers": workers, **options}
     return ODBDataLoader(dataset, **given)
@@ -177,7 +177,7 @@ def dataloader(dataset, method="fork", **options):
 
 def forked(workers):
     """The options of workers; processes are forked, where nothing else is said."""
-    return workers if workers.get("method") == "thread" else {"start_method": "fork", **workers}
+    return workers if "method" in workers else {"start_method": "fork", **workers}
 
 
 def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_size=1, **workers):

@@ -1,4 +1,4 @@
-"""Runs chunks in worker processes, in threads, or in place, and waits for their results."""
+"""Runs chunks in worker processes, in threads, in actors, or in place, and waits for their results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.recipe import BatchMaker, BatchResult
 from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
+from odb_nodes.processing.thread_pool import ThreadPool
 from odb_nodes.processing.transport import unpack, unpack_facts
 from odb_nodes.step_info import StepInfo
 
@@ -139,7 +140,7 @@ class ChunkRunner:
             raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
         try:
             result = future.result()
-            if not isinstance(self._pool, ProcessPool):
+            if isinstance(self._pool, ThreadPool):
                 self._fit.note(len(task.items), result.seconds, 0)
                 return result.results, result.failure
             stored = result.content

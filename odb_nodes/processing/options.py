@@ -9,9 +9,10 @@ from typing import Final, Literal, get_args
 
 from odb_nodes._core.checks import check_callable, check_choice, check_count, check_seconds
 
-Method = Literal["process", "thread"]
+Method = Literal["process", "thread", "ray"]
 ChunkSize = int | Literal["auto"]
 
+_NOT_FOR = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
 AUTO: Final = "auto"
 _FIRST_SAMPLES = 32
 """Samples of an `"auto"` chunk before anything is known of them."""
@@ -25,7 +26,9 @@ class WorkerOptions:
 
     Args:
         num_workers: number of workers; 0 processes in the trainer's own thread.
-        method: `"process"`, or `"thread"` for processing that releases the GIL.
+        method: `"process"`, or `"thread"` for processing that releases the GIL, or `"ray"` for
+            actors of a Ray cluster, also on other machines (docs/ray.md); the latter needs
+            `odb-nodes[ray]`.
         start_method: how worker processes start: `"fork"`, `"spawn"`, `"forkserver"`, or `None`
             for the platform's default.
         chunk_size: number of samples sent and processed together; `"auto"`: as many as take a
@@ -34,7 +37,7 @@ class WorkerOptions:
             in hand; `None` for 4 chunks per worker.
         timeout_s: seconds to wait for a chunk before it is an error.
         worker_init_fn: called with the worker's number in each worker process when it starts.
-            Like `start_method`, it must be None for threads.
+            It must be None for threads; `start_method` must be for threads and Ray.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -59,10 +62,10 @@ class WorkerOptions:
             check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())
         check_seconds("timeout_s", self.timeout_s)
         check_callable("worker_init_fn", self.worker_init_fn)
-        for name in ("start_method", "worker_init_fn"):
-            if self.method == "thread" and getattr(self, name) is not None:
+        for name in _NOT_FOR.get(self.method, ()):
+            if getattr(self, name) is not None:
                 raise ValueError(
-                    f'`{name}` must be None where `method` is "thread", but is '
+                    f'`{name}` must be None where `method` is "{self.method}", but is '
                     f"{getattr(self, name)!r:.80} instead: it is for worker processes."
                 )
 

@@ -9,6 +9,7 @@ from odb_nodes._core.forks import Owner
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool
+from odb_nodes.processing.ray_pool import RayPool
 from odb_nodes.processing.thread_pool import ThreadPool
 
 
@@ -38,4 +39,6 @@ def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> WorkerPool:
     """Start the workers that `options` ask for."""
     if options.method == "thread":
         return ThreadPool(processor, options)
+    if options.method == "ray":
+        return RayPool(processor, options)
     return ProcessPool(processor, options)

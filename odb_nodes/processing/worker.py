@@ -29,9 +29,9 @@ from odb_nodes.processing.chunk import ChunkProcessor
 from odb_nodes.processing.transport import send
 from odb_nodes.processing.worker_loop import WorkerLoop
 
-__all__ = ["FarEnd", "LastWords", "Stage", "work"]
+__all__ = ["KEPT_BYTES", "FarEnd", "LastWords", "Stage", "work"]
 
-_KEPT_BYTES = 64 << 20  # of freed memory, for the next samples
+KEPT_BYTES = 64 << 20  # of freed memory, for the next samples
 _PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer lives
 
 
@@ -111,7 +111,7 @@ def _begin(
     try:
         _die_with_parent()
         torch.set_num_threads(1)
-        keep_freed_memory(_KEPT_BYTES)
+        keep_freed_memory(KEPT_BYTES)
         _use_locks()
         if worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])

@@ -1,0 +1,283 @@
+"""Actors of a Ray cluster for chunks, also on other machines."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from odb_nodes._core.extras import import_extra
+from odb_nodes._core.forks import Owner
+from odb_nodes._core.signals import block_interrupt
+from odb_nodes.errors import WorkerError
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.limits import start_thread
+from odb_nodes.processing.options import WorkerOptions
+from odb_nodes.processing.ray_actor import ChunkActor
+
+__all__ = ["RayPool"]
+
+_AT_ONCE = 2  # chunks of an actor: one that it processes, and one at hand
+_MOST_LOSSES = 3  # of the actors that process a chunk, or that are to be started for one worker
+_STOP_S = 10.0  # for the thread to be gone, and Ray with it
+_ENDED = "the worker pool was closed or reset."
+
+_starting = threading.Lock()
+_sharers = 0  # pools that use a Ray that one of them has started
+
+
+@dataclass(eq=False)
+class _Job:
+    """A pickled chunk, and how many actors were lost that processed it."""
+
+    task: bytes
+    future: Future[ChunkResult]
+    losses: int = 0
+
+    def fail(self, message: str) -> None:
+        if not self.future.done():  # nobody waits for it any more
+            self.future.set_exception(WorkerError(message))
+
+
+@dataclass(eq=False)
+class _Worker:
+    """An actor, and the chunks that it has, in order."""
+
+    index: int
+    handle: Any
+    losses: int  # of actors before it, in a row, before they had begun
+    has_begun: bool = False
+    jobs: deque[_Job] = field(default_factory=deque)
+
+
+class RayPool:
+    """Actors that live until `close`; a lost one is replaced, and its chunks are processed again.
+
+    An actor takes one CPU of the cluster. Those that find none yet join in as soon as they do.
+
+    Args:
+        processor: what the actors apply to each chunk.
+        options: number of actors, and their `worker_init_fn`.
+
+    Raises:
+        ImportError: Ray is not installed.
+        WorkerError: Ray or the thread could not be started, or the work cannot be pickled.
+    """
+
+    # One thread makes all calls to Ray, and has all the state: what others want, and what Ray
+    # answers, is put into its inbox. So nothing needs a lock, and only this thread ever waits for a
+    # cluster that does not answer.
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        self.owner = Owner()
+        self._ray = import_extra("ray", "ray")
+        self._workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._broken = ""  # why it processes nothing any more
+        try:
+            setup = self._ray.cloudpickle.dumps((processor, options.worker_init_fn))
+        except Exception as error:
+            raise WorkerError(
+                "the dataset and the functions cannot be sent to Ray's actors: "
+                f'{type(error).__name__}: {error}. They must be picklable, or use `method="thread"`.'
+            ) from error
+        self._shares = _join(self._ray)
+        self._inbox.put(partial(self._start_all, options.num_workers, setup))
+        try:
+            self._thread = start_thread("ray", self._work)
+        except BaseException:
+            self._leave()
+            raise
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the actors that live."""
+        return [worker.handle for worker in self._workers]
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk."""
+        job = _Job(self._ray.cloudpickle.dumps(task), Future())
+        self._inbox.put(partial(self._queue, job))
+        return job.future
+
+    def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
+        """Return what keeps a chunk from being done."""
+        begun, count = sum(worker.has_begun for worker in self._workers), len(self._workers)
+        if begun:
+            return "`process_fn` hangs, or needs a longer limit."
+        return (
+            f"none of {count} Ray actors has begun: the cluster has no CPU for them, or "
+            "`worker_init_fn` hangs. Each takes one CPU: use fewer workers, or see `ray status`."
+        )
+
+    def discard(self) -> None:
+        """Skip queued chunks that no actor has."""
+        self._inbox.put(partial(self._fail_all, _ENDED))
+
+    def close(self) -> None:
+        """Kill the actors, and shut Ray down where this has started it, and no other pool uses it.
+
+        A cluster that does not answer is left to itself after some seconds.
+        """
+        if not self.owner.is_here:
+            return
+        self._inbox.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+
+    def _work(self) -> None:
+        block_interrupt()
+        while (job := self._inbox.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # of Ray, whose cluster may be gone
+                self._break(f"Ray failed: {type(error).__name__}: {error}")
+        self._break(_ENDED)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._shares:
+            _leave(self._ray)
+
+    def _start_all(self, count: int, setup: bytes) -> None:
+        self._setup = self._ray.put(setup)
+        self._actor_class = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(ChunkActor)
+        for index in range(count):
+            self._start(index, 0)
+
+    def _start(self, index: int, losses: int) -> None:
+        if not self._ray.is_initialized():  # It would start a cluster of its own.
+            raise WorkerError("Ray was shut down.")
+        worker = _Worker(index, self._actor_class.remote(), losses)
+        self._workers.append(worker)
+        self._expect(worker.handle.begin.remote(index, self._setup), self._begun, worker)
+
+    def _expect(self, reply: Any, take: Callable[..., None], *args: Any) -> None:
+        """Have the thread take a reply when it comes."""
+        reply.future().add_done_callback(
+            lambda answer: self._inbox.put(partial(take, answer, *args))
+        )
+
+    def _begun(self, answer: Future[str], worker: _Worker) -> None:
+        if self._is_lost(answer, worker):
+            return
+        if problem := answer.result():
+            self._break(f"worker {worker.index} could not start. {problem}")
+        worker.has_begun = True
+        self._dispatch()
+
+    def _queue(self, job: _Job) -> None:
+        if self._broken:
+            job.fail(self._broken)
+        self._waiting.append(job)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give chunks to the actors that have the fewest."""
+        while self._waiting:
+            free = [one for one in self._workers if one.has_begun and len(one.jobs) < _AT_ONCE]
+            if not free:
+                return
+            job = self._waiting.popleft()
+            if not job.future.done():
+                worker = min(free, key=lambda one: len(one.jobs))
+                worker.jobs.append(job)
+                self._expect(worker.handle.run.remote(job.task), self._take, worker, job)
+
+    def _take(self, answer: Future[Any], worker: _Worker, job: _Job) -> None:
+        if self._is_lost(answer, worker):
+            return
+        worker.jobs.remove(job)
+        error = answer.exception()
+        found = f"{type(error).__name__}: {error}" if error else answer.result()
+        if isinstance(found, str):
+            job.fail(found)
+        elif not job.future.done():
+            result, parts = found
+            # A copy: what Ray holds cannot be written to, and its store is small.
+            results = [np.array(part).data for part in parts]
+            job.future.set_result(replace(result, results=results))
+        self._dispatch()
+
+    def _is_lost(self, answer: Future[Any], worker: _Worker) -> bool:
+        """Tell whether an actor is gone, or its answer, and see to its chunks then."""
+        if worker not in self._workers:
+            return True
+        error, errors = answer.exception(), self._ray.exceptions
+        if not isinstance(error, errors.RayError) or isinstance(error, errors.RayTaskError):
+            return False
+        self._workers.remove(worker)
+        self._ray.kill(worker.handle)  # It may live, and be out of reach.
+        if worker.jobs:
+            first = worker.jobs[0]  # the one that it processed
+            first.losses += 1
+            if first.losses > _MOST_LOSSES:
+                first.fail(f"{first.losses} actors were lost that processed it. {error}")
+        self._waiting.extendleft(reversed(worker.jobs))
+        losses = 0 if worker.has_begun else worker.losses + 1
+        if losses > _MOST_LOSSES:
+            self._break(f"{losses} actors were lost before they had begun. {error}")
+        else:
+            self._start(worker.index, losses)
+            self._dispatch()
+        return True
+
+    def _fail_all(self, message: str) -> None:
+        for job in self._waiting:
+            job.fail(message)
+        for worker in self._workers:
+            for job in worker.jobs:
+                job.fail(message)
+        self._waiting.clear()
+
+    def _break(self, message: str) -> None:
+        """Kill the actors; all chunks fail from now on."""
+        self._broken = self._broken or message
+        self._fail_all(self._broken)
+        workers, self._workers = self._workers, []
+        if self._ray.is_initialized():
+            for worker in workers:
+                self._ray.kill(worker.handle)
+
+
+def _join(ray: Any) -> bool:
+    """Connect to Ray, unless this process is; tell whether it is to be shut down after use."""
+    global _sharers
+    with _starting:
+        if not ray.is_initialized():
+            _connect(ray)
+            _sharers = 0
+        elif not _sharers:
+            return False
+        _sharers += 1
+        return True
+
+
+def _leave(ray: Any) -> None:
+    global _sharers
+    with _starting:
+        _sharers -= 1
+        if not _sharers:
+            ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        # What Ray starts on this machine dies with the thread that starts it.
+        raise WorkerError("call `ray.init()` on the main thread before workers start on others.")
+    on_term = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init()
+    except Exception as error:
+        raise WorkerError(f"Ray could not be started: {type(error).__name__}: {error}") from error
+    finally:
+        signal.signal(signal.SIGTERM, on_term)  # Ray's would end a trainer that wants to save first

@@ -111,11 +111,15 @@ class RayPool:
 
     def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
         """Return what keeps a chunk from being done."""
-        begun, count = sum(worker.has_begun for worker in self._workers), len(self._workers)
-        if begun:
+        workers = [*self._workers]
+        if any(worker.has_begun for worker in workers):
             return "`process_fn` hangs, or needs a longer limit."
+        if not workers:
+            return (
+                "Ray does not answer. A process that is forked from one that uses Ray cannot use it."
+            )
         return (
-            f"none of {count} Ray actors has begun: the cluster has no CPU for them, or "
+            f"none of {len(workers)} Ray actors has begun: the cluster has no CPU for them, or "
             "`worker_init_fn` hangs. Each takes one CPU: use fewer workers, or see `ray status`."
         )
 

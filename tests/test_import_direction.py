@@ -54,6 +54,7 @@ FRAMEWORKS = {
     "jinja2": ("monitor", "tools"),
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
+    "ray": ("processing",),
     "rich": ("cli",),
     "tokenizers": ("cli",),
     "transformers": ("_compat", "cli", "integrations", "vision"),

@@ -1,4 +1,4 @@
-"""Runs chunks in worker processes, in threads, in actors, or in place, and waits for their results."""
+"""Runs chunks in processes, threads or actors, or in place, and waits for their results."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ class ChunkRunner:
             self.check()
             result = self._processor.run(task)
             return result.results, result.failure
+        pool = self._pool
         waiting, limit_s = (future, self._interruption), self._options.timeout_s
         wait(waiting, limit_s, return_when=FIRST_COMPLETED)
         self.check()
@@ -140,7 +141,7 @@ class ChunkRunner:
             raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
         try:
             result = future.result()
-            if isinstance(self._pool, ThreadPool):
+            if isinstance(pool, ThreadPool):
                 self._fit.note(len(task.items), result.seconds, 0)
                 return result.results, result.failure
             stored = result.content

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ class _Job:
     losses: int = 0
 
     def fail(self, message: str) -> None:
-        if not self.future.done():  # nobody waits for it any more
+        with contextlib.suppress(InvalidStateError):  # It is done, or has failed.
             self.future.set_exception(WorkerError(message))
 
 
@@ -82,13 +83,15 @@ class RayPool:
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
         self._broken = ""  # why it processes nothing any more
         try:
             setup = self._ray.cloudpickle.dumps((processor, options.worker_init_fn))
         except Exception as error:
             raise WorkerError(
                 "the dataset and the functions cannot be sent to Ray's actors: "
-                f'{type(error).__name__}: {error}. They must be picklable, or use `method="thread"`.'
+                f"{type(error).__name__}: {error}. They must be picklable, or use "
+                '`method="thread"`.'
             ) from error
         self._shares = _join(self._ray)
         self._inbox.put(partial(self._start_all, options.num_workers, setup))
@@ -107,6 +110,8 @@ class RayPool:
         """Queue a chunk."""
         job = _Job(self._ray.cloudpickle.dumps(task), Future())
         self._inbox.put(partial(self._queue, job))
+        if self._closed:  # perhaps no thread is left to take it
+            job.fail(_ENDED)
         return job.future
 
     def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
@@ -115,9 +120,7 @@ class RayPool:
         if any(worker.has_begun for worker in workers):
             return "`process_fn` hangs, or needs a longer limit."
         if not workers:
-            return (
-                "Ray does not answer. A process that is forked from one that uses Ray cannot use it."
-            )
+            return "Ray does not answer. A process that was forked after `ray.init` cannot use it."
         return (
             f"none of {len(workers)} Ray actors has begun: the cluster has no CPU for them, or "
             "`worker_init_fn` hangs. Each takes one CPU: use fewer workers, or see `ray status`."
@@ -134,6 +137,7 @@ class RayPool:
         """
         if not self.owner.is_here:
             return
+        self._closed = True
         self._inbox.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
@@ -284,4 +288,5 @@ def _connect(ray: Any) -> None:
     except Exception as error:
         raise WorkerError(f"Ray could not be started: {type(error).__name__}: {error}") from error
     finally:
-        signal.signal(signal.SIGTERM, on_term)  # Ray's would end a trainer that wants to save first
+        if on_term is not None:  # Ray's would end a trainer that wants to save first.
+            signal.signal(signal.SIGTERM, on_term)

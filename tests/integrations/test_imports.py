@@ -12,6 +12,7 @@ FRAMEWORKS = (
     "datasets",
     "jinja2",
     "matplotlib",
+    "ray",
     "rich",
     "tensorboard",
     "typer",

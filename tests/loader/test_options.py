@@ -168,7 +168,7 @@ def test_workers_and_their_number_exclude_each_other():
 
 INVALID_OF_WORKERS = [
     ("num_workers", -1, ValueError, "must be in 0.."),
-    ("method", "fork", ValueError, r'must be one of \("process", "thread"\)'),
+    ("method", "fork", ValueError, r'must be one of \("process", "thread", "ray"\)'),
     ("start_method", "x", ValueError, 'must be one of .*"spawn"'),
     ("chunk_size", 0, ValueError, "must be in 1.."),
     ("in_flight_samples", 0, ValueError, "must be in 1.."),
@@ -188,11 +188,18 @@ def test_each_option_of_the_workers_is_checked():
     assert checked == {one.name for one in fields(WorkerOptions)}
 
 
-@pytest.mark.parametrize("option", [{"start_method": "spawn"}, {"worker_init_fn": print}])
-def test_options_of_processes_are_refused_for_threads(option):
+@pytest.mark.parametrize(
+    "method, option",
+    [
+        ("thread", {"start_method": "spawn"}),
+        ("thread", {"worker_init_fn": print}),
+        ("ray", {"start_method": "spawn"}),
+    ],
+)
+def test_options_of_processes_are_refused_for_other_workers(method, option):
     (name,) = option
-    with pytest.raises(ValueError, match=f'`{name}` must be None where `method` is "thread"'):
-        WorkerOptions(num_workers=1, method="thread", **option)
+    with pytest.raises(ValueError, match=f'`{name}` must be None where `method` is "{method}"'):
+        WorkerOptions(num_workers=1, method=method, **option)
 
 
 @pytest.mark.parametrize("function", [simulate, lambda _, **options: estimate_steps([], **options)])

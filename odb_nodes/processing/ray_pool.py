@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +32,7 @@ _ENDED = "the worker pool was closed or reset."
 
 _starting = threading.Lock()
 _sharers = 0  # pools that use a Ray that one of them has started
+_unused = threading.Event()  # set when none of them is left
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class RayPool:
 
     Raises:
         ImportError: Ray is not installed.
-        WorkerError: Ray or the thread could not be started, or the work cannot be pickled.
+        WorkerError: the thread could not be started, or the work cannot be pickled.
     """
 
     # One thread makes all calls to Ray, and has all the state: what others want, and what Ray
@@ -93,13 +93,9 @@ class RayPool:
                 f"{type(error).__name__}: {error}. They must be picklable, or use "
                 '`method="thread"`.'
             ) from error
-        self._shares = _join(self._ray)
+        self._shares = False  # whether Ray is shut down with the last pool
         self._inbox.put(partial(self._start_all, options.num_workers, setup))
-        try:
-            self._thread = start_thread("ray", self._work)
-        except BaseException:
-            self._leave()
-            raise
+        self._thread = start_thread("ray", self._work)
 
     @property
     def actors(self) -> list[Any]:
@@ -150,13 +146,11 @@ class RayPool:
             except Exception as error:  # of Ray, whose cluster may be gone
                 self._break(f"Ray failed: {type(error).__name__}: {error}")
         self._break(_ENDED)
-        self._leave()
-
-    def _leave(self) -> None:
         if self._shares:
             _leave(self._ray)
 
     def _start_all(self, count: int, setup: bytes) -> None:
+        self._shares = _join(self._ray)
         self._setup = self._ray.put(setup)
         self._actor_class = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(ChunkActor)
         for index in range(count):
@@ -276,17 +270,25 @@ def _leave(ray: Any) -> None:
         _sharers -= 1
         if not _sharers:
             ray.shutdown()
+            _unused.set()
 
 
 def _connect(ray: Any) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        # What Ray starts on this machine dies with the thread that starts it.
-        raise WorkerError("call `ray.init()` on the main thread before workers start on others.")
-    on_term = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init()
-    except Exception as error:
-        raise WorkerError(f"Ray could not be started: {type(error).__name__}: {error}") from error
-    finally:
-        if on_term is not None:  # Ray's would end a trainer that wants to save first.
-            signal.signal(signal.SIGTERM, on_term)
+    """Connect on a thread that lasts: what Ray starts on this machine dies with its thread.
+
+    Nor can Ray set its handler of SIGTERM there, which would end a trainer that wants to save.
+    """
+    connected: Future[None] = Future()
+
+    def keep() -> None:
+        try:
+            ray.init()
+        except BaseException as error:
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+            _unused.wait()
+
+    _unused.clear()
+    start_thread("ray-keeper", keep)
+    connected.result()

@@ -73,20 +73,33 @@ def test_a_trainer_that_ends_leaves_no_actor_in_a_cluster(tmp_path, address, how
         wait_for(actor_pids, 0)
 
 
-def test_ray_is_not_started_on_a_thread_that_may_end(tmp_path):
-    """What Ray starts on this machine would die with it."""
+def test_ray_outlives_the_thread_that_its_first_pool_starts_on(tmp_path):
     body = """
-    def start():
-        try:
-            w.processor(num_workers=1, method="ray").reset()
-        except WorkerError as error:
-            print(error)
-    thread = threading.Thread(target=start)
+    node = w.processor(w.same, method="ray", num_workers=1)
+    thread = threading.Thread(target=node.reset)
     thread.start()
     thread.join()
+    print(len([*node]))
+    node.close()
     """
     with Program(tmp_path, body) as program:
-        assert program.line().startswith("call `ray.init()` on the main thread")
+        assert program.line() == "50"
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_after_the_limit(tmp_path):
+    body = """
+    node = w.processor(w.same, method="ray", num_workers=1, timeout_s=3)
+    node.reset()
+    start = time.monotonic()
+    try:
+        next(node)
+    except WorkerError as error:
+        print(error, flush=True)
+    print(time.monotonic() - start < 30, flush=True)
+    """
+    with Program(tmp_path, body, environment={"RAY_ADDRESS": "127.0.0.1:1"}) as program:
+        assert "Ray does not answer" in program.line()
+        assert program.line() == "True"
 
 
 def test_without_ray_the_error_names_what_to_install(tmp_path):

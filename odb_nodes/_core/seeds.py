@@ -42,15 +42,16 @@ def declares_draws(function: Any) -> bool | None:
     """Tell whether a function, or a dataset, draws random numbers; `None` where nobody has said.
 
     It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
-    that has it, as those of this library do: a subclass may draw.
+    that has it, as those of this library do: a subclass may draw. So may a wrapper, to which
+    `functools.wraps` copies the attribute.
     """
     declared = getattr(function, _DRAWS, None)
-    if declared is False and _DRAWS not in {
-        *getattr(function, "__dict__", ()),
-        *vars(type(function)),
-    }:
+    if not isinstance(declared, bool):
         return None
-    return declared if isinstance(declared, bool) else None
+    wrapped = getattr(function, "__wrapped__", None)
+    own = {*vars(type(function)), *getattr(function, "__dict__", ())}
+    is_own = _DRAWS in own and _DRAWS not in getattr(wrapped, "__dict__", ())
+    return declared if declared or is_own else None
 
 
 def seed_rngs(seed: int) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torchdata.nodes import BaseNode
 
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import HostedRanks, group_rank
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.contract.graph import walk
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources.datasets import dataset_of_rank
+from odb_nodes.sources.source_mixer import SourceMixer
 
 
 class RankGraph:
@@ -66,11 +68,17 @@ class RankGraph:
         )
         rank, _ = group_rank(options.process_group)
         self.collator = GroupCollator(self.aligner, pinning or collate, options.seed, rank)
-        processors = [one for one in walk(self.samples) if isinstance(one, ParallelProcessor)]
+        processors = [*_processors(self.samples)]
         if options.collate_in != "main" and all(one.makes_batches(collate) for one in processors):
             finish = pinning.pin if pinning else _as_it_is
             always = options.collate_in == "workers"
             self.collator.collate_in_workers(processors, collate, finish, always=always)
+
+
+def _processors(samples: BaseNode[Any]) -> Iterator[ParallelProcessor[Any]]:
+    """Yield the nodes whose results are samples: those of each source, or one for all."""
+    last = samples.sources.values() if isinstance(samples, SourceMixer) else [samples]
+    return (one for one in last if isinstance(one, ParallelProcessor))
 
 
 def _as_it_is(batch: Any) -> Any:

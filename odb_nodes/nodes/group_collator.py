@@ -264,8 +264,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             return self._seeded.call(run, key) if here else self._seeded.call_ahead(run, key)
         if self._fresh:  # The trainer waits for this batch.
             return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
-        if self._seeded.draws:
-            return DeferredBatch(partial(self._seeded.call, run, key), info)
+        if (draws := self._seeded.draws) is not False:  # `None`: workers made the first batches.
+            call = partial(self._seeded.call, run, key, find_out=draws is None)
+            return DeferredBatch(call, info)
         return self._seeded.call_ahead(run, key)
 
     def _take(

@@ -85,7 +85,7 @@ class SeededCollate:
             before = states_of_rngs() if find_out else None
             batch = self.call_ahead(run, key, again=lambda: seed_rngs(key))
             if find_out:
-                self.draws = states_of_rngs() != before
+                self.draws = bool(self.draws) or states_of_rngs() != before
         return batch
 
     def call_ahead(

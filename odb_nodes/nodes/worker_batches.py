@@ -92,8 +92,7 @@ class WorkerBatches:
             batch = make_here()  # which raises the same error, but where only a worker cannot do it
             self._give_up(result.error)
             return batch
-        content = result.content
-        (batch,) = unpack(content if isinstance(content, list) else split_parts(content))
+        (batch,) = unpack(split_parts(result.content))
         return self._finish(batch)
 
     def _give_up(self, error: str) -> None:

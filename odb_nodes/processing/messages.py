@@ -34,12 +34,12 @@ class Reply:
 
     Attributes:
         result: what became of the order, without its parts.
-        contents: how many parts, the last ones, are the content of the result.
+        has_content: whether the last part is the content of the result.
         file: number of the file that the content is in; `NO_FILE` where it is in none.
         dropped: chunks that this worker has forgotten, and reads no more.
     """
 
     result: ChunkResult | BatchResult
-    contents: int
+    has_content: bool
     file: int
     dropped: Sequence[int]

@@ -49,8 +49,8 @@ class BatchResult:
     """What became of a recipe.
 
     Attributes:
-        content: the parts of the batch, packed, or a file that they are joined in; `None` where it
-            could not be made.
+        content: the packed batch, its parts joined once it is sent; `None` where it could not be
+            made.
         error: why not.
     """
 

@@ -11,9 +11,11 @@ files again (`FilePool`) when a `Lease` says that nobody reads them any more.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, count, islice
@@ -48,11 +50,11 @@ CAN_SHARE = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 NO_FILE = -1
 """In place of a file's number: there is none."""
 
-_JOINED_BYTES = 64 << 10  # of joined parts that are worth a file
 _ALIGNED_BYTES = 64  # a cache line, and what vector instructions may want
 _MOST_SPARE = 2  # times the size of what is written: other pages of a file are given back
 _MOST_FREE = 8  # files of a worker that wait to be written again
 MOST_VECTORS = 512  # buffers of one call; the system allows 1024
+_RETRY_S = 0.001
 _BYTE = b"\0"  # that a descriptor travels with
 
 
@@ -72,7 +74,10 @@ class PageFile:
 
     @classmethod
     def of(cls, parts: Sequence[bytes | memoryview]) -> PageFile | None:
-        """Return a file that holds buffers one after the other; `None` where there can be none."""
+        """Return a file that holds buffers one after the other; `None` where there can be none.
+
+        Half of the descriptors are left free: one that is sent to a process without any is lost.
+        """
         if not CAN_SHARE:
             return None
         try:
@@ -80,7 +85,7 @@ class PageFile:
         except OSError:  # too many are open, or the system forbids it
             return None
         pages = cls(file, 0)
-        return pages if pages.write(parts) else None
+        return pages if not pages.is_one_of_many and pages.write(parts) else None
 
     def write(self, parts: Sequence[bytes | memoryview]) -> bool:
         """Make buffers its content, one after the other; tell whether there was memory for it."""
@@ -126,8 +131,15 @@ class PageFile:
         os.close(self._file)
 
     def send(self, connection: socket.socket) -> None:
-        """Send the descriptor."""
-        socket.send_fds(connection, [_BYTE], [self._file])
+        """Send the descriptor; blocks while too many are on their way."""
+        while True:
+            try:
+                socket.send_fds(connection, [_BYTE], [self._file])
+                return
+            except OSError as error:  # One process may have as many on their way as open.
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                time.sleep(_RETRY_S)
 
     def pages(self) -> Pages:
         """Return its memory: a mapping, which has a descriptor, too; a copy where those are few."""
@@ -154,12 +166,14 @@ class _Mapping(mmap.mmap):
 
 
 class _Forks:
-    """How often this process was forked."""
+    """Counts the forks of this process."""
 
     def __init__(self) -> None:
         self.count = 0
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=self._note)
+            # Twice, since another thread may make a lease after the first of both, or end one
+            # before the second: the child has its pages all the same.
+            os.register_at_fork(before=self._note, after_in_parent=self._note)
 
     def _note(self) -> None:
         self.count += 1
@@ -198,14 +212,14 @@ class FilePool:
         self._lent: dict[int, PageFile] = {}
         self._free: list[PageFile] = []
 
-    def join(self, parts: Sequence[memoryview]) -> tuple[PageFile | bytes, int]:
+    def join(self, parts: Sequence[memoryview], least_bytes: int) -> tuple[PageFile | bytes, int]:
         """Return parts as one, for `split_parts`, and the number of the file.
 
-        That is `NO_FILE` for bytes, where a file is not worth it, or where there can be none.
+        That is `NO_FILE` for bytes: below `least_bytes`, and where there can be no file.
         """
         joined = _aligned(parts)
         size_bytes = size_of(joined)
-        if size_bytes < _JOINED_BYTES:
+        if size_bytes < least_bytes:
             return b"".join(joined), NO_FILE
         fits = [file for file in self._free if size_bytes <= file.capacity_bytes]
         file = min(fits, key=_capacity_of) if fits else None

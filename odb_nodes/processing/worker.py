@@ -99,7 +99,7 @@ def work(
     try:
         if _begin(connection, index, worker_init_fn):
             WorkerLoop(connection, processor).run()
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         return
 
 

@@ -7,6 +7,7 @@ import pickle
 import select
 import socket
 import time
+import traceback
 from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -22,13 +23,13 @@ from odb_nodes.processing.shared_pages import (
     Lease,
     PageFile,
     Pages,
-    size_of,
     split_parts,
 )
 from odb_nodes.processing.transport import mapped, pack, receive, send, unpack
 
 __all__ = ["WorkerLoop"]
 
+_CHUNK_BYTES = 64 << 10  # that are worth a file
 _POLL_S = 0.001  # between two looks, within a chunk, at whether a batch is to be made
 
 
@@ -62,7 +63,7 @@ class WorkerLoop:
         """Work until the trainer closes the connection.
 
         Raises:
-            EOFError, OSError: it has.
+            EOFError, ConnectionError: it has.
         """
         while True:
             # Everything that has come is read first: the newest generation decides what is stale.
@@ -72,20 +73,21 @@ class WorkerLoop:
             self._batches_s = 0.0
             stale = generation != self._newest
             result = ChunkResult([], None) if stale else self._processor.run_packed(task)
-            if os.getpid() != self._own_pid:  # `process_fn` has forked, and this is the child
-                os._exit(0)
+            self._end_child()
             seconds = max(0.0, result.seconds - self._batches_s)
             self._reply(replace(result, results=None, seconds=seconds), *result.results)
 
     def _reply(self, result: ChunkResult | BatchResult, *parts: memoryview) -> None:
         """Send a result, with its content, if it has one, as the last part."""
-        content, file = result.content or [], NO_FILE
-        # A batch is worth a file where it is large. A chunk is: other workers read it, too.
-        if content and (isinstance(result, ChunkResult) or size_of(content) >= SHARED_BYTES):
-            joined, file = self._files.join(content)
+        content: list[PageFile | bytes] = []
+        file = NO_FILE
+        if result.content is not None:
+            # A chunk is worth a file sooner than a batch: other workers read it, too.
+            least_bytes = _CHUNK_BYTES if isinstance(result, ChunkResult) else SHARED_BYTES
+            joined, file = self._files.join(result.content, least_bytes)
             content = [joined]
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        reply = Reply(replace(result, content=None), len(content), file, dropped)
+        reply = Reply(replace(result, content=None), bool(content), file, dropped)
         send(self._connection, [pickle.dumps(reply), *parts, *content])
 
     def _process_item(self, item: Any) -> Any:
@@ -94,8 +96,10 @@ class WorkerLoop:
             try:
                 while self._poll.poll(0):
                     self._read()
-            except (EOFError, OSError):  # It would pass for an error of the item.
-                os._exit(0)
+            except BaseException as error:  # It would pass for an error of the item.
+                if not isinstance(error, (EOFError, ConnectionError)):
+                    traceback.print_exc()
+                os._exit(1)
             after = time.perf_counter()
             self._batches_s += after - now
             self._next_look_s = after + _POLL_S
@@ -111,7 +115,14 @@ class WorkerLoop:
         if isinstance(message.order, ChunkTask):
             self._waiting.append((message.generation, message.order))
         elif message.order is not None:
-            self._reply(self._make(message.order, parts))
+            made = self._make(message.order, parts)
+            self._end_child()
+            self._reply(made)
+
+    def _end_child(self) -> None:
+        """End a process that a function of the user has forked: it must not answer, too."""
+        if os.getpid() != self._own_pid:
+            os._exit(0)
 
     def _make(self, recipe: Recipe, parts: list[Pages | PageFile]) -> BatchResult:
         try:

@@ -171,19 +171,13 @@ class WorkerProcess:
             lease = self.leases.pop(max(number, ~number), None)
             if number < 0 and lease is not None:
                 lease.retire()
-        content: Any = None
-        if reply.contents:
-            first = len(parts) - reply.contents
-            parts, content = parts[:first], parts[first:]
+        content: Any = parts.pop() if reply.has_content else None
         if reply.file != NO_FILE:
-            (content,) = content
             content.lease = Lease(reply.file, self._free.append)
             if content.is_one_of_many:
                 content = content.pages()
         if isinstance(reply.result, ChunkResult):
             self._has_answered = True
-            if isinstance(content, list):
-                (content,) = content
             chunk = replace(reply.result, results=[*map(mapped, parts)], content=content)
             self._pending.get_nowait().set_result(chunk)
         else:

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ import psutil
 import pytest
 import torch
 from stored_rows import Rows, where
+from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
     Mixing,
     ODBDataLoader,
     PaddingCollate,
+    ParallelProcessor,
     SampleError,
     Skipped,
     TokenBudget,
@@ -30,12 +33,13 @@ from odb_nodes import (
 )
 from odb_nodes.nodes import worker_batches
 from odb_nodes.processing import shared_pages
+from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import StoredData
 from odb_nodes.testing import assert_resumes_exactly
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
-BUDGET = 512
+SIZE, BUDGET = 160, 512
 
 
 def options(**given):
@@ -188,6 +192,42 @@ def test_large_and_small_samples_in_one_batch(monkeypatch):
     assert_equal(*runs[1:])
 
 
+class FirstLarge(Rows):
+    """The first third of the samples is large."""
+
+    def __getitem__(self, index):
+        side = 80 if index < SIZE // 3 else 2
+        return {**super().__getitem__(index), "image": np.full((side, side), index)}
+
+
+def draw_beside(samples):
+    return {**beside(samples), "drawn": [random.random(), float(torch.rand(()))]}
+
+
+def test_a_function_that_draws_is_seeded_also_where_workers_make_only_the_first_batches(
+    monkeypatch,
+):
+    monkeypatch.setattr(worker_batches, "_LARGE_BYTES", 10_000)
+    given = {"collate_fn": draw_beside, "chunk_size": 2, "shuffle": False}
+    assert_equal(*(epoch(FirstLarge(), mode, **given) for mode in ("main", "auto")))
+
+
+def row_of(index):
+    return observe_sample(Rows()[index])
+
+
+def where_within(samples):
+    return where([sample.data for sample in samples])
+
+
+def test_a_dataset_of_samples_that_workers_of_its_own_process_is_left_alone():
+    def processed():
+        return ParallelProcessor(IterableWrapper(range(SIZE)), row_of, workers=options()["workers"])
+
+    given = {"observe": attrgetter("tokens"), "collate_fn": where_within}
+    assert_equal(*(epoch(processed(), mode, **given) for mode in ("main", "workers")))
+
+
 def test_all_workers_make_batches_and_the_trainer_makes_none():
     made_by, workers = makers()
     assert made_by == workers
@@ -284,6 +324,45 @@ def test_what_only_a_worker_cannot_do_the_trainer_does(fault, said):
         found = epoch(Rows(), "workers", collate_fn=faulty(fault))
     assert_equal(expected, found)
     assert sum("a worker could not" in str(one.message) for one in told) == 1
+
+
+def fork(batch):
+    if not (child := os.fork()):
+        sys.exit(0)
+    os.waitpid(child, 0)
+    return batch
+
+
+def test_a_child_that_a_collate_function_forks_does_not_answer_for_it():
+    runs = [("main", where), ("workers", faulty(fork))]
+    assert_equal(*(epoch(Rows(), mode, collate_fn=collate) for mode, collate in runs))
+
+
+class Item:
+    """Cannot be sent to a worker, if it is the thirtieth."""
+
+    def __init__(self, index, trainer):
+        self.index, self.trainer = index, trainer
+        if index == 30 and os.getpid() != trainer:
+            raise ValueError("cannot arrive")
+
+    def __reduce__(self):
+        return Item, (self.index, self.trainer)
+
+
+def slow_row(item):
+    time.sleep(0.01)
+    return Rows()[item.index]
+
+
+@pytest.mark.parametrize("collate_in", ["main", "workers"])
+def test_an_order_that_a_worker_cannot_read_is_no_error_of_the_item_in_hand(collate_in, capfd):
+    items = IterableWrapper([Item(index, os.getpid()) for index in range(SIZE)])
+    workers = WorkerOptions(num_workers=1, chunk_size=5, in_flight_samples=20, **WORKERS)
+    given = options(collate_in=collate_in, process_fn=slow_row, workers=workers)
+    with ODBDataLoader(items, **given) as loader, pytest.raises(WorkerError, match="exit code 1"):
+        next(iter(loader))
+    assert "cannot arrive" in capfd.readouterr().err
 
 
 def die(batch):
@@ -435,6 +514,29 @@ def test_few_descriptors_are_enough(monkeypatch):
         found, epoch(Rows(150, 200), "main", collate_fn=where), strict=True
     ):
         assert all(same(batch[key], expected[key]) for key in expected)
+
+
+def allow_no_files(worker):
+    shared_pages.CAN_SHARE = False
+
+
+def test_large_batches_come_through_the_socket_where_a_worker_can_make_no_files():
+    workers = WorkerOptions(num_workers=2, worker_init_fn=allow_no_files, **WORKERS)
+    given = {"collate_fn": where, "workers": workers}
+    assert_equal(*(epoch(Rows(60, 400), mode, **given) for mode in ("main", "workers")))
+
+
+def allow_few_files(worker):
+    import resource  # which not every system has
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+
+def test_a_worker_leaves_descriptors_for_the_files_that_it_is_sent():
+    """It processes far more samples ahead than it may have files."""
+    workers = WorkerOptions(num_workers=1, chunk_size=1, worker_init_fn=allow_few_files, **WORKERS)
+    given = {"collate_fn": where, "workers": workers, "window": 200}
+    assert_equal(*(epoch(Rows(300, 150), mode, **given) for mode in ("main", "workers")))
 
 
 def test_samples_do_not_come_to_the_trainer():

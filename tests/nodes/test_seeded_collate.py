@@ -2,7 +2,7 @@
 
 import random
 import threading
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -315,3 +315,21 @@ def test_what_draws_nothing_says_so_and_not_for_its_subclasses():
     assert found == [None, False, True, True]
     assert declares_draws(draw_all) is None
     assert declares_draws(StepImages()) is None  # of this library, where nobody has said
+
+
+def test_a_wrapper_of_what_draws_nothing_may_draw():
+    def quiet(samples):
+        return samples
+
+    quiet.draws_random_numbers = False
+
+    @wraps(quiet)  # which copies the attribute
+    def wrapper(samples):
+        return random.sample(quiet(samples), 1)
+
+    @wraps(draw_all)
+    def other(samples):
+        return samples
+
+    other.draws_random_numbers = False
+    assert [declares_draws(one) for one in (quiet, wrapper, other)] == [False, None, False]

@@ -1,11 +1,14 @@
 """Large buffers come from workers as pages of memory, which nothing else holds."""
 
+import ctypes
 import gc
 import os
 import socket
+import subprocess
 import sys
 import threading
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +146,53 @@ def test_an_error_comes_after_the_good_ones_and_leaves_nothing():
     with pytest.raises(SampleError, match="torn"):
         samples(process=failing)
     assert mapped() == before
+
+
+def send_many(connection, count):
+    """Send more files than may be on their way, as a process without privileges."""
+    import resource  # which not every system has
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    version_3, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(version_3, no_capabilities) == 0
+    pages = PageFile(os.memfd_create("odb_nodes"), 0)
+    assert pages.write([bytes(8)])
+    for _ in range(count):
+        send(connection, [pages])
+
+
+def test_a_sender_waits_while_too_many_files_are_on_their_way():
+    near, far = socket.socketpair()
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            send_many(near, 100)
+            os._exit(0)
+        os._exit(1)
+    near.close()
+    with closing(far):
+        time.sleep(0.5)  # The sender has more on their way by now than it may.
+        for _ in range(100):
+            receive(far)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+FORK = """
+import os
+
+leases, back = [], []
+os.register_at_fork(before=lambda: leases.append(Lease(7, back.append)))  # called the last
+from odb_nodes.processing.shared_pages import Lease
+
+if os.fork():
+    leases.clear()
+    assert back == [~7], back
+else:
+    os._exit(0)
+Lease(7, back.append)
+assert back == [~7, 7], back
+"""
+
+
+def test_a_file_that_comes_while_a_process_is_forked_is_not_written_again():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)

@@ -46,7 +46,7 @@ class WorkerBatches:
         maker = _Maker(collate, 0 if always else _LARGE_BYTES)
         self._always = always
         self._runners = [one.keep_data_for(maker) for one in processors]
-        self._limit_s = max(one.timeout_s for one in processors)
+        self._limit_s = max(one.timeout_s for one in self._runners)
         self._takes_info = takes_step(collate)
         self._finish = finish
         self._turn = count()

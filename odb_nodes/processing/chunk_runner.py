@@ -56,6 +56,11 @@ class ChunkRunner:
         return self._pool is not None
 
     @property
+    def timeout_s(self) -> float:
+        """Seconds to wait for a worker before it is an error."""
+        return self._options.timeout_s
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the worker processes that run now."""
         return self._pool.pids if isinstance(self._pool, ProcessPool) else []

@@ -30,8 +30,6 @@ from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
 
-_NONE = 0, 0
-
 
 class _Chunk(NamedTuple):
     """A chunk in flight, and how its items were read."""
@@ -116,11 +114,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             return False
         return options.forks or is_picklable(collate)
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds to wait for a worker before it is an error."""
-        return self._workers.timeout_s
-
     def keep_data_for(self, maker: BatchMaker) -> ChunkRunner:
         """From the next start of the workers on, leave the data of samples to them, for batches.
 
@@ -170,11 +163,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
     def save(self) -> ProcessorState:
         """Return the source's state before the chunk in hand, and how many items of it are out."""
+        source = copy_state(self._source_state)
         return ProcessorState(
-            source=copy_state(self._source_state),
-            taken=self._taken,
-            position=self._position,
-            taken_of={**self._taken_of},
+            source=source, taken=self._taken, position=self._position, taken_of={**self._taken_of}
         )
 
     def next(self) -> T:
@@ -205,7 +196,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._position += sum(steps)
         for key in keys:
             if key is not None and key.source:
-                taken, _ = self._taken_of.get(key.source, _NONE)
+                taken, _ = self._taken_of.get(key.source, (0, 0))
                 self._taken_of[key.source] = taken + 1, key.repeat
         return [*results], [*keys]
 
@@ -305,8 +296,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             bad = len(results)
             location = format_location(chunk.read.locations[bad])
             where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
-            elsewhere = chunk.submitted.future is not None
-            self._failure = failure.explained(where, elsewhere=elsewhere)
+            self._failure = failure.explained(where, elsewhere=chunk.submitted.future is not None)
         elif chunk.read.error is not None:
             self._failure = chunk.read.error
 

@@ -39,6 +39,9 @@ _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
     for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 )
+_OTHER_DTYPES = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
+"""Those that numpy lacks, and that large tensors have."""
+
 _JOINED_BYTES = 64 << 10  # of a value, on average
 _ITEM = Sample._fields.index("item") - 1  # among the fields after `data`
 
@@ -50,6 +53,9 @@ class _Pickler(pickle.Pickler):
         if type(value) is torch.Tensor:
             if _is_plain(value):
                 return _tensor_of, (value.detach().contiguous().numpy(),)
+            if value.dtype in _OTHER_DTYPES and _is_simple(value):
+                raw = value.contiguous().flatten().view(torch.uint8).numpy()
+                return _tensor_of_bytes, (raw, value.dtype, value.shape)
             # A copy, since `torch.save` writes the whole storage that a view is of.
             copy = value.detach().clone().requires_grad_(value.requires_grad)
             return from_bytes, (to_bytes(copy),)
@@ -63,11 +69,22 @@ def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def _tensor_of_bytes(
+    raw: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size
+) -> torch.Tensor:
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether numpy can hold a tensor without loss."""
-    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.dtype in _NUMPY_DTYPES and _is_simple(tensor)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is no more than its bytes, its dtype and its shape."""
+    simple = tensor.device.type == "cpu" and tensor.layout is torch.strided
     lazy = tensor.is_conj() or tensor.is_neg()
-    return plain and tensor.dtype in _NUMPY_DTYPES and not (tensor.requires_grad or lazy)
+    return simple and not (tensor.requires_grad or lazy)
 
 
 Part = bytes | bytearray | mmap.mmap | memoryview | PageFile

@@ -406,3 +406,20 @@ def test_a_message_that_breaks_off_is_the_end(sent):
             near.sendall(whole[:sent])
         with pytest.raises(EOFError):
             receive(far)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (40, 50)])
+def test_numbers_that_numpy_lacks_travel_as_buffers_of_their_own(dtype, shape):
+    values = torch.randn(shape).to(dtype)
+    views = [values, values.t()] if values.ndim == 2 else [values]
+    body, *buffers = pack([{"values": one} for one in views])
+    assert [len(buffer) for buffer in buffers] == [one.nbytes for one in views]
+    assert len(body) < 1000
+    for one, item in zip(
+        views, unpack([bytearray(part) for part in (body, *buffers)]), strict=True
+    ):
+        found = item["values"]
+        assert (found.dtype, found.shape) == (one.dtype, one.shape)
+        assert found.float().equal(one.float())
+        found.fill_(1)  # writable

@@ -1,9 +1,11 @@
-"""Samples, and a collate function that says who has called it; workers of any kind import them."""
+"""Samples, and batches of them that say who has made them; workers of any kind import this."""
 
 import os
 
 import numpy as np
 import torch
+
+from odb_nodes import ODBDataLoader, WorkerOptions, pop_step_info
 
 
 class Rows:
@@ -35,3 +37,40 @@ def where(samples):
     if "pixels" in samples[0]:
         batch["pixels"] = torch.stack([sample["pixels"] for sample in samples])
     return batch
+
+
+SIZE, BUDGET = 160, 512
+
+
+def options(**given):
+    workers = WorkerOptions(num_workers=2, chunk_size=given.pop("chunk_size", 7), **WORKERS)
+    defaults = {"token_budget": BUDGET, "window": 24, "collate_in": "workers"}
+    return {**defaults, "workers": workers, **given}
+
+
+WORKERS = {"start_method": "fork"}
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.equal(other)
+    return one == other
+
+
+def epoch(dataset, collate_in, **given):
+    """Batches without who has made them, step infos, and states of an epoch."""
+    found = []
+    with ODBDataLoader(dataset, **options(collate_in=collate_in, **given)) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            batch = {key: value for key, value in batch.items() if key != "made by"}
+            found.append((batch, info, loader.state_dict()))
+    return found
+
+
+def assert_equal(one, other):
+    assert len(one) == len(other) > 3
+    for (batch, info, state), (batch2, info2, state2) in zip(one, other, strict=True):
+        assert batch.keys() == batch2.keys()
+        assert all(same(batch[key], batch2[key]) for key in batch)
+        assert (info, state) == (info2, state2)

@@ -1,0 +1,169 @@
+"""What goes wrong where workers make the batches."""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+
+import pytest
+from stored_rows import SIZE, WORKERS, Rows, assert_equal, epoch, options, where
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import (
+    ODBDataLoader,
+    SampleError,
+    WorkerError,
+    WorkerOptions,
+    pop_step_info,
+)
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
+
+
+def raise_for(samples, key=31):
+    if any(sample["id"] == f"row {key}" for sample in samples):
+        raise ValueError("bad row")
+    return where(samples)
+
+
+def test_an_error_is_the_one_that_the_trainer_would_raise():
+    """With its type, its traceback and the name of the sample; mended, the run goes on."""
+    kept = None
+    with ODBDataLoader(Rows(), **options(collate_fn=raise_for)) as loader:
+        with pytest.raises(ValueError, match="bad row") as caught:
+            for batch in loader:
+                kept = pop_step_info(batch)
+        assert "raise_for" in [one.name for one in caught.traceback]
+        state = loader.state_dict()
+    expected = epoch(Rows(), "main", collate_fn=where)
+    with ODBDataLoader(Rows(), **options(collate_fn=where)) as loader:
+        loader.load_state_dict(state)
+        rest = [pop_step_info(batch) for batch in loader]
+    assert rest == [info for _, info, _ in expected][kept.step + 1 :]
+
+
+def test_an_error_names_the_sample():
+    def name_row(samples):
+        raise SampleError("is odd", index=2)
+
+    with (
+        ODBDataLoader(Rows(), **options(collate_fn=name_row)) as loader,
+        pytest.raises(SampleError, match=r"^a sample.*key \d+.*`id` 'row \d+': is odd"),
+    ):
+        next(iter(loader))
+
+
+def in_workers_only(samples, trainer, fault):
+    """A batch, and a fault in any other process than the trainer's."""
+    batch = where(samples)
+    return batch if os.getpid() == trainer else fault(batch)
+
+
+def faulty(fault):
+    return partial(in_workers_only, trainer=os.getpid(), fault=fault)
+
+
+def unsendable(batch):
+    return {**batch, "function": lambda: 0}
+
+
+def refuse(batch):
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(unsendable, "pickle"), (refuse, "RuntimeError: Cannot re-initialize CUDA")]
+)
+def test_what_only_a_worker_cannot_do_the_trainer_does(fault, said):
+    expected = epoch(Rows(), "main", collate_fn=where)
+    with pytest.warns(UserWarning, match=f"(?s)a worker could not make a batch.*{said}") as told:
+        found = epoch(Rows(), "workers", collate_fn=faulty(fault))
+    assert_equal(expected, found)
+    assert sum("a worker could not" in str(one.message) for one in told) == 1
+
+
+def fork(batch):
+    if not (child := os.fork()):
+        sys.exit(0)
+    os.waitpid(child, 0)
+    return batch
+
+
+def test_a_child_that_a_collate_function_forks_does_not_answer_for_it():
+    runs = [("main", where), ("workers", faulty(fork))]
+    assert_equal(*(epoch(Rows(), mode, collate_fn=collate) for mode, collate in runs))
+
+
+class Item:
+    """Cannot be sent to a worker, if it is the thirtieth."""
+
+    def __init__(self, index, trainer):
+        self.index, self.trainer = index, trainer
+        if index == 30 and os.getpid() != trainer:
+            raise ValueError("cannot arrive")
+
+    def __reduce__(self):
+        return Item, (self.index, self.trainer)
+
+
+def slow_row(item):
+    time.sleep(0.01)
+    return Rows()[item.index]
+
+
+@pytest.mark.parametrize("collate_in", ["main", "workers"])
+def test_an_order_that_a_worker_cannot_read_is_no_error_of_the_item_in_hand(collate_in, capfd):
+    items = IterableWrapper([Item(index, os.getpid()) for index in range(SIZE)])
+    workers = WorkerOptions(num_workers=1, chunk_size=5, in_flight_samples=20, **WORKERS)
+    given = options(collate_in=collate_in, process_fn=slow_row, workers=workers)
+    with ODBDataLoader(items, **given) as loader, pytest.raises(WorkerError, match="exit code 1"):
+        next(iter(loader))
+    assert "cannot arrive" in capfd.readouterr().err
+
+
+def die(batch):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
+    """Batches of which the samples are there still come; a reset starts new workers."""
+    expected = epoch(Rows(), "main", collate_fn=where)
+    once = tmp_path / "once"
+
+    def fault(batch):
+        if batch["ids"] == expected[4][0]["ids"] and not once.exists():
+            once.touch()
+            die(batch)
+        return batch
+
+    collate = faulty(fault)
+    found = []
+    with ODBDataLoader(Rows(), **options(collate_fn=collate)) as loader:
+        with pytest.raises(WorkerError, match="-9"):
+            for batch in loader:
+                found.append(pop_step_info(batch))
+        loader.load_state_dict(loader.state_dict())
+        found += [pop_step_info(batch) for batch in loader]
+    assert found == [info for _, info, _ in expected]
+
+
+def test_a_collate_function_that_hangs_is_an_error_after_the_limit():
+    def hang(batch):
+        time.sleep(600)
+
+    workers = WorkerOptions(num_workers=2, timeout_s=2, start_method="fork")
+    collate = faulty(hang)
+    with (
+        ODBDataLoader(Rows(), **options(collate_fn=collate, workers=workers)) as loader,
+        pytest.raises(WorkerError, match=r"within 2 s .*`collate_fn`"),
+    ):
+        next(iter(loader))
+
+
+def test_what_is_no_batch_is_refused():
+    with (
+        ODBDataLoader(Rows(), **options(collate_fn=len)) as loader,
+        pytest.raises(TypeError, match="must return a dict"),
+    ):
+        next(iter(loader))

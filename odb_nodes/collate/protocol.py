@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from odb_nodes.step_info import StepInfo
 
@@ -27,8 +27,7 @@ def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> Mutab
     """Return the batch of a step, from a collate function of either kind."""
     if not takes_step(collate):
         return collate(samples)
-    batch: MutableMapping[str, Any] = collate.collate_step(samples, info)  # type: ignore[attr-defined]
-    return batch
+    return cast(StepCollate, collate).collate_step(samples, info)
 
 
 def owned(data: Any) -> Any:

@@ -54,11 +54,13 @@ class ProcessPool:
 
     # Why each result reaches its future: a worker answers every chunk, in order, with one message,
     # a chunk that is skipped included. So the oldest pending future is that of the next result.
+    # Batches are answered in order, too, also within a chunk: their futures have a queue of their
+    # own, and a reply says which of both it is.
     #
     # Why nothing blocks for good: `submit` only puts into queues. The sender may block on the full
-    # socket of a worker, but a worker reads all that waits before each chunk, and the reader takes
-    # its results at any time. A worker that hangs does block the sender, until it is killed: its
-    # socket then breaks, and the sender goes on.
+    # socket of a worker, but a worker reads all that waits before each chunk, between items too
+    # where it makes batches, and the reader takes its results at any time. A worker that hangs does
+    # block the sender, until it is killed: its socket then breaks, and the sender goes on.
     #
     # Why no future of a dead worker is forgotten: the reader closes the socket, then fails all that
     # is pending. `expect` puts a future, then looks at the socket. A future that comes too late for

@@ -15,7 +15,7 @@ from odb_nodes import Ledger, ODBDataLoader, WorkerError, WorkerOptions, audit, 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
-EVENTS = ("kill", "kill while it works", "break", "close", "anew", "leave alone", "leave alone")
+EVENTS = ("kill", "kill", "break", "close", "anew", "break", "break")
 
 
 class Rows:
@@ -68,7 +68,7 @@ def test_every_sample_comes_once_whatever_happens(collate_in, tmp_path, exhausti
                     assert [*dict.fromkeys(batch["input_ids"][:, 0].tolist())] == [*info.keys]
                     seen.update(info.keys)
                     ledger.record(info)
-                    if step == after and event.startswith("kill"):
+                    if step == after and event == "kill":
                         kill_a_worker(loader, rng)
                     elif step == after:
                         break
@@ -89,7 +89,7 @@ def test_every_sample_comes_once_whatever_happens(collate_in, tmp_path, exhausti
         grown.append(held())
     loader.close()
     ledger.close()
-    assert counts["kill"] + counts["kill while it works"] > 1  # an epoch may end before it is seen
+    assert counts["kill"] > 1  # not of errors: an epoch may end before a death is seen
     assert max(grown) <= grown[0] + 20
     report = audit(tmp_path, size=size)
     assert report.ok, str(report)

@@ -21,7 +21,7 @@ from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.recipe import BatchMaker
 from odb_nodes.processing.shared_pages import size_of
 from odb_nodes.processing.transport import pack, pack_facts
-from odb_nodes.sample import ItemKey, Sample, Skipped
+from odb_nodes.sample import ItemKey, Sample, Skipped, key_columns, keys_of
 
 _KNOWN = (Sample, Skipped)
 
@@ -69,9 +69,18 @@ class ChunkTask:
     cycle: int
     positions: Sequence[int]
 
+    def __reduce__(self) -> Any:
+        known = all(self.keys)
+        keys = key_columns(self.keys) if known else self.keys  # type: ignore[arg-type]
+        return _task_of, (known, keys, self.items, self.epoch, self.cycle, self.positions)
+
     def __str__(self) -> str:
         first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
         return f"samples {first}..{last} of epoch {self.epoch}"
+
+
+def _task_of(known: bool, keys: Any, items: Sequence[Any], *rest: Any) -> ChunkTask:
+    return ChunkTask(items, keys_of(keys) if known else keys, *rest)
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ class ChunkProcessor:
         start = time.perf_counter()
         results, failure = self._apply(task, (BaseException,))
         try:
-            parts, content = self._packed(results)
+            parts, content = self._packed(results, task.keys)
             return ChunkResult(parts, failure, time.perf_counter() - start, content)
         except Exception:
             good = 0
@@ -153,19 +162,21 @@ class ChunkProcessor:
                     f'data, or use `method="thread"`: {type(error).__name__}: {error}'
                 )
                 failure = _describe(task.items[good], cause)
-            return ChunkResult(pack(results[:good]), failure)
+            return ChunkResult(pack(results[:good], task.keys), failure)
 
-    def _packed(self, results: list[Any]) -> tuple[list[memoryview], list[memoryview] | None]:
+    def _packed(
+        self, results: list[Any], keys: Sequence[ItemKey | None]
+    ) -> tuple[list[memoryview], list[memoryview] | None]:
         """Return results as parts, and apart from them the data that workers keep, if any."""
         least_bytes = math.inf if self.maker is None else self.maker.least_bytes
         if least_bytes:
-            parts = pack(results)
+            parts = pack(results, keys)
             if size_of(parts) < least_bytes * len(results):
                 return parts, None
         data = [one.data for one in results if isinstance(one, Sample)]
         if not data or not all(isinstance(one, _KNOWN) for one in results):
-            return pack(results), None
-        return pack_facts(results), pack(data)
+            return pack(results, keys), None
+        return pack_facts(results, keys), pack(data)
 
     def _apply(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]

@@ -153,10 +153,10 @@ class ChunkRunner:
             parts = result.results if stored is None else [*result.results, stored]
             self._fit.note(len(task.items), result.seconds, sum(map(len, parts)))
             if stored is None:
-                return unpack(result.results), result.failure
+                return unpack(result.results, task.keys), result.failure
             chunk = StoredChunk(stored)
             data = [StoredRow(chunk, row) for row in range(len(task.items))]
-            return unpack_facts(result.results, data), result.failure
+            return unpack_facts(result.results, data, task.keys), result.failure
         except WorkerError as error:
             raise self._fail(f"while processing {task}: {error}") from error
         except Exception as error:

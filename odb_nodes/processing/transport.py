@@ -23,7 +23,9 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, islice
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ import torch
 
 from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes.processing.shared_pages import MOST_VECTORS, SHARED_BYTES, PageFile, Pages, advance
-from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
+from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem, key_columns, keys_of
 
 __all__ = ["mapped", "pack", "pack_facts", "receive", "send", "unpack", "unpack_facts"]
 
@@ -44,6 +46,7 @@ _OTHER_DTYPES = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m
 
 _JOINED_BYTES = 64 << 10  # of a value, on average
 _ITEM = Sample._fields.index("item") - 1  # among the fields after `data`
+_SAMPLE_OF = partial(tuple.__new__, Sample)  # `Sample()` is a function in Python
 
 
 class _Pickler(pickle.Pickler):
@@ -88,35 +91,41 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 
 
 Part = bytes | bytearray | mmap.mmap | memoryview | PageFile
+Keys = Sequence[ItemKey | None]
 
 
-def pack(items: Sequence[Any]) -> list[memoryview]:
+def pack(items: Sequence[Any], keys: Keys = ()) -> list[memoryview]:
     """Return `items` as the parts of a message, for `unpack`.
+
+    Args:
+        items: what is sent.
+        keys: of the items that they were made of, where the receiver has them, too.
 
     Raises:
         Exception: whatever pickling one of them raised.
     """
-    return _pickled(_to_columns(items))
+    return _pickled(_to_columns(items, keys))
 
 
-def unpack(parts: Sequence[Pages]) -> list[Any]:
+def unpack(parts: Sequence[Pages], keys: Keys = ()) -> list[Any]:
     """Return the items of a message of `pack`, whose parts become their memory."""
-    return _from_columns(pickle.loads(parts[0], buffers=parts[1:]))
+    return _from_columns(pickle.loads(parts[0], buffers=parts[1:]), keys)
 
 
-def pack_facts(items: Sequence[Sample | Skipped]) -> list[memoryview]:
+def pack_facts(items: Sequence[Sample | Skipped], keys: Keys = ()) -> list[memoryview]:
     """Return `items` without the data of the samples, for `unpack_facts`."""
-    return _pickled(_to_columns(items, with_data=False))
+    return _pickled(_to_columns(items, keys, with_data=False))
 
 
-def unpack_facts(parts: Sequence[Pages], data: Sequence[Any]) -> list[Any]:
+def unpack_facts(parts: Sequence[Pages], data: Sequence[Any], keys: Keys = ()) -> list[Any]:
     """Return the items of `pack_facts`.
 
     Args:
         parts: of the message.
         data: what the samples have as their data, at least one for each.
+        keys: see `pack`.
     """
-    return _from_columns(pickle.loads(parts[0], buffers=parts[1:]), data)
+    return _from_columns(pickle.loads(parts[0], buffers=parts[1:]), keys, data)
 
 
 def _pickled(content: Any) -> list[memoryview]:
@@ -195,7 +204,7 @@ def _read(connection: socket.socket, size_bytes: int) -> Pages:
     return buffer
 
 
-def _to_columns(items: Sequence[Any], *, with_data: bool = True) -> Any:
+def _to_columns(items: Sequence[Any], keys: Keys = (), *, with_data: bool = True) -> Any:
     kinds = {type(item) for item in items}
     if kinds == {SourceItem}:
         sources, inner = zip(*items, strict=True)
@@ -203,8 +212,12 @@ def _to_columns(items: Sequence[Any], *, with_data: bool = True) -> Any:
     if kinds == {Sample}:
         data, *facts = zip(*items, strict=True)
         columns = _dicts_to_columns(data) if with_data else None
-        if all(facts[_ITEM]):  # a tuple of our own takes longer to pickle than the rest
-            facts[_ITEM] = (*zip(*facts[_ITEM], strict=True),)
+        made_of = facts[_ITEM]
+        if len(made_of) <= len(keys) and all(map(is_, made_of, keys)):
+            facts[_ITEM] = ()
+            return "samples of keys", columns, facts
+        if all(made_of):
+            facts[_ITEM] = key_columns(made_of)
             return "known samples", columns, facts
         return "samples", columns, facts
     if not with_data:
@@ -212,7 +225,7 @@ def _to_columns(items: Sequence[Any], *, with_data: bool = True) -> Any:
     return "items", _dicts_to_columns(items)
 
 
-def _from_columns(packed: Any, given: Sequence[Any] | None = None) -> list[Any]:
+def _from_columns(packed: Any, keys: Keys = (), given: Sequence[Any] | None = None) -> list[Any]:
     kind, content, *beside = packed
     if kind == "source items":
         return list(map(SourceItem, beside[0], _from_columns(content)))
@@ -225,9 +238,11 @@ def _from_columns(packed: Any, given: Sequence[Any] | None = None) -> list[Any]:
         ]
     data = _dicts_from_columns(content) if given is None else given
     facts = beside[0]
-    if kind == "known samples":
-        facts[_ITEM] = map(ItemKey, *facts[_ITEM])
-    return list(map(Sample, data, *facts))
+    if kind == "samples of keys":
+        facts[_ITEM] = keys
+    elif kind == "known samples":
+        facts[_ITEM] = keys_of(facts[_ITEM])
+    return list(map(_SAMPLE_OF, zip(data, *facts, strict=False)))
 
 
 def _dicts_to_columns(items: Sequence[Any]) -> Any:

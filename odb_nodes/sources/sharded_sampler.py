@@ -11,7 +11,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import Count, EpochNode
 from odb_nodes.errors import StateError
-from odb_nodes.sample import ItemKey
+from odb_nodes.sample import ItemKey, keys_of
 from odb_nodes.sources.permutation import Permutation
 from odb_nodes.sources.share import Share, ShareState
 
@@ -125,7 +125,8 @@ class ShardedSampler(EpochNode[int, SamplerState]):
     def next_items(self, count: int) -> tuple[list[int], list[ItemKey | None]]:
         """Return some of the next indices of this rank, and their keys."""
         indices, cycle = self._take(count), self._epochs.cycle
-        return indices, [ItemKey("", index, self._world_size, cycle) for index in indices]
+        n = len(indices)
+        return indices, [*keys_of(([""] * n, indices, [self._world_size] * n, [cycle] * n))]
 
     def _take(self, count: int) -> list[int]:
         offset = self._position - self._block_start

@@ -1,3 +1,4 @@
+import pickle
 import random
 
 import numpy as np
@@ -7,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
-from odb_nodes.sample import ItemKey
+from odb_nodes.processing.observation import made_of
+from odb_nodes.processing.transport import pack, unpack
+from odb_nodes.sample import ItemKey, Sample
 
 KEYS = st.builds(
     ItemKey,
@@ -55,3 +58,32 @@ def test_a_key_without_a_seed_fails_its_item_alone(key):
     keys[30] = key
     chunk = ChunkProcessor(draw, 0).run(ChunkTask(range(40), keys, 0, 0, range(40)))
     assert len(chunk.results) == 30 and chunk.failure.item == "30"
+
+
+@given(st.lists(KEYS | st.none(), max_size=20))
+def test_a_task_arrives_as_it_was_sent(keys):
+    task = ChunkTask([*range(len(keys))], keys, 3, 1, range(len(keys)))
+    again = pickle.loads(pickle.dumps(task, protocol=5))
+    assert again == task and [*map(type, again.keys)] == [*map(type, keys)]
+
+
+def a_sample(tokens):
+    return Sample({"input_ids": np.arange(tokens)}, tokens, tokens - 1)
+
+
+@given(st.lists(KEYS | st.none(), min_size=1, max_size=20), st.booleans())
+def test_samples_arrive_with_the_very_keys_of_their_task(keys, fails):
+    task = ChunkTask([*range(1, len(keys) + 1), *["x"] * fails], [*keys, *[None] * fails], 0, 0, [])
+    result = ChunkProcessor(a_sample, None).run_packed(task)
+    samples = unpack([bytearray(part) for part in result.results], task.keys)
+    assert all(one.item is key for one, key in zip(samples, keys, strict=True))
+    assert [one.tokens for one in samples] == [*range(1, len(keys) + 1)]
+    assert (result.failure is not None) == fails
+
+
+def test_a_sample_keeps_a_key_that_is_not_of_its_task():
+    keys = [ItemKey("", number, 1) for number in range(3)]
+    samples = [made_of(a_sample(5), key) for key in keys]
+    for others in (keys[::-1], keys[:2], [ItemKey(*key) for key in keys]):
+        parts = [bytearray(part) for part in pack(samples, others)]
+        assert [one.item for one in unpack(parts, others)] == keys

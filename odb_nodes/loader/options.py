@@ -142,7 +142,8 @@ class LoaderOptions(BatchOptions, JobOptions):
         """
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if settable := Mixing.of(self.weights).settable:
-            options = replace(options, chunk_size=options.first_chunk_samples)
+            size = options.first_chunk_samples
+            options = replace(options, chunk_size=size, in_flight_bytes=None)
         if options.in_flight_samples is not None:
             return options
         window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window

@@ -228,9 +228,10 @@ def _known_size(name: str, dataset: Any) -> int:
 
 def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:
     """Return the share of the workers for each source, at least one where there are workers."""
-    ahead = workers.in_flight_samples
+    ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
     return replace(
         workers,
         num_workers=-(-workers.num_workers // sources),
         in_flight_samples=None if ahead is None else max(1, ahead // sources),
+        in_flight_bytes=None if most_bytes is None else max(1, most_bytes // sources),
     )

@@ -51,6 +51,11 @@ class ChunkRunner:
         return self._fit.items
 
     @property
+    def items_ahead(self) -> int:
+        """Items that may be in flight, beyond the chunk in hand."""
+        return self._fit.items_ahead
+
+    @property
     def is_started(self) -> bool:
         """Whether workers run."""
         return self._pool is not None

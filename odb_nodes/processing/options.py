@@ -35,6 +35,8 @@ class WorkerOptions:
             worker 20 ms or fill 1 MiB, from 1 to 256, so that all workers are busy.
         in_flight_samples: number of samples being processed or waiting to be taken, beyond the one
             in hand; `None` for 4 chunks per worker.
+        in_flight_bytes: bytes that these have at most, by what others have had; `None` for no
+            limit. Two chunks per worker are in flight in any case, and threads know of no bytes.
         timeout_s: seconds to wait for a chunk before it is an error.
         worker_init_fn: called with the worker's number in each worker process when it starts.
             It must be None for threads; `start_method` must be for threads and Ray.
@@ -48,6 +50,7 @@ class WorkerOptions:
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
     chunk_size: ChunkSize = AUTO
     in_flight_samples: int | None = None
+    in_flight_bytes: int | None = 256 << 20
     timeout_s: float = 600.0
     worker_init_fn: Callable[[int], None] | None = None
 
@@ -57,6 +60,8 @@ class WorkerOptions:
             check_count("chunk_size", self.chunk_size)
         if self.in_flight_samples is not None:
             check_count("in_flight_samples", self.in_flight_samples)
+        if self.in_flight_bytes is not None:
+            check_count("in_flight_bytes", self.in_flight_bytes)
         check_choice("method", self.method, get_args(Method))
         if self.start_method is not None:
             check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())

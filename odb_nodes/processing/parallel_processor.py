@@ -215,14 +215,15 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             SampleError, WorkerError: see `next`.
         """
-        again, size = recall(self.source, items), self._runner.chunk_items
+        again, start = recall(self.source, items), 0
         waiting: deque[Submitted] = deque()
         try:
-            for start in range(0, len(items), size):
-                keys = items[start : start + size]
-                task = self._task(list(islice(again, size)), keys, range(start, start + len(keys)))
+            while keys := items[start : start + self._runner.chunk_items]:
+                stop = start + len(keys)
+                task = self._task([*islice(again, len(keys))], keys, range(start, stop))
                 waiting.append(self._runner.submit(task))
-                if (len(waiting) - 1) * size >= self._workers.samples_ahead:
+                start = stop
+                while waiting and stop - waiting[0].task.positions[-1] > self._runner.items_ahead:
                     yield from self._recalled(waiting.popleft())
             while waiting:
                 yield from self._recalled(waiting.popleft())
@@ -316,7 +317,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         if not self._in_flight:
             return True
         first = len(self._in_flight[0].submitted.task.items)
-        return self._ahead - first < self._workers.samples_ahead
+        return self._ahead - first < self._runner.items_ahead
 
     def _read_chunk(self) -> None:
         read = self._reader.read(self._runner.chunk_items)

@@ -1,5 +1,6 @@
-"""Chunks follow the time and the bytes of their items, and nothing else follows them."""
+"""Chunks, and what is in flight, follow time and bytes of the items; nothing else follows them."""
 
+import numpy as np
 import pytest
 
 from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions
@@ -38,7 +39,7 @@ def test_it_grows_step_by_step_and_shrinks_at_once():
     for _ in range(4):
         fit.note(fit.items, 0.0, 0)
         sizes.append(fit.items)
-    assert sizes == [32, 64, 128, 256, 256]
+    assert sizes == [4, 8, 16, 32, 64]
     fit.note(256, 256 * 0.01, 0)
     assert fit.items == 2
 
@@ -57,7 +58,70 @@ def test_a_given_size_and_the_trainers_own_thread_stay(options):
 def test_an_empty_chunk_says_nothing():
     fit = ChunkFit(WorkerOptions(num_workers=1))
     fit.note(0, 1.0, 0)
-    assert fit.items == 32
+    assert fit.items == 4
+
+
+def ahead_after(size_bytes, chunks, **options):
+    """What may be in flight after some chunks of items of that size."""
+    fit = ChunkFit(WorkerOptions(**{"num_workers": 2, "in_flight_samples": 1000} | options))
+    for _ in range(chunks):
+        fit.note(fit.items, 0.0, fit.items * size_bytes)
+    return fit.items_ahead
+
+
+@pytest.mark.parametrize(
+    "size_bytes, options, expected",
+    [
+        (10, {}, 1000),
+        (5 * MIB, {}, 51),  # 256 MiB
+        (MIB, {"in_flight_bytes": 20 * MIB}, 20),
+        (MIB, {"in_flight_bytes": 1}, 4),  # two chunks of one item for each worker
+        (MIB, {"in_flight_bytes": None}, 1000),
+        (MIB, {"in_flight_bytes": 20 * MIB, "chunk_size": 8}, 32),
+        (5 * MIB, {"in_flight_samples": 3}, 3),
+        (5 * MIB, {"num_workers": 0}, 0),
+    ],
+)
+def test_so_many_bytes_are_in_flight(size_bytes, options, expected):
+    assert ahead_after(size_bytes, 200, **options) == expected
+
+
+def test_little_is_in_flight_before_it_is_known_what_items_have():
+    assert [ahead_after(10, chunks) for chunks in range(6)] == [16, 32, 64, 128, 256, 512]
+    assert ahead_after(10, 0, in_flight_bytes=None) == 1000
+    assert ahead_after(10, 0, chunk_size=50) == 200
+
+
+def test_what_an_item_has_follows_the_last_chunks():
+    fit = ChunkFit(WorkerOptions(num_workers=1, in_flight_samples=1000))
+    for _ in range(100):
+        fit.note(10, 0.0, 10)
+    assert fit.items_ahead == 1000
+    fit.note(10, 0.0, 10 * 8 * MIB)
+    assert fit.items_ahead == pytest.approx(256 / (0.25 * 8), abs=1)
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_large_samples_are_read_no_further_than_their_bytes_allow(method):
+    source, distances = ShardedSampler(200, rank=0, world_size=1), []
+    workers = WorkerOptions(
+        num_workers=2, method=method, in_flight_samples=100, in_flight_bytes=10 * MIB
+    )
+    node = ParallelProcessor(source, _make_mebibyte, workers=workers)
+    node.reset(None)
+    try:
+        for number, _ in enumerate(node):
+            distances.append(source.state_dict()["position"] - number)
+    finally:
+        node.close()
+    # 8 chunks of 4 at first; one in hand beyond those in flight, and one as they are filled up.
+    most = 40 if method == "process" else 100 + 2 * 256
+    assert len(distances) == 200 and max(distances[:-1]) <= most
+    assert max(distances[50:]) <= (14 if method == "process" else most)
+
+
+def _make_mebibyte(_item):
+    return np.zeros(MIB, np.uint8)
 
 
 def test_states_do_not_depend_on_what_is_in_a_chunk():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import HostedRanks, group_rank
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
+from odb_nodes.collate.protocol import Collate
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
@@ -68,11 +70,24 @@ class RankGraph:
         )
         rank, _ = group_rank(options.process_group)
         self.collator = GroupCollator(self.aligner, pinning or collate, options.seed, rank)
-        processors = [*_processors(self.samples)]
-        if options.collate_in != "main" and all(one.makes_batches(collate) for one in processors):
-            finish = pinning.pin if pinning else _as_it_is
-            always = options.collate_in == "workers"
+        if options.collate_in != "main":
+            self._collate_in_workers(collate, pinning.pin if pinning else _as_it_is, options)
+
+    def _collate_in_workers(
+        self, collate: Collate, finish: Callable[[Any], Any], options: LoaderOptions
+    ) -> None:
+        processors, always = [*_processors(self.samples)], options.collate_in == "workers"
+        why_not = "" if options.prefetch else "`prefetch` is 0"
+        for one in processors:
+            why_not = why_not or one.runner.cannot_make_batches(collate)
+        if not why_not:
             self.collator.collate_in_workers(processors, collate, finish, always=always)
+        elif always:
+            warnings.warn(
+                f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process '
+                "makes the batches.",
+                stacklevel=2,
+            )
 
 
 def _processors(samples: BaseNode[Any]) -> Iterator[ParallelProcessor[Any]]:

@@ -13,6 +13,7 @@ from odb_nodes.collate.protocol import Collate, collate_group, owned, takes_step
 from odb_nodes.errors import WorkerError
 from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.processing import ParallelProcessor
+from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.shared_pages import split_parts
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sample import Sample, StoredData
@@ -45,7 +46,9 @@ class WorkerBatches:
     ) -> None:
         maker = _Maker(collate, 0 if always else _LARGE_BYTES)
         self._always = always
-        self._runners = [one.keep_data_for(maker) for one in processors]
+        self._runners = [one.runner for one in processors]
+        for runner in self._runners:
+            runner.keep_data_for(maker)
         self._limit_s = max(one.timeout_s for one in self._runners)
         self._takes_info = takes_step(collate)
         self._finish = finish
@@ -75,9 +78,11 @@ class WorkerBatches:
             made = runner.make_batch(data, key, info if self._takes_info else None)
         except Exception:  # of pickling a sample: the trainer has it
             return None
-        return None if made is None else lambda make_here: self._take(made, make_here)
+        return None if made is None else lambda make_here: self._take(made, runner, make_here)
 
-    def _take(self, made: Future[Any], make_here: Callable[[], Batch]) -> Batch:
+    def _take(
+        self, made: Future[Any], runner: ChunkRunner, make_here: Callable[[], Batch]
+    ) -> Batch:
         wait([made], self._limit_s)
         if not made.done():
             raise WorkerError(
@@ -85,7 +90,9 @@ class WorkerBatches:
                 "of a sample, hangs in a worker, or needs a longer limit. "
                 "Nothing is lost: load the last state, or iterate again, to go on."
             )
-        if made.exception() is not None:  # The worker is gone. The samples are not.
+        if (error := made.exception()) is not None:  # The worker is gone. The samples are not.
+            if runner.is_started:  # else all were stopped, and something else says why
+                warnings.warn(f"{error} The trainer's process makes them.", stacklevel=2)
             return make_here()
         result = made.result()
         if result.content is None:
@@ -100,8 +107,8 @@ class WorkerBatches:
             self._works = False
             warnings.warn(
                 f"a worker could not make a batch ({error}), but the trainer's process could, and "
-                "makes all from now on. Let `collate_fn` return tensors and plain data, and use no "
-                'device; or pass `collate_in="main"`.',
+                "makes all from now on. Let `collate_fn` return tensors and plain data, and use "
+                'neither a device nor `get_worker_info` of torch; or pass `collate_in="main"`.',
                 stacklevel=2,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -12,10 +13,12 @@ from odb_nodes._core.signals import deferred_interrupt
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.chunk_fit import ChunkFit
+from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.recipe import BatchMaker, BatchResult
+from odb_nodes.processing.shared_pages import CAN_SHARE
 from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
 from odb_nodes.processing.thread_pool import ThreadPool
 from odb_nodes.processing.transport import unpack, unpack_facts
@@ -71,7 +74,10 @@ class ChunkRunner:
         return self._pool.pids if isinstance(self._pool, ProcessPool) else []
 
     def start(self) -> None:
-        """Start the workers, unless they run already, or there are to be none."""
+        """Start the workers, unless all run already, or there are to be none."""
+        if isinstance(self._pool, ProcessPool) and (epitaph := self._pool.epitaph):
+            warnings.warn(f"{epitaph} All workers are started anew.", stacklevel=2)
+            self.close()
         if self._pool is None and self._options.num_workers > 0:
             with deferred_interrupt():
                 self._pool = start_pool(self._processor, self._options)
@@ -163,7 +169,7 @@ class ChunkRunner:
             data = [StoredRow(chunk, row) for row in range(len(task.items))]
             return unpack_facts(result.results, data, task.keys), result.failure
         except WorkerError as error:
-            raise self._fail(f"while processing {task}: {error}") from error
+            raise self._fail(f"no result for {task}: {error}") from error
         except Exception as error:
             raise self._fail(
                 f"the results of {task} cannot be unpickled here: {type(error).__name__}: {error}"
@@ -172,10 +178,21 @@ class ChunkRunner:
     def make_batch(
         self, data: Sequence[Any], key: int, info: StepInfo | None
     ) -> Future[BatchResult] | None:
-        """Have a worker make a batch; `None` where no worker process runs. See `ProcessPool`."""
+        """Have a worker make a batch; `None` where no worker process lives. See `ProcessPool`."""
         if not isinstance(self._pool, ProcessPool):
             return None
         return self._pool.make_batch(data, key, info)
+
+    def cannot_make_batches(self, collate: Any) -> str:
+        """Return why workers could not make batches by a function; "" where they could."""
+        options = self._options
+        if not options.num_workers or options.method != "process":
+            return "there are no worker processes"
+        if not CAN_SHARE:
+            return "this system does not hand files of memory to other processes"
+        if not (options.forks or is_picklable(collate)):
+            return "`collate_fn` cannot be pickled, as workers need that are not forked"
+        return ""
 
     def keep_data_for(self, maker: BatchMaker) -> None:
         """From the next start on, leave the data of samples where workers make batches of them."""

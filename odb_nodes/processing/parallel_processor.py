@@ -21,11 +21,8 @@ from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_reader import ChunkReader, ReadItems
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
-from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.processor_state import ProcessorState
-from odb_nodes.processing.recipe import BatchMaker
-from odb_nodes.processing.shared_pages import CAN_SHARE
 from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
@@ -90,7 +87,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         processor = ChunkProcessor(
             process_fn, seed, self._rank, self._world_size, self._workers.timeout_s
         )
-        self._runner = ChunkRunner(processor, self._workers, type(self).__name__)
+        self.runner = ChunkRunner(processor, self._workers, type(self).__name__)
+        """Runs chunks, and has the workers make batches."""
         self._key: ItemKey | None = None  # of the last item that is out
         self._clear()
 
@@ -105,28 +103,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the worker processes that run now."""
-        return self._runner.pids
-
-    def makes_batches(self, collate: Any) -> bool:
-        """Tell whether there are to be worker processes that could make batches by a function."""
-        options = self._workers
-        if not CAN_SHARE or not options.num_workers or options.method != "process":
-            return False
-        return options.forks or is_picklable(collate)
-
-    def keep_data_for(self, maker: BatchMaker) -> ChunkRunner:
-        """From the next start of the workers on, leave the data of samples to them, for batches.
-
-        Returns:
-            What has the workers make batches.
-        """
-        self._runner.keep_data_for(maker)
-        return self._runner
+        return self.runner.pids
 
     @property
     def has_workers(self) -> bool:
         """Tell whether workers run, in processes or threads."""
-        return self._runner.is_started
+        return self.runner.is_started
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -137,15 +119,15 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             WorkerError: a worker could not be started, or the workers belong to the process that
                 this one was forked from.
         """
-        self._runner.check_process()
+        self.runner.check_process()
         super().reset(initial_state)
         # Here and not in `next`, which may run on a thread: a fork should see few of those.
-        self._runner.start()
+        self.runner.start()
 
     def prepare_reset(self) -> None:
         """Leave what is in flight."""
         if self._in_flight:
-            self._runner.discard()
+            self.runner.discard()
         self._clear()
 
     def begin_epoch(self) -> None:
@@ -218,18 +200,18 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         again, start = recall(self.source, items), 0
         waiting: deque[Submitted] = deque()
         try:
-            while keys := items[start : start + self._runner.chunk_items]:
+            while keys := items[start : start + self.runner.chunk_items]:
                 stop = start + len(keys)
                 task = self._task([*islice(again, len(keys))], keys, range(start, stop))
-                waiting.append(self._runner.submit(task))
+                waiting.append(self.runner.submit(task))
                 start = stop
-                while waiting and stop - waiting[0].task.positions[-1] > self._runner.items_ahead:
+                while waiting and stop - waiting[0].task.positions[-1] > self.runner.items_ahead:
                     yield from self._recalled(waiting.popleft())
             while waiting:
                 yield from self._recalled(waiting.popleft())
         finally:
             if waiting:  # Nobody waits for them any more.
-                self._runner.discard()
+                self.runner.discard()
 
     def select(self, wanted: Sequence[bool]) -> bool:
         """Process of the next `len(wanted)` items only those that are wanted. After a reset only.
@@ -252,10 +234,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
         A forked child forgets them: they go on for the process that started them.
         """
-        self._runner.close()
+        self.runner.close()
 
     def _clear(self) -> None:
-        self._runner.resume()
+        self.runner.resume()
         self._in_flight: deque[_Chunk] = deque()
         self._ahead = 0  # items in flight
         self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
@@ -270,7 +252,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""
-        self._runner.interrupt()
+        self.runner.interrupt()
 
     def _take_chunk(self) -> None:
         """Make the results of the next chunk ready, and read further ahead.
@@ -278,7 +260,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         Raises:
             StopIteration: the source has ended and nothing is in flight.
         """
-        self._runner.check()
+        self.runner.check()
         while not self._reader.has_ended and self._has_room():
             self._read_chunk()
         if not self._in_flight:
@@ -287,7 +269,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._taken, self._taken_of = 0, {}
             raise StopIteration
         chunk = self._in_flight[0]
-        results, failure = self._runner.results(chunk.submitted)
+        results, failure = self.runner.results(chunk.submitted)
         self._in_flight.popleft()
         task = chunk.submitted.task
         self._ahead -= len(task.items)
@@ -317,12 +299,12 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         if not self._in_flight:
             return True
         first = len(self._in_flight[0].submitted.task.items)
-        return self._ahead - first < self._runner.items_ahead
+        return self._ahead - first < self.runner.items_ahead
 
     def _read_chunk(self) -> None:
-        read = self._reader.read(self._runner.chunk_items)
+        read = self._reader.read(self.runner.chunk_items)
         if read.items or read.error is not None:  # The items before an error are delivered first.
-            submitted = self._runner.submit(self._task(read.items, read.keys, read.positions))
+            submitted = self.runner.submit(self._task(read.items, read.keys, read.positions))
             self._in_flight.append(_Chunk(submitted, read))
             self._ahead += len(read.items)
 
@@ -332,7 +314,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions)
 
     def _recalled(self, submitted: Submitted) -> list[T]:
-        results, failure = self._runner.results(submitted)
+        results, failure = self.runner.results(submitted)
         if failure is not None:
             where = f"which is made again for a restore ({submitted.task.keys[len(results)]})"
             raise failure.explained(where, elsewhere=submitted.future is not None)

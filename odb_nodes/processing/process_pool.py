@@ -101,6 +101,11 @@ class ProcessPool:
         """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
+    @property
+    def epitaph(self) -> str:
+        """How the first of the workers has ended that are gone; "" where all live."""
+        return next((worker.epitaph() for worker in self._workers if worker.ended), "")
+
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk with the next worker in turn."""
         worker = self._workers[next(self._sequence) % len(self._workers)]
@@ -112,8 +117,8 @@ class ProcessPool:
 
     def make_batch(
         self, data: Sequence[Any], key: int, info: StepInfo | None
-    ) -> Future[BatchResult]:
-        """Have the worker make a batch that has the fewest to make.
+    ) -> Future[BatchResult] | None:
+        """Have the worker make a batch that has the fewest to make; `None` where none lives.
 
         Args:
             data: of its samples, a `StoredRow` or anything else.
@@ -123,9 +128,10 @@ class ProcessPool:
         Raises:
             Exception: whatever pickling a sample that no worker keeps raised.
         """
+        if (worker := self._next_for_batch()) is None:
+            return None
         inline = [one for one in data if not isinstance(one, StoredRow)]
         packed = [bytearray(join_parts(pack(inline)))] if inline else []
-        worker = self._next_for_batch()
         rows: list[tuple[int, int]] = []
         chunks: dict[int, StoredChunk] = {}
         places = count()
@@ -144,10 +150,11 @@ class ProcessPool:
         self._outbox.put(partial(worker.send, [head, *parts]))
         return answer
 
-    def _next_for_batch(self) -> WorkerProcess:
+    def _next_for_batch(self) -> WorkerProcess | None:
         """Return the worker with the fewest batches to make; of several, each in turn."""
         self._workers_in_turn.rotate(-1)
-        return min(self._workers_in_turn, key=_batches_due)
+        alive = [worker for worker in self._workers_in_turn if not worker.is_buried]
+        return min(alive, key=_batches_due, default=None)
 
     def what_hangs(self, future: Future[ChunkResult]) -> str:
         """Return what keeps a chunk from being done."""
@@ -228,11 +235,11 @@ def _read_results(workers: list[WorkerProcess]) -> None:
         while alive:
             for ready in wait(list(alive), _DEATH_POLL_S) or _dead_in_silence(alive):
                 if not _read_message(alive[ready]):
-                    _bury(alive.pop(ready))
+                    alive.pop(ready).bury()
     finally:  # An error in this thread must not leave the trainer waiting.
         for worker in alive.values():
             worker.end("the thread that reads results has failed, see above.")
-            _bury(worker)
+            worker.bury()
 
 
 def _read_message(worker: WorkerProcess) -> bool:
@@ -254,11 +261,6 @@ def _read_message(worker: WorkerProcess) -> bool:
         worker.end(f"the trainer could not read its results: {cause}.{memory}")
         return False
     return True
-
-
-def _bury(worker: WorkerProcess) -> None:
-    worker.connection.close()
-    worker.fail_pending()
 
 
 def _dead_in_silence(alive: dict[Any, WorkerProcess]) -> list[Any]:

@@ -45,6 +45,8 @@ _FORK_LOCK = (
     " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
     'as while that imports a module: `start_method="forkserver"` avoids that.'
 )
+_ON = " Nothing is lost: load the last state, or iterate again, to go on."
+_IDLE = " It had nothing to do."
 _starting = threading.Lock()  # see `_start`
 
 
@@ -77,6 +79,7 @@ class WorkerProcess:
         self._released = False
         self._last_words = ""
         self._reason = ""  # why the trainer has ended it
+        self._owed = ""  # what it had to do beside samples when it ended
         self._stage = Stage.STARTING
         self._has_answered = False
         self._forked = context.get_start_method() == "fork"
@@ -129,6 +132,11 @@ class WorkerProcess:
         return self._poll() is not None or not _exists(self.pid)
 
     @property
+    def is_buried(self) -> bool:
+        """Whether it is known to be gone."""
+        return self.connection.fileno() < 0
+
+    @property
     def batches_due(self) -> int:
         """How many batches it has yet to make."""
         return self._batches.qsize()
@@ -142,7 +150,7 @@ class WorkerProcess:
         """Return a future for the next chunk sent to this worker, or for the next batch."""
         answer = Answer(self)
         (self._batches if batch else self._pending).put(answer)
-        if self.connection.fileno() < 0:
+        if self.is_buried:
             # The reader has closed it and may already have failed what was pending before.
             self.fail_pending()
         return answer
@@ -205,23 +213,36 @@ class WorkerProcess:
         self._reason = reason
         self.kill()
 
+    def bury(self) -> None:
+        """Close the socket of this worker, which has died or closed it, and fail its futures."""
+        batches = self.batches_due
+        if self._pending.empty():
+            self._owed = f" It had batches to make ({batches})." if batches else _IDLE
+        elif batches:
+            self._owed = f" It had batches to make, too ({batches})."
+        self.connection.close()
+        self.fail_pending()
+
     def fail_pending(self) -> None:
         """Fail every future of this worker, which has died or closed its socket."""
         if not self.wait_until_ended(_END_S):
             self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
-        error = WorkerError(self._epitaph())
-        for pending in (self._pending, self._batches):
+        how = self.epitaph()
+        chunk_error, batch_error = WorkerError(how + self._how_to_go_on()), WorkerError(how)
+        for pending, error in (self._pending, chunk_error), (self._batches, batch_error):
             with contextlib.suppress(queue.Empty):
                 while True:
                     future = pending.get_nowait()
                     if not future.done():
                         future.set_exception(error)
 
-    def _epitaph(self) -> str:
-        on = "Nothing is lost: load the last state, or iterate again, to go on."
+    def epitaph(self) -> str:
+        """Return how this worker has ended."""
         if self._reason:
-            return f"worker process {self.pid} was ended: {self._reason} {on}"
+            return f"worker process {self.pid} was ended: {self._reason}"
+        if self._last_words:  # It has ended itself, and would again.
+            return f"worker process {self.pid} has ended.{self._last_words}"
         code = self._poll()
         if code is None:
             how = "died; another part of this program took its exit code."
@@ -232,11 +253,14 @@ class WorkerProcess:
             )
         else:
             how = f"died with exit code {code}."
-        if self._last_words:  # It has ended itself, and would again.
-            return f"worker process {self.pid} has ended.{self._last_words}"
+        return f"worker process {self.pid} {how}{self._owed}"
+
+    def _how_to_go_on(self) -> str:
+        if self._last_words and not self._reason:
+            return ""  # It would end again.
+        code = self._poll()
         unheard = code is not None and code >= 0 and self._stage is Stage.STARTING
-        hint = _GUARD if unheard and not self._forked else ""
-        return f"worker process {self.pid} {how} {on}{hint}"
+        return _ON + (_GUARD if unheard and not (self._reason or self._forked) else "")
 
     def kill(self) -> None:
         """End the process, and do not wait for it."""

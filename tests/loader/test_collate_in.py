@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import warnings
 from operator import attrgetter
 
 import numpy as np
@@ -185,17 +186,27 @@ def test_all_workers_make_batches_and_the_trainer_makes_none():
     assert len(workers) == 2
 
 
+NO_WORKERS = "there are no worker processes"
+
+
 @pytest.mark.parametrize(
-    "given",
+    "given, why",
     [
-        {"collate_in": "main"},
-        {"prefetch": 0},
-        {"workers": None},
-        {"workers": WorkerOptions(num_workers=2, method="thread")},
+        ({"prefetch": 0}, "`prefetch` is 0"),
+        ({"workers": None}, NO_WORKERS),
+        ({"workers": WorkerOptions(num_workers=2, method="thread")}, NO_WORKERS),
     ],
 )
-def test_the_trainer_makes_batches_where_no_worker_can(given):
-    assert makers(**given)[0] == {os.getpid()}
+def test_the_trainer_makes_batches_where_no_worker_can_and_says_why(given, why):
+    with pytest.warns(UserWarning, match=f"`collate_in=.workers.` has no effect, since {why}"):
+        assert makers(**given)[0] == {os.getpid()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "`collate_in")
+        assert makers(**given | {"collate_in": "auto"})[0] == {os.getpid()}
+
+
+def test_the_trainer_makes_batches_where_it_shall():
+    assert makers(collate_in="main")[0] == {os.getpid()}
 
 
 @pytest.mark.workers
@@ -208,5 +219,7 @@ def test_workers_that_are_not_forked_make_them_too(start_method, monkeypatch):
 @pytest.mark.workers
 def test_a_function_that_no_other_process_can_have_stays_with_the_trainer(monkeypatch):
     monkeypatch.setitem(WORKERS, "start_method", "spawn")
-    with ODBDataLoader(Rows(), **options(collate_fn=lambda samples: where(samples))) as loader:
+    with pytest.warns(UserWarning, match="no effect, since `collate_fn` cannot be pickled"):
+        loader = ODBDataLoader(Rows(), **options(collate_fn=lambda samples: where(samples)))
+    with loader:
         assert {batch["made by"] for batch in loader} == {os.getpid()}

@@ -1,9 +1,11 @@
 """What goes wrong where workers make the batches."""
 
 import os
+import re
 import signal
 import sys
 import time
+import warnings
 from functools import partial
 
 import pytest
@@ -17,6 +19,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.contract.graph import walk
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
@@ -167,3 +170,53 @@ def test_what_is_no_batch_is_refused():
         pytest.raises(TypeError, match="must return a dict"),
     ):
         next(iter(loader))
+
+
+def end_at(batch, number):
+    """End the worker that makes a batch of that sample."""
+    if f"row {number}" in batch["ids"]:
+        os._exit(5)
+    return batch
+
+
+def test_a_worker_that_collating_ends_is_not_taken_to_have_processed():
+    """Its error says that it had batches to make. The other one makes the rest."""
+    expected = epoch(Rows(), "main", collate_fn=where)
+    workers = WorkerOptions(num_workers=2, chunk_size=7, in_flight_samples=SIZE, **WORKERS)
+    collate, found = faulty(partial(end_at, number=31)), []
+    with ODBDataLoader(Rows(), **options(collate_fn=collate, workers=workers)) as loader:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            while len(found) < len(expected):
+                try:
+                    for batch in loader:
+                        found.append(pop_step_info(batch))
+                except WorkerError as error:
+                    told.append(error)
+        assert found == [info for _, info, _ in expected]
+    said = [str(getattr(one, "message", one)) for one in told]
+    assert any(re.search(r"exit code 5\. It had batches to make(, too)? \(\d", one) for one in said)
+    assert not any("-9" in one for one in said)
+
+
+@pytest.mark.parametrize("collate_in", ["main", "workers"])
+def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
+    workers = WorkerOptions(num_workers=2, in_flight_samples=SIZE, **WORKERS)
+    given = options(collate_in=collate_in, workers=workers, prefetch=1, collate_fn=where)
+    with ODBDataLoader(Rows(), **given) as loader:
+        (node,) = [one for one in walk(loader._graphs[0].samples) if hasattr(one, "worker_pids")]
+        batches, pids = iter(loader), node.worker_pids
+        while not node._reader.has_ended:
+            next(batches)
+        workers = node.runner._pool._workers
+        while any(one.batches_due or not one._pending.empty() for one in workers):
+            time.sleep(0.01)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert len([*batches]) > 0
+        # A batch may be ordered before its worker is known to be dead.
+        owed = "nothing to do" if collate_in == "main" else "(nothing to do|batches to make)"
+        with pytest.warns(UserWarning, match=f"-9.* It had {owed}.* All workers are started anew"):
+            again = [pop_step_info(batch) for batch in loader]
+        assert sum(info.local_samples for info in again) == SIZE
+        assert not {*node.worker_pids} & {*pids}

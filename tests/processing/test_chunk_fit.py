@@ -129,7 +129,7 @@ def test_states_do_not_depend_on_what_is_in_a_chunk():
         node = ParallelProcessor(
             ShardedSampler(300, rank=0, world_size=1), str, workers=WorkerOptions(**options)
         )
-        runner, found = node._runner, []
+        runner, found = node.runner, []
         node.reset(None)
         try:
             for number in range(300):

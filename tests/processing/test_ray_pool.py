@@ -26,6 +26,7 @@ from worker_functions import (
 from odb_nodes import (
     IterableSource,
     Mixing,
+    ParallelProcessor,
     SampleError,
     WorkerError,
     WorkerOptions,
@@ -84,8 +85,10 @@ def expected():
 
 def test_batches_infos_and_states_are_those_of_processes_and_the_trainer_collates(expected):
     with seeded("ray", collate_in="workers") as loader:
-        (node,) = [one for one in walk(loader._graphs[0].samples) if hasattr(one, "makes_batches")]
-        assert not node.makes_batches(np.stack)
+        (node,) = [
+            one for one in walk(loader._graphs[0].samples) if isinstance(one, ParallelProcessor)
+        ]
+        assert node.runner.cannot_make_batches(np.stack) == "there are no worker processes"
         assert [steps(loader), steps(loader)] == expected
 
 
@@ -130,7 +133,7 @@ def test_a_lost_actor_is_replaced_and_its_chunks_are_processed_again(ray):
         found.append(drawn(sample))
         if len(found) in (10, 60, 110):
             pids |= {*actor_pids()}
-            first = node._runner._pool.actors[0]
+            first = node.runner._pool.actors[0]
         if len(found) == 10:
             os.kill(actor_pids()[0], signal.SIGKILL)
         elif len(found) in (60, 110):
@@ -171,7 +174,7 @@ def die(item):
 def test_an_item_that_kills_every_actor_is_an_error():
     node = processor(die, **ONE)
     node.reset()
-    with pytest.raises(WorkerError, match=r"while processing samples \d+.*4 actors were lost"):
+    with pytest.raises(WorkerError, match=r"no result for samples \d+.*4 actors were lost"):
         list(node)
 
 

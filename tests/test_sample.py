@@ -14,6 +14,7 @@ from odb_nodes import LengthObserver, Sample, SampleError, SourceCount, SourceIt
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import pack, unpack
+from odb_nodes.sample import ItemKey
 from odb_nodes.sources import IterableSource
 from odb_nodes.step_info import count_sources
 
@@ -35,6 +36,15 @@ COPIES = {
     "transport": through_transport,
     "replace": lambda sample: sample._replace(data=dict(sample.data)),
 }
+
+
+def test_its_payload_is_the_same_whether_a_worker_has_made_it():
+    """Its key comes from the trainer then, with an equal name of the source."""
+    key = ItemKey("ocr", 4, 1)
+    here = NAMED._replace(source=key.source, item=key)
+    (there,) = unpack([bytearray(part) for part in pack([here], [key])], [key])
+    assert there.source is not there.item.source
+    assert encode_sample(there) == encode_sample(here)
 
 
 def test_its_source_is_a_field_of_it():

@@ -142,12 +142,12 @@ class LoaderOptions(BatchOptions, JobOptions):
         """
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if settable := Mixing.of(self.weights).settable:
-            size = options.first_chunk_samples
+            size = options.nominal_chunk_samples
             options = replace(options, chunk_size=size, in_flight_bytes=None)
         if options.in_flight_samples is not None:
             return options
         window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
-        ahead = 0 if settable else 4 * options.first_chunk_samples * options.num_workers
+        ahead = 0 if settable else 4 * options.nominal_chunk_samples * options.num_workers
         return replace(options, in_flight_samples=max(window, ahead))
 
 

@@ -22,8 +22,12 @@ def encode_sample(sample: Sample) -> bytes:
         SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
             numbers and strings.
     """
-    item = None if sample.item is None else tuple(sample.item)
-    return to_bytes((_encode(data_of(sample)), *sample._replace(item=item)[1:]))  # type: ignore[arg-type]
+    item: Any = sample.item
+    if item is not None:
+        # Pickle repeats an equal string that is another object, as workers may have made it.
+        source = sample.source if item.source == sample.source else item.source
+        item = (source, *item[1:])
+    return to_bytes((_encode(data_of(sample)), *sample._replace(item=item)[1:]))
 
 
 def encode_samples(samples: Mapping[int, Sample], known: Mapping[int, bytes]) -> dict[int, bytes]:

@@ -54,6 +54,7 @@ class WorkerBatches:
         self._finish = finish
         self._turn = count()
         self._works = True
+        self._told: set[str] = set()  # what was warned of
 
     def order(
         self, group: Sequence[Sample], key: int, info: StepInfo
@@ -91,9 +92,10 @@ class WorkerBatches:
                 "Nothing is lost: load the last state, or iterate again, to go on."
             )
         if (error := made.exception()) is not None:  # The worker is gone. The samples are not.
+            batch = make_here()
             if runner.is_started:  # else all were stopped, and something else says why
-                warnings.warn(f"{error} The trainer's process makes them.", stacklevel=2)
-            return make_here()
+                self._warn_of(str(error))
+            return batch
         result = made.result()
         if result.content is None:
             batch = make_here()  # which raises the same error, but where only a worker cannot do it
@@ -101,6 +103,12 @@ class WorkerBatches:
             return batch
         (batch,) = unpack(split_parts(result.content))
         return self._finish(batch)
+
+    def _warn_of(self, death: str) -> None:
+        """Warn of the death of a worker, which may have owed several batches, once."""
+        if death not in self._told:
+            self._told.add(death)
+            warnings.warn(f"{death} The trainer's process makes them.", stacklevel=3)
 
     def _give_up(self, error: str) -> None:
         if self._works:

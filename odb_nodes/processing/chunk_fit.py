@@ -22,7 +22,7 @@ class ChunkFit:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.items = options.first_chunk_samples
+        self.items = options.nominal_chunk_samples
         """Items of the next chunk."""
         self._fits = options.chunk_size == AUTO and options.num_workers > 0
         # Two for each worker: one that it processes, and one that waits for it.

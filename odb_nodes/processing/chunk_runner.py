@@ -75,13 +75,15 @@ class ChunkRunner:
 
     def start(self) -> None:
         """Start the workers, unless all run already, or there are to be none."""
-        if isinstance(self._pool, ProcessPool) and (epitaph := self._pool.epitaph):
-            warnings.warn(f"{epitaph} All workers are started anew.", stacklevel=2)
+        epitaph = self._pool.epitaph if isinstance(self._pool, ProcessPool) else ""
+        if epitaph:
             self.close()
         if self._pool is None and self._options.num_workers > 0:
             with deferred_interrupt():
                 self._pool = start_pool(self._processor, self._options)
                 self._finalizer = weakref.finalize(self, self._pool.close)
+        if epitaph:  # Last, since a filter may make it an error.
+            warnings.warn(f"{epitaph} All workers are started anew.", stacklevel=2)
 
     def close(self) -> None:
         """Stop the workers. A forked child forgets them: they go on for who started them."""

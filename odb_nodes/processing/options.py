@@ -14,8 +14,8 @@ ChunkSize = int | Literal["auto"]
 
 _NOT_FOR = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
 AUTO: Final = "auto"
-_FIRST_SAMPLES = 32
-"""Samples of an `"auto"` chunk before anything is known of them."""
+_NOMINAL_SAMPLES = 32
+"""Samples of an `"auto"` chunk for states and what is in flight, which must not follow its size."""
 MOST_SAMPLES = 256
 """The most samples of an `"auto"` chunk."""
 
@@ -81,9 +81,9 @@ class WorkerOptions:
         return (chosen or multiprocessing.get_all_start_methods()[0]) == "fork"
 
     @property
-    def first_chunk_samples(self) -> int:
-        """Samples of the first chunk."""
-        return _FIRST_SAMPLES if self.chunk_size == AUTO else self.chunk_size
+    def nominal_chunk_samples(self) -> int:
+        """Samples of a chunk for states and what is in flight, where its size is `"auto"`, too."""
+        return _NOMINAL_SAMPLES if self.chunk_size == AUTO else self.chunk_size
 
     @property
     def most_chunk_samples(self) -> int:
@@ -96,5 +96,5 @@ class WorkerOptions:
         if self.num_workers == 0:
             return 0
         if self.in_flight_samples is None:
-            return 4 * self.num_workers * self.first_chunk_samples
+            return 4 * self.num_workers * self.nominal_chunk_samples
         return self.in_flight_samples

@@ -247,7 +247,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._taken = 0  # items out since `_source_state`
         self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
         self._position = 0  # items out in this epoch
-        distance = self._workers.first_chunk_samples
+        distance = self._workers.nominal_chunk_samples
         self._reader = ChunkReader(self.source, distance, type(self).__name__)
 
     def interrupt(self) -> None:

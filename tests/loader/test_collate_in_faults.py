@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from functools import partial
@@ -199,12 +200,44 @@ def test_a_worker_that_collating_ends_is_not_taken_to_have_processed():
     assert not any("-9" in one for one in said)
 
 
+def processor_of(loader):
+    (node,) = [one for one in walk(loader._graphs[0].samples) if hasattr(one, "worker_pids")]
+    return node
+
+
+def test_a_worker_that_owed_several_batches_is_warned_of_once(tmp_path):
+    expected = epoch(Rows(), "main", collate_fn=where, window=SIZE)
+    go = tmp_path / "go"
+
+    def end_when_told(_batch):
+        while not go.exists():
+            time.sleep(0.01)
+        os._exit(5)
+
+    given = options(collate_fn=faulty(end_when_told), window=SIZE, prefetch=8)
+    with ODBDataLoader(Rows(), **given) as loader:
+        batches, workers = iter(loader), processor_of(loader).runner._pool._workers
+
+        def tell():
+            while min(one.batches_due for one in workers) < 2:
+                time.sleep(0.01)
+            go.touch()
+
+        threading.Thread(target=tell, daemon=True).start()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = [pop_step_info(batch) for batch in batches]
+    assert found == [info for _, info, _ in expected]
+    said = [re.search(r"process (\d+) died", str(one.message))[1] for one in told]
+    assert sorted(said) == sorted(str(one.pid) for one in workers)
+
+
 @pytest.mark.parametrize("collate_in", ["main", "workers"])
 def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
     workers = WorkerOptions(num_workers=2, in_flight_samples=SIZE, **WORKERS)
     given = options(collate_in=collate_in, workers=workers, prefetch=1, collate_fn=where)
     with ODBDataLoader(Rows(), **given) as loader:
-        (node,) = [one for one in walk(loader._graphs[0].samples) if hasattr(one, "worker_pids")]
+        node = processor_of(loader)
         batches, pids = iter(loader), node.worker_pids
         while not node._reader.has_ended:
             next(batches)
@@ -214,6 +247,8 @@ def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         assert len([*batches]) > 0
+        while not all(one.is_buried for one in workers):  # A kill takes its time.
+            time.sleep(0.01)
         # A batch may be ordered before its worker is known to be dead.
         owed = "nothing to do" if collate_in == "main" else "(nothing to do|batches to make)"
         with pytest.warns(UserWarning, match=f"-9.* It had {owed}.* All workers are started anew"):

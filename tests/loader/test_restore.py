@@ -175,7 +175,7 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed, sampled
     again.reset(first.state_dict())
     pooled = [one.key for one in again._pool.items().values()]
     assert (
-        shelf.nexts < WorkerOptions().first_chunk_samples
+        shelf.nexts < WorkerOptions().nominal_chunk_samples
     )  # of the chunk that the state stands in
     assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
     assert {*shelf.reads} <= {*pooled}

@@ -253,7 +253,7 @@ def _read_message(worker: WorkerProcess) -> bool:
         return False
     except Exception as error:
         memory = (
-            " The trainer is out of memory: lower `in_flight_bytes`, or `in_flight_samples`."
+            " The trainer is out of memory: lower `in_flight_bytes`, or `chunk_size`."
             if isinstance(error, MemoryError)
             else ""
         )

@@ -88,6 +88,7 @@ def test_a_run_that_is_killed_goes_on_with_other_numbers_of_ranks(tmp_path, exha
                 "rank": draw.randrange(world_size),
                 "after_records": draw.randrange(4, 6),  # one checkpoint, in the first epoch
                 "place": draw.choice([0.0, 0.5, 1.0]),
+                "saved": True,
             }
             assert not run(tmp_path / "job", folder, world_size, False, kill)
             check(folder, size, is_whole=False)

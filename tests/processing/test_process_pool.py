@@ -153,7 +153,7 @@ def test_a_result_that_the_trainer_has_no_memory_for_is_an_error_at_once(monkeyp
     monkeypatch.setattr(process_pool, "receive", refuse)
     pool = start()
     future = pool.submit(ChunkTask([1], [None], 0, 0, [0]))
-    with pytest.raises(WorkerError, match=r"MemoryError.*out of memory: lower `chunk_size`"):
+    with pytest.raises(WorkerError, match=r"MemoryError.*out of memory: lower `in_flight_bytes`"):
         future.result(LIMIT_S)
     pool.close()
 

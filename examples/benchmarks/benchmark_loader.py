@@ -2,7 +2,7 @@
 
     python examples/benchmarks/benchmark_loader.py
     python examples/benchmarks/benchmark_loader.py --kind ready
-    python examples/benchmarks/benchmark_loader.py --kind image --samples 400
+    python examples/benchmarks/benchmark_loader.py --kind image --samples 2000
     python examples/benchmarks/benchmark_loader.py --samples 2000 --rounds 1
 
 All collate the same texts with the same function and the same number of workers, and processing is

@@ -101,12 +101,9 @@ def test_what_an_item_has_follows_the_last_chunks():
     assert fit.items_ahead == pytest.approx(256 / (0.25 * 8), abs=1)
 
 
-@pytest.mark.parametrize("method", ["process", "thread"])
-def test_large_samples_are_read_no_further_than_their_bytes_allow(method):
+def test_large_samples_are_read_no_further_than_their_bytes_allow():
     source, distances = ShardedSampler(200, rank=0, world_size=1), []
-    workers = WorkerOptions(
-        num_workers=2, method=method, in_flight_samples=100, in_flight_bytes=10 * MIB
-    )
+    workers = WorkerOptions(num_workers=2, in_flight_samples=100, in_flight_bytes=10 * MIB)
     node = ParallelProcessor(source, _make_mebibyte, workers=workers)
     node.reset(None)
     try:
@@ -114,10 +111,9 @@ def test_large_samples_are_read_no_further_than_their_bytes_allow(method):
             distances.append(source.state_dict()["position"] - number)
     finally:
         node.close()
-    # 8 chunks of 4 at first; one in hand beyond those in flight, and one as they are filled up.
-    most = 40 if method == "process" else 100 + 2 * 256
-    assert len(distances) == 200 and max(distances[:-1]) <= most
-    assert max(distances[50:]) <= (14 if method == "process" else most)
+    # Two chunks of up to 8 for each worker at first; then 10, one in hand, and one as it fills up.
+    assert len(distances) == 200 and max(distances) <= 40
+    assert max(distances[50:]) <= 14
 
 
 def _make_mebibyte(_item):

@@ -46,7 +46,6 @@ _FORK_LOCK = (
     'as while that imports a module: `start_method="forkserver"` avoids that.'
 )
 _ON = " Nothing is lost: load the last state, or iterate again, to go on."
-_IDLE = " It had nothing to do."
 _starting = threading.Lock()  # see `_start`
 
 
@@ -215,13 +214,18 @@ class WorkerProcess:
 
     def bury(self) -> None:
         """Close the socket of this worker, which has died or closed it, and fail its futures."""
-        batches = self.batches_due
-        if self._pending.empty():
-            self._owed = f" It had batches to make ({batches})." if batches else _IDLE
-        elif batches:
-            self._owed = f" It had batches to make, too ({batches})."
+        self._owed = self._what_is_owed()
         self.connection.close()
         self.fail_pending()
+
+    def _what_is_owed(self) -> str:
+        batches = self.batches_due
+        if not self._pending.empty():
+            return f" It had batches to make, too ({batches})." if batches else ""
+        if batches:
+            return f" It had batches to make ({batches})."
+        # One that has not come up dies by itself: whether it had work already is chance.
+        return " It had nothing to do." if self._stage is Stage.READY else ""
 
     def fail_pending(self) -> None:
         """Fail every future of this worker, which has died or closed its socket."""

@@ -663,13 +663,19 @@ def test_a_process_fn_that_cannot_be_unpickled():
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_program_without_a_guard_is_told_of_it(start_method, tmp_path):
+@pytest.mark.parametrize("dies_before_work", [False, True])
+def test_a_program_without_a_guard_is_told_of_it(dies_before_work, start_method, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(
-        "from odb_nodes import ODBDataLoader, WorkerOptions\n"
+        "import time\n"
+        "from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions\n"
         f"workers = WorkerOptions(num_workers=1, start_method={start_method!r})\n"
-        "data = [{'input_ids': [1]}] * 5\n"
-        "list(ODBDataLoader(data, token_budget=9, workers=workers))\n"
+        "source = ShardedSampler(5, rank=0, world_size=1)\n"
+        "node = ParallelProcessor(source, str, workers=workers)\n"
+        "node.reset()\n"
+        f"while {dies_before_work} and not node.runner._pool._workers[0].is_buried:\n"
+        "    time.sleep(0.01)\n"
+        "list(node)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(odb_nodes.__file__).parents[1])}
     program = [sys.executable, str(path)]

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -23,6 +24,13 @@ def from_bytes(data: bytes) -> Any:
         Exception: `data` is damaged, or holds something else than plain data and tensors.
     """
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a dense tensor, (N,) uint8: its own memory where that is in order."""
+    row = tensor.detach().cpu().contiguous().flatten()
+    # A row of one number, or none, may have any stride, which `view` refuses.
+    return row.as_strided(row.shape, (1,)).view(torch.uint8).numpy()
 
 
 def explain_unreadable(value: Any, name: str = "state_dict()") -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from zlib_ng.zlib_ng import crc32
 
+from odb_nodes._core.codec import tensor_bytes
 from odb_nodes._core.rows import INT64
 
 _INT64_ROW = b"%d %%d" % INT64.num
@@ -105,5 +106,4 @@ def _add_tensor(value: torch.Tensor, crc: int) -> int:
     if not is_dense or value.device.type == "meta":
         return crc
     crc = crc32(repr(tuple(value.shape)).encode(), crc)
-    row = value.detach().cpu().reshape(-1)
-    return _add_array(row.view(torch.uint8).numpy(), crc)
+    return _add_array(tensor_bytes(value), crc)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from odb_nodes._core.codec import tensor_bytes
 from odb_nodes.contract.config import check_config, equal
 from odb_nodes.contract.fields import check_fields, sparse_defaults
 from odb_nodes.contract.later import Later
@@ -265,8 +266,7 @@ def _describe(value: Any) -> Any:
     if kind is bytes:
         return ["bytes", len(value), zlib.crc32(value)]
     if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return [str(value.dtype), [*value.shape], zlib.crc32(data)]
+        return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(value).data)]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return [str(value.dtype), [*value.shape], zlib.crc32(value.tobytes())]
     if isinstance(value, Mapping):

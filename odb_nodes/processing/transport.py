@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.codec import from_bytes, to_bytes
+from odb_nodes._core.codec import from_bytes, tensor_bytes, to_bytes
 from odb_nodes.processing.shared_pages import MOST_VECTORS, SHARED_BYTES, PageFile, Pages, advance
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem, key_columns, keys_of
 
@@ -57,8 +57,7 @@ class _Pickler(pickle.Pickler):
             if _is_plain(value):
                 return _tensor_of, (value.detach().contiguous().numpy(),)
             if value.dtype in _OTHER_DTYPES and _is_simple(value):
-                raw = value.contiguous().flatten().view(torch.uint8).numpy()
-                return _tensor_of_bytes, (raw, value.dtype, value.shape)
+                return _tensor_of_bytes, (tensor_bytes(value), value.dtype, value.shape)
             # A copy, since `torch.save` writes the whole storage that a view is of.
             copy = value.detach().clone().requires_grad_(value.requires_grad)
             return from_bytes, (to_bytes(copy),)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from odb_nodes._core.codec import tensor_bytes
 from odb_nodes._core.content import content_digest
 
 ITEMS = [
@@ -94,6 +95,16 @@ def test_a_tensor_of_any_layout_is_digested():
         assert content_digest(tensor) == content_digest(tensor.clone())
     number = torch.tensor([1 + 2j])
     assert content_digest(number.conj()) == content_digest(torch.tensor([1 - 2j]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_digest_does_not_depend_on_how_memory_is_laid_out(dtype, length):
+    values = torch.arange(6.0).to(dtype)
+    sparse, dense = values[::2][:length], torch.arange(0.0, 2 * length, 2).to(dtype)
+    assert sparse.stride() != dense.stride()
+    assert content_digest(sparse) == content_digest(dense)
+    assert tensor_bytes(sparse).tolist() == tensor_bytes(dense).tolist()
 
 
 def matrix(number):

@@ -65,6 +65,12 @@ def test_a_whole_state_is_refused_after_any_change():
         unseal_whole([state], "Node", OneField)
 
 
+def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
+    sparse, dense = torch.ones(3)[::2][:1], torch.ones(1)
+    assert sparse.stride() != dense.stride()
+    assert add_digest({"row": sparse})["digest"] == add_digest({"row": dense})["digest"]
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "state.pt"
     save_state({"step": 1}, path)

@@ -409,10 +409,10 @@ def test_a_message_that_breaks_off_is_the_end(sent):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (40, 50)])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (40, 50), (0,), (1,)])
 def test_numbers_that_numpy_lacks_travel_as_buffers_of_their_own(dtype, shape):
     values = torch.randn(shape).to(dtype)
-    views = [values, values.t()] if values.ndim == 2 else [values]
+    views = [values, values.t()] if values.ndim == 2 else [values, values.repeat(3)[::3]]
     body, *buffers = pack([{"values": one} for one in views])
     assert [len(buffer) for buffer in buffers] == [one.nbytes for one in views]
     assert len(body) < 1000

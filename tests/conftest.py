@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ SLOW_PATHS = {
         "vision/test_modalities.py",
     ],
     "workers": [
+        "cli/test_without_the_extra.py",
         "integrations/test_imports.py",
+        "loader/test_collate_in_memory.py",
         "loader/test_hygiene.py",
         "loader/test_soak.py",
         "processing/test_faults.py",
@@ -41,6 +44,7 @@ SLOW_PATHS = {
         "integrations/test_ledgers.py",
         "integrations/test_lightning.py",
         "integrations/test_lightning_ranks.py",
+        "integrations/test_lightning_virtual_ranks.py",
         "integrations/test_monitors.py",
         "integrations/test_other_ranks.py",
         "integrations/test_llama_factory_trainer.py",
@@ -49,6 +53,7 @@ SLOW_PATHS = {
         "integrations/test_trainer_columns.py",
         "integrations/test_trainer_losses.py",
         "integrations/test_trainer_memory.py",
+        "memory/test_generation.py",
         "sources/test_hf_datasets.py",
     ],
     "sweep": [
@@ -90,7 +95,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--exhaustive"):
+        leave_out_cases(config, items)
     for item in items:
         if item.path.is_relative_to(HERE) and (marker := marker_of_path(item.path)):
             item.add_marker(marker)
@@ -98,6 +105,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
+def leave_out_cases(config, items):
+    """Deselect most cases of the tests that are marked so."""
+    seen, kept, left_out = Counter(), [], []
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        test = item.path, getattr(item, "originalname", item.name)
+        place, seen[test] = seen[test], seen[test] + 1
+        (left_out if mark and place % mark.args[0] else kept).append(item)
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

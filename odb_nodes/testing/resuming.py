@@ -91,20 +91,22 @@ def assert_resumes_exactly(
     if not steps:
         raise AssertionError("the graph yields no items: there is nothing to resume.")
     resumes = largest_bytes = 0
+    furthest = len(reference) if horizon is None else horizon
     for start in range(0, len(states), every):
-        stop = len(reference) if horizon is None else min(start + horizon, len(reference))
         data = _saved(states[start])
         largest_bytes = max(largest_bytes, len(data))
+        stop = min(start + furthest, len(reference))
         _resume(make_graph, data, reference, start, stop, thorough=resumes % 2 == 1)
         resumes += 1
-    for start in range(0, len(states), max(1, len(states) // 8)):
+    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
         state, at = states[start], start
         for link in range(chain):
             stop = min(at + 1 + (start + link) % 5, len(reference))
             state = _resume(make_graph, _saved(state), reference, at, stop)
             at = stop
             resumes += 1
-        _resume(make_graph, _saved(state), reference, at, len(reference))
+        stop = min(at + furthest, len(reference))
+        _resume(make_graph, _saved(state), reference, at, stop)
     return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 

@@ -36,6 +36,7 @@ print(grown >> 20, faults() - first)
 """
 
 
+@pytest.mark.slow
 def test_what_is_freed_is_kept_for_the_next_blocks_but_not_as_much_as_was_ever_used():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60

@@ -97,6 +97,7 @@ def loses_no_shard(job, ranks):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of oversize samples
 @given(job=JOBS, ranks=st.integers(1, 5))
 @fewer(6)

@@ -61,6 +61,7 @@ def epoch(ranks, **options):
     return on_ranks(ranks, run)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["keys", "iterable"])
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": 3}, {"uneven": "join"}], ids=["", "accumulate", "join"]
@@ -70,7 +71,7 @@ def test_every_step_resumes_with_the_same_groups(ranks, kind, options, sampled):
     whole = epoch(ranks, kind=kind, **options)
     assert all(any(map(has_caps, states)) for _, states in whole)
     least = min(len(steps) for steps, _ in whole)  # None has left its peers.
-    for place in range(0, least, sampled(every=9).get("every", 1)):
+    for place in range(0, least, sampled(every=31).get("every", 1)):
 
         def run(exchange, place=place):
             steps, states = whole[exchange.rank]

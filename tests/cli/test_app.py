@@ -154,6 +154,7 @@ def test_without_a_hub_a_name_that_the_cache_lacks_is_refused_at_once(capsys, fi
     assert "--tokenizer `gtp2` cannot be loaded" in err
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command(tmp_path):
     LengthTable.of(np.arange(1, 50)).save(tmp_path / "lengths.npz")
     command = [sys.executable, "-m", "odb_nodes", "simulate", "--lengths", "lengths.npz"]

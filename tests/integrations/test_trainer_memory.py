@@ -321,6 +321,7 @@ def ends_of(tmp_path, body, **options):
     return [errors for _, _, errors in results]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -99,6 +99,7 @@ def test_it_is_said_where(intact, tmp_path):
     assert "rank 1, epoch 1: not recorded: step 6." in found.problems
 
 
+@pytest.mark.slow
 def test_what_follows_a_damaged_record_is_read_all_the_same(intact, tmp_path):
     whole = b"".join(intact[0])
     for at in range(0, len(whole), 7):

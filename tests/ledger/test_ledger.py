@@ -188,6 +188,7 @@ def test_a_disk_that_is_full_from_the_beginning_stops_no_run(tmp_path, monkeypat
     assert any("1 steps before attempt 1 (epoch 0 step 1)" in one for one in found.problems)
 
 
+@pytest.mark.slow
 def test_a_real_limit_of_the_file_size_stops_no_run(tmp_path):
     """The kernel refuses to write more: as on a full disk, but for real."""
     body = f"""
@@ -223,6 +224,7 @@ def test_two_ledgers_do_not_write_one_file(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_another_process_does_not_write_the_file_of_a_living_one(tmp_path):
     body = f"from odb_nodes import Ledger; Ledger({str(tmp_path)!r})"
     with Ledger(tmp_path):

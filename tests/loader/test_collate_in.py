@@ -81,6 +81,7 @@ def test_batches_steps_and_states_are_the_same(kind):
     assert_equal(*runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [20, 200, 800])
 def test_large_samples_are_the_same(side):
     """Some come through the socket, some in files of several samples, some in one of their own."""
@@ -96,7 +97,7 @@ def test_mixtures_are_the_same(by):
 
 
 @pytest.mark.parametrize("kind", ["default", "draws", "keeps a generator", "payload", "skipped"])
-def test_a_run_resumes_exactly(kind):
+def test_a_run_resumes_exactly(kind, sampled):
     loaders = []
 
     def make():
@@ -106,7 +107,7 @@ def test_a_run_resumes_exactly(kind):
         loaders.append(ODBDataLoader(Rows(), **options(**given)))
         return loaders[-1]
 
-    assert_resumes_exactly(make)
+    assert_resumes_exactly(make, **sampled(every=9, horizon=8, chain=0))
     for loader in loaders:
         loader.close()
 

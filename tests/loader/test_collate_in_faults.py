@@ -152,6 +152,7 @@ def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_pa
     assert found == [info for _, info, _ in expected]
 
 
+@pytest.mark.slow
 def test_a_collate_function_that_hangs_is_an_error_after_the_limit():
     def hang(batch):
         time.sleep(600)

@@ -198,6 +198,7 @@ def excluded_at(at, first, how):
     return {*left[bool(rng.randrange(2)) :], *trained[1 : 2 * rng.randrange(9)], *UNFIT}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["few", "half", "rank", "rest"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -351,11 +352,11 @@ def alone(exclude=None, source=permuted, state="replay", above=lambda node: node
 @pytest.mark.parametrize("above", [lambda node: node, lambda node: Prefetcher(node, 3)])
 @pytest.mark.parametrize("state", ["replay", "payload"])
 @pytest.mark.parametrize("source", [permuted, iterable])
-def test_a_bucketer_needs_no_aligner(source, state, above):
+def test_a_bucketer_needs_no_aligner(source, state, above, sampled):
     loader = alone(None, source, state, above)
     states = [loader.state_dict()]
     steps = taken(loader, states)
-    for at in range(len(states)):
+    for at in range(0, len(states), sampled(every=3).get("every", 1)):
         excluded = excluded_at(at, [steps], "few")
         loader = alone(excluded, source, state, above)
         loader.load_state_dict(states[at])
@@ -372,10 +373,12 @@ def test_a_bucketer_needs_no_aligner(source, state, above):
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])
-def test_a_graph_that_excludes_resumes_exactly(state):
+def test_a_graph_that_excludes_resumes_exactly(state, sampled):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_resumes_exactly(lambda: alone({1, 7, 22, 40}, state=state).root)
+        assert_resumes_exactly(
+            lambda: alone({1, 7, 22, 40}, state=state).root, **sampled(every=3, horizon=12)
+        )
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,7 @@ def test_p4_items_are_counted_once(loader_class):
     assert loader.state_dict()["num_yielded"] == (3 if loader_class is StockLoader else 2)
 
 
+@pytest.mark.slow
 @BOTH
 def test_p7_a_reset_waits_for_a_slow_source(loader_class):
     class Slow(BaseNode):
@@ -1113,6 +1114,7 @@ def test_as_a_context_manager_it_lets_exceptions_pass():
         raise ValueError("in the loop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [Loader.close, iter], ids=["close", "iter"])
 def test_a_thread_that_hangs_is_an_error_and_loses_nothing(stop):
     go_on, inside = threading.Event(), threading.Event()

@@ -78,6 +78,7 @@ def iterable(size, tmp_path):
     return lambda **shard: IterableSource(range(size), **shard)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("window", [16, 128, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_source", [map_style, json_lines, iterable])
@@ -99,8 +100,8 @@ def test_a_restore_processes_at_most_the_window_and_the_round(
     def resume(exchange):
         states, steps = ranks[exchange.rank]
         most = 0
-        step = sampled(step=max(1, len(states) // 9)).get("step", 1)
-        for at, state in states[:-1:step]:
+        step = sampled(step=max(1, len(states) // 4)).get("step", 1)
+        for place, (at, state) in enumerate(states[:-1:step]):
             process_fn = Counting()
             root = graph_of(exchange, source, process_fn, window, num_workers)
             root.reset(state["root"])
@@ -110,7 +111,7 @@ def test_a_restore_processes_at_most_the_window_and_the_round(
             if num_workers == 0 and make_source is not iterable:
                 assert process_fn.calls == replayed
             most = max(most, replayed)
-            if at % 3 == 0:
+            if place % 3 == 0:
                 rest = [[sample.data["input_ids"] for sample in item[0]] for item in root]
                 assert rest == steps[at:]
             root.source.source.source.close()

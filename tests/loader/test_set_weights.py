@@ -163,12 +163,13 @@ class Setting:
         return self.job.steps(self._loader)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", [{}, {"state": "payload"}, {"accumulate": 3}], ids=str)
 @pytest.mark.parametrize("kind", ["keys", "iterable"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
 def test_a_run_of_one_rank_resumes_exactly_at_every_step(by, kind, options, sampled):
     job = Job(kind, by, size=60, **options)
-    assert_resumes_exactly(lambda: Setting(job), epochs=2, **sampled(every=5, horizon=30, chain=1))
+    assert_resumes_exactly(lambda: Setting(job), epochs=2, **sampled(every=11, horizon=12, chain=1))
 
 
 @pytest.mark.slow
@@ -178,6 +179,7 @@ def test_a_run_with_workers_resumes_exactly(sampled):
     assert_resumes_exactly(lambda: Setting(job, num_workers=2), epochs=1, **sampled(**less))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("uneven", ["fill", "stop"])
 @pytest.mark.parametrize("kind", ["keys", "iterable"])
@@ -186,7 +188,7 @@ def test_two_ranks_resume_exactly_at_every_step(by, kind, uneven, sampled):
     job = Job(kind, by, uneven=uneven)
     whole = on_ranks(2, lambda exchange: job.run(exchange, epochs=2))
     assert all(len(places(steps)) >= 2 for steps in whole)
-    for at in range(0, len(whole[0]) - 1, sampled(every=4).get("every", 1)):
+    for at in range(0, len(whole[0]) - 1, sampled(every=9).get("every", 1)):
 
         def resume(exchange, at=at):
             return job.run(exchange, whole[exchange.rank][at][2], epochs=2)

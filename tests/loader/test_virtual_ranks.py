@@ -102,6 +102,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_all_numbers_of_processes_take_the_same_steps(case):
     options = CASES[case]
@@ -111,12 +112,14 @@ def test_all_numbers_of_processes_take_the_same_steps(case):
         assert steps_of(job(processes, epochs=2, **options)) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_moves_between_numbers_of_processes(case):
+def test_a_run_moves_between_numbers_of_processes(case, sampled):
     options, accumulate = CASES[case], CASES[case].get("accumulate", 1)
     expected = steps_of(job(4, epochs=2, **options))
     last = max(step for epoch, step, _ in expected if epoch == 0)
-    for at in sorted({1, 4, 5, last // 2, last}):
+    places = sorted({1, 4, 5, last // 2, last})
+    for at in places[:: sampled(every=3).get("every", 1)]:
         at -= at % accumulate
         found, states, processes = {}, None, 2
         for then in (4, 1, 2):
@@ -189,12 +192,12 @@ def test_the_mean_gradient_of_a_step_is_that_of_all_its_tokens(hosted):
         pytest.param({"num_workers": 2, "prefetch": 3}, marks=pytest.mark.workers),
     ],
 )
-def test_a_state_of_any_batch_resumes_exactly(options):
+def test_a_state_of_any_batch_resumes_exactly(options, sampled):
     def build():
         given = {"process_fn": augmented, "token_budget": 60, "window": 6, "round_size": 8}
         return ODBDataLoader(range(60), virtual_ranks=3, **given | options)
 
-    assert_resumes_exactly(build, epochs=2)
+    assert_resumes_exactly(build, epochs=2, **sampled(every=5, horizon=12, chain=1))
 
 
 def test_random_collate_functions_draw_the_same_numbers():

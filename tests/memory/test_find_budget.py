@@ -50,6 +50,7 @@ def in_the_middle_of_a_run(**options):
     return training
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("limit_mib", [2, 7, 30])
 @pytest.mark.parametrize("widths", [WIDTHS, [20], [8, 24, 48, 72, 96]])

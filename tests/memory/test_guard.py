@@ -63,6 +63,7 @@ def check_equal(found, expected):
         assert one[2:] == other[2:]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,6 +141,7 @@ class FailsOnce:
         return self(samples)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", range(8))
 def test_batches_of_a_step_in_which_the_loader_raises_are_kept(step):
     _, expected = epoch(loader_of(accumulate=3), FailingModel(never))
@@ -178,6 +180,7 @@ def with_targets():
     return [one for one in samples_of(0, SAMPLES) if (one["labels"][1:] != -100).any()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_path):
     samples = samples_of(0, SAMPLES)

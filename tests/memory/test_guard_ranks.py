@@ -87,6 +87,7 @@ def train(tmp_path, world_size, **how):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -41,6 +41,7 @@ def peak_of_a_step(training, rows, width):
     return meter.peak_bytes()
 
 
+@pytest.mark.slow
 def test_from_8_points_it_predicts_100_other_shapes_of_a_real_model():
     training = make_training()
     model = model_of([(n, w, 0, peak_of_a_step(training, n, w)) for n, w in EIGHT_SHAPES])

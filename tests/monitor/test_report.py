@@ -151,6 +151,7 @@ def between(places, value):
     return first + (value - one) / (other - one) * (last - first)
 
 
+@pytest.mark.slow
 def test_a_page_of_many_long_runs_stays_small(tmp_path):
     run = tmp_path / "one"
     with Monitor(run, every=1) as monitor:
@@ -212,6 +213,7 @@ def test_a_folder_without_records_is_an_error(tmp_path):
         report([3])
 
 
+@pytest.mark.slow
 def test_only_the_page_needs_what_makes_it(tmp_path, runs):
     code = f"""
 import sys; sys.modules["jinja2"] = None

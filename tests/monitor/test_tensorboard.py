@@ -59,6 +59,7 @@ def test_the_scalars_are_the_values_of_the_records_over_a_resume(tmp_path):
     assert len({step for tag, step in found if tag == "mean/loss"}) == 4
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_when_the_monitor_is_made():
     code = """
 import sys; sys.modules["tensorboard"] = None

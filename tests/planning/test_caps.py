@@ -93,6 +93,7 @@ def test_each_group_fits_a_cap_of_its_own(lengths, caps, sizes, most):
         assert pool.caps.tolist() == left
 
 
+@pytest.mark.slow
 def test_ranks_are_level_where_the_longest_samples_leave_room():
     lengths = lognormal_lengths(16 * 6_000, cv=1.0, seed=3)
     level = simulate(lengths, world_size=16, budget=16_384, window=256)

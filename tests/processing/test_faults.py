@@ -745,6 +745,7 @@ def assert_loader_goes_on(loader, seen, state, make, batches):
                 assert [seen + ids(fresh), ids(fresh)] == batches
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prefetch", [0, 4])
 @pytest.mark.parametrize("name", [*DEATHS, *ERRORS, *RESULTS])
 def test_through_the_dataloader(name, prefetch, fault, batches):

@@ -60,6 +60,7 @@ def check(found):
         sample["image"][0] = sample["mask"][0] = 77  # writable, as all that arrives
 
 
+@pytest.mark.slow
 def test_large_buffers_are_mapped_and_gone_with_their_samples():
     before = mapped()
     files = len(os.listdir("/proc/self/fd"))
@@ -194,5 +195,6 @@ assert back == [~7, 7], back
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_comes_while_a_process_is_forked_is_not_written_again():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)

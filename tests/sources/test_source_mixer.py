@@ -301,7 +301,7 @@ def test_a_source_that_cannot_begin_again_is_an_error_and_no_endless_loop(monkey
 @pytest.mark.parametrize("by", ["samples", "tokens"])
 def test_every_step_resumes(stop, by, sampled):
     make = observed if by == "tokens" else mixer
-    less = sampled(every=9, horizon=12, chain=1)
+    less = sampled(every=31, horizon=12, chain=1)
     sizes = {"chat": 20, "caption": 36, "ocr": 8}
     assert_resumes_exactly(lambda: Loader(make(sizes, by=by, stop=stop)), epochs=3, **less)
 

@@ -159,11 +159,12 @@ def test_a_source_may_be_off_at_the_end_where_that_does_not_keep_an_epoch_from_e
     assert counts["b"] == 10 and counts["c"] == 20
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("ramp", [False, True])
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
 def test_every_step_resumes(by, stop, ramp, sampled):
-    less = sampled(every=9, horizon=12, chain=1)
+    less = sampled(every=31, horizon=12, chain=1)
     factor = 60 if by == "tokens" else 1
     schedule = Schedule([(place * factor, weights) for place, weights in SHORT], ramp)
     make = (

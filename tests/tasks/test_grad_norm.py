@@ -28,6 +28,7 @@ def test_observing_is_before_and_leaves_the_gradients_alone():
     assert relative_error(gradients(True), gradients(False)) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["gradnorm", "ratio"])
 def test_norms_of_ten_to_one_come_to_within_a_fifth(rule):
     data = regression()

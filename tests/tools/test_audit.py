@@ -10,6 +10,7 @@ from odb_nodes import Ledger, audit
 from odb_nodes.tools.audit import main
 
 
+@pytest.mark.slow
 def test_it_exits_with_1_on_a_hole(tmp_path):
     write_run(tmp_path, 2, kills=(5,))
     command = [sys.executable, "-m", "odb_nodes.tools.audit", str(tmp_path), "--size", str(SIZE)]

@@ -73,6 +73,7 @@ def test_a_log_may_say_the_squares_of_packed_rows(tmp_path):
     assert terms(StepTime.fitted(tmp_path / "steps.jsonl")) == pytest.approx(terms(TRUE), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize(
     ("ranks", "layout", "window"), [(1, "padded", 1024), (8, "padded", 256), (8, "packed", 128)]

@@ -52,6 +52,7 @@ def test_any_mode_becomes_rgb(mode):
     assert (found.mode, found.size) == ("RGB", (56, 56))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(turned, monkeypatch):
     image = smooth(2400, 1600)

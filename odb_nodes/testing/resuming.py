@@ -107,6 +107,7 @@ def assert_resumes_exactly(
             resumes += 1
         stop = min(at + furthest, len(reference))
         _resume(make_graph, _saved(state), reference, at, stop)
+        resumes += 1
     return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 

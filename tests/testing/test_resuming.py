@@ -46,6 +46,32 @@ def test_it_counts_what_it_went_through():
     assert report.state_bytes > 100
 
 
+@pytest.mark.parametrize("chain", [0, 2])
+@pytest.mark.parametrize("horizon", [2, None])
+def test_each_resume_counts_and_goes_as_far_as_the_horizon(horizon, chain):
+    graphs = []
+
+    class Taken(Numbers):
+        taken = 0
+
+        def next(self):
+            number = super().next()
+            self.taken += 1
+            return number
+
+    def make():
+        graphs.append(Taken())
+        return graphs[-1]
+
+    report = assert_resumes_exactly(make, epochs=2, horizon=horizon, chain=chain)
+    assert len(graphs) == 1 + report.resumes
+    places = 1 + 2 * (6 + 1)  # before the first item, after each of them, and after each end
+    assert report.resumes == places if chain == 0 else report.resumes > places
+    furthest = 12 if horizon is None else max(horizon, 5)  # a link of a chain takes up to 5
+    assert max(graph.taken for graph in graphs[1:]) <= furthest
+    assert horizon is None or chain or max(graph.taken for graph in graphs[1:]) == horizon
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
-from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
+from odb_nodes.processing import ParallelProcessor, PerSource
 from odb_nodes.processing.observation import observe_sample
+from odb_nodes.processing.options import share_of
 from odb_nodes.sample import Observe, Sample, Skipped
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
@@ -164,7 +165,7 @@ class _Pipeline:
             # Mixed before they are processed, so that all workers process items of any source.
             process = PerSource(processes)
             return self._processor(mix(sources), process, seed=options.seed, workers=workers)
-        make = partial(self._processor, workers=_share(workers, len(datasets)))
+        make = partial(self._processor, workers=share_of(workers, len(datasets)))
         return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
 
     def _weights(
@@ -224,14 +225,3 @@ def _known_size(name: str, dataset: Any) -> int:
         return _size_of(name, dataset)
     except Exception:  # of the user's `__len__`: only a warning depends on it
         return 0
-
-
-def _share(workers: WorkerOptions, sources: int) -> WorkerOptions:
-    """Return the share of the workers for each source, at least one where there are workers."""
-    ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
-    return replace(
-        workers,
-        num_workers=-(-workers.num_workers // sources),
-        in_flight_samples=None if ahead is None else max(1, ahead // sources),
-        in_flight_bytes=None if most_bytes is None else max(1, most_bytes // sources),
-    )

@@ -20,6 +20,7 @@ from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
+from odb_nodes.processing.options import share_of
 from odb_nodes.sources.datasets import dataset_of_rank
 from odb_nodes.sources.source_mixer import SourceMixer
 
@@ -107,7 +108,7 @@ def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> l
         TypeError: a dataset cannot be read for several ranks in one process.
     """
     workers = options.workers or WorkerOptions(num_workers=options.num_workers)
-    workers = replace(workers, num_workers=-(-workers.num_workers // team.hosted))
+    workers = share_of(workers, team.hosted)
     shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
     graphs = []
     for number in range(team.hosted):

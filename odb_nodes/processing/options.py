@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from odb_nodes._core.checks import check_callable, check_choice, check_count, check_seconds
@@ -98,3 +98,14 @@ class WorkerOptions:
         if self.in_flight_samples is None:
             return 4 * self.num_workers * self.nominal_chunk_samples
         return self.in_flight_samples
+
+
+def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
+    """Return the share of each of so many that share workers; at least one, where there are any."""
+    ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
+    return replace(
+        workers,
+        num_workers=-(-workers.num_workers // count),
+        in_flight_samples=None if ahead is None else max(1, ahead // count),
+        in_flight_bytes=None if most_bytes is None else max(1, most_bytes // count),
+    )

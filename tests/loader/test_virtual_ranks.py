@@ -293,6 +293,14 @@ def test_no_thread_outlives_a_step():
     assert not [one for one in threading.enumerate() if one.name == "odb_nodes-virtual"]
 
 
+def test_virtual_ranks_share_workers_and_what_is_in_flight():
+    workers = WorkerOptions(num_workers=8, in_flight_samples=400, in_flight_bytes=100 << 20)
+    loader = make(None, virtual_ranks=4, workers=workers)
+    shares = [graph.samples.runner._options for graph in loader._graphs]
+    for name in ("num_workers", "in_flight_samples", "in_flight_bytes"):
+        assert sum(getattr(share, name) for share in shares) == getattr(workers, name)
+
+
 def failing(index):
     if index == 77:
         raise OSError("disk")

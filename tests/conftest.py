@@ -1,8 +1,9 @@
 """Which tests are slow and why, and how much of what can be sampled is tested."""
 
 import os
+import random
 import threading
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -108,16 +109,31 @@ def pytest_collection_modifyitems(config, items):
 
 
 def leave_out_cases(config, items):
-    """Deselect most cases of the tests that are marked so."""
-    seen, kept, left_out = Counter(), [], []
+    """Deselect most cases of the tests that are marked so; each value of a parameter stays."""
+    cases = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        test = item.path, getattr(item, "originalname", item.name)
-        place, seen[test] = seen[test], seen[test] + 1
-        (left_out if mark and place % mark.args[0] else kept).append(item)
-    items[:] = kept
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    left_out = [item for test in cases.values() for item in not_needed(test)]
     if left_out:
+        items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def not_needed(cases):
+    """Return the cases of a test but for a sample that has every value of every parameter."""
+    (every,) = cases[0].get_closest_marker("sampled").args
+    rest, missing = [*cases], set().union(*map(values_of, cases))
+    random.Random(cases[0].originalname).shuffle(rest)
+    while missing or len(cases) - len(rest) < len(cases) / every:
+        chosen = max(rest, key=lambda case: len(values_of(case) & missing))
+        rest.remove(chosen)
+        missing -= values_of(chosen)
+    return rest
+
+
+def values_of(case):
+    return {(name, id(value)) for name, value in case.callspec.params.items()}
 
 
 @pytest.fixture(scope="session")

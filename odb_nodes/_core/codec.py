@@ -27,7 +27,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a dense tensor, (N,) uint8: its own memory where that is in order."""
+    """Return the bytes of a dense tensor, (N,) uint8: a view where it is contiguous on the CPU."""
     row = tensor.detach().cpu().contiguous().flatten()
     # A row of one number, or none, may have any stride, which `view` refuses.
     return row.as_strided(row.shape, (1,)).view(torch.uint8).numpy()

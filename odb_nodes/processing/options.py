@@ -101,7 +101,7 @@ class WorkerOptions:
 
 
 def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
-    """Return the share of each of so many that share workers; at least one, where there are any."""
+    """Return the options of one of `count` nodes that share workers: at least one each, if any."""
     ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
     return replace(
         workers,

@@ -63,7 +63,8 @@ def assert_resumes_exactly(
             Called once per resume; what has a `close` is closed.
         epochs: epochs of the uninterrupted run, at least 1.
         every: resume from every n-th state only.
-        horizon: items and ends to compare after each resume; `None` for all that are left.
+        horizon: items and ends to compare after each resume, but up to 5 between those of a chain;
+            `None` for all that are left.
         chain: resumes in a chain; 0 for none.
 
     Returns:

@@ -112,7 +112,7 @@ def test_a_run_whose_budget_shrinks_resumes_exactly_at_every_step(kind, ranks, l
     asks = [(5, ranks - 1, SMALLER), (17, 0, 30)]
     whole = on_ranks(ranks, lambda exchange: job.run(exchange, asks))
     assert len(whole[0]) > 30
-    for place in range(0, len(whole[0]), sampled(every=9).get("every", 1)):
+    for place in range(0, len(whole[0]), sampled(every=7).get("every", 1)):
         later = [one for one in asks if one[0] > place]
 
         def resume(exchange, place=place, later=later):
@@ -129,7 +129,7 @@ def test_a_run_resumes_with_a_smaller_budget_at_every_step(kind, ranks, accumula
     job = Job(kind, ranks, accumulate)
     whole = on_ranks(ranks, job.run)
     options = {"budget": {"tokens": SMALLER}}
-    for place in range(0, len(whole[0]), sampled(every=9).get("every", 1)):
+    for place in range(0, len(whole[0]), sampled(every=7).get("every", 1)):
 
         def resume(exchange, place=place):
             state = whole[exchange.rank][place][2]
@@ -165,7 +165,7 @@ def test_ranks_that_end_apart_shrink_alike_and_resume_exactly(kind, ranks, uneve
         assert len(found) == len({*found}) <= job.size(rank)
         assert uneven == "stop" or len(found) == job.size(rank)
         assert max(info.most_cost for _, info, _ in steps[45:]) <= 30
-    for place in range(0, min(map(len, whole)) - 1, sampled(every=15).get("every", 1)):
+    for place in range(0, min(map(len, whole)) - 1, sampled(every=11).get("every", 1)):
         later = [one for one in asks if one[0] > place]
 
         def resume(exchange, place=place, later=later):
@@ -185,7 +185,7 @@ def test_a_rank_that_has_ended_resumes_exactly_where_the_others_shrink(
     job = Job(kind, 2, accumulate, layout=layout, sizes=(SAMPLES, 40))
     asks = [(4, 1, 30), (17, 0, 20)]
     whole = on_ranks(2, lambda exchange: job.run(exchange, asks))
-    for place in range(0, len(whole[0]), sampled(every=9).get("every", 1)):
+    for place in range(0, len(whole[0]), sampled(every=7).get("every", 1)):
         later = [one for one in asks if one[0] > place]
 
         def resume(exchange, place=place, later=later):
@@ -209,7 +209,7 @@ def test_samples_are_excluded_from_a_run_whose_budget_shrinks(ranks, sampled):
     job, gone = Job("keys", ranks), {*range(30, 200, 7)}
     asks = [(5, ranks - 1, SMALLER), (17, 0, 30)]
     whole = on_ranks(ranks, lambda exchange: job.run(exchange, asks))
-    for place in range(0, len(whole[0]) - 1, sampled(every=15).get("every", 1)):
+    for place in range(0, len(whole[0]) - 1, sampled(every=11).get("every", 1)):
         later = [one for one in asks if one[0] > place]
 
         def resume(exchange, place=place, later=later):
@@ -230,7 +230,7 @@ def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, r
     job = Job(kind, ranks, oversize="drop")
     whole = on_ranks(ranks, lambda exchange: job.run(exchange, [(9, 0, 60)]))
     options = {"budget": {"tokens": 20}}
-    for place in range(0, len(whole[0]), sampled(every=15).get("every", 1)):
+    for place in range(0, len(whole[0]), sampled(every=11).get("every", 1)):
 
         def resume(exchange, place=place):
             state = whole[exchange.rank][place][2]
@@ -256,7 +256,7 @@ def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, r
 def test_a_sample_that_a_smaller_budget_refuses_was_not_in_the_round(kind, ranks, sampled):
     job = Job(kind, ranks, oversize="error")
     whole = on_ranks(ranks, job.run)
-    for place in range(0, len(whole[0]) // 2, sampled(every=15).get("every", 1)):
+    for place in range(0, len(whole[0]) // 2, sampled(every=11).get("every", 1)):
 
         def resume(exchange, place=place):
             state = whole[exchange.rank][place][2]

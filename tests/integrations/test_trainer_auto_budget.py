@@ -81,7 +81,6 @@ def check_same(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -129,7 +128,6 @@ def test_an_existing_trainer_may_find_its_budget(tmp_path):
     assert trainer.state.global_step == 3
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

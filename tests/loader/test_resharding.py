@@ -69,7 +69,7 @@ def first_steps(ranks, steps):
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_each_sample_comes_once(before, after, sampled):
     begun = whole(before)
-    for step in steps_of(begun, sampled, 15):
+    for step in steps_of(begun, sampled, 13):
         rest = job(after, resharded(begun, step, after))
         check_once([first_steps(begun, step), rest], rest)
         assert len({len(found) for found, *_ in rest}) == 1
@@ -105,7 +105,7 @@ def test_in_chains(chain, sampled):
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
 def test_afterwards_a_resume_is_a_plain_one_at_every_step(before, after, sampled):
     begun = whole(before)
-    for step in steps_of(begun, sampled, 15):
+    for step in steps_of(begun, sampled, 13):
         rest = job(after, resharded(begun, step, after))
         for later in steps_of(rest, sampled, 5):
             resumed = job(after, states_at(rest, later))

@@ -94,7 +94,7 @@ def check_rest(begun, step, world_size, make, expected=None, **options):
 def test_of_files_each_record_comes_once(files, before, after, sampled):
     make = read(files)
     begun = job(before, make=make)
-    for step in range(0, len(begun[0][1]), sampled(every=9).get("every", 1)):
+    for step in range(0, len(begun[0][1]), sampled(every=7).get("every", 1)):
         check_rest(begun, step, after, make, range(RECORDS))
 
 
@@ -135,7 +135,7 @@ def test_of_a_mixture_each_sample_comes_once(files, by, before, after, sampled):
     make = mixed(files, by=by)
     begun = job(before, make=make)
     everything = sorted([*range(120), *range(1000, 1040), *range(RECORDS)])
-    for step in range(0, len(begun[0][1]), sampled(every=9).get("every", 1)):
+    for step in range(0, len(begun[0][1]), sampled(every=7).get("every", 1)):
         rest = job(after, resharded(begun, step, after), make=make)
         parts = [found[:step] for found, *_ in begun] + [found for found, *_ in rest]
         rows = [

@@ -21,7 +21,7 @@ def sweep(name, exhaustive):
     slow = name.startswith("Parallel") and not name.endswith("inline")
     if exhaustive:
         return {}
-    return {"every": 9 if slow else 5, "horizon": 12, "chain": 1}
+    return {"every": 7 if slow else 5, "horizon": 12, "chain": 1}
 
 
 @pytest.mark.parametrize("state", ["replay", "payload"])

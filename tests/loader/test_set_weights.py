@@ -188,7 +188,7 @@ def test_two_ranks_resume_exactly_at_every_step(by, kind, uneven, sampled):
     job = Job(kind, by, uneven=uneven)
     whole = on_ranks(2, lambda exchange: job.run(exchange, epochs=2))
     assert all(len(places(steps)) >= 2 for steps in whole)
-    for at in range(0, len(whole[0]) - 1, sampled(every=9).get("every", 1)):
+    for at in range(0, len(whole[0]) - 1, sampled(every=7).get("every", 1)):
 
         def resume(exchange, at=at):
             return job.run(exchange, whole[exchange.rank][at][2], epochs=2)

@@ -52,7 +52,7 @@ def make(datasets=DATASETS, exchange=None, **options):
 def test_it_resumes_exactly(kind, state, sampled):
     datasets = DATASETS if kind == "by key" else as_streams()
     report = assert_resumes_exactly(
-        lambda: make(datasets, state=state), **sampled(every=4, horizon=12, chain=1)
+        lambda: make(datasets, state=state), **sampled(every=5, horizon=12, chain=1)
     )
     assert report.steps > 15
 

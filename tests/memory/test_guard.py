@@ -180,7 +180,6 @@ def with_targets():
     return [one for one in samples_of(0, SAMPLES) if (one["labels"][1:] != -100).any()]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_path):
     samples = samples_of(0, SAMPLES)

@@ -19,7 +19,6 @@ def shapes_tried(budget, **options):
     return [(trial.rows, trial.width) for trial in trials]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("budget", "widths", "expected"),
     [

@@ -40,7 +40,7 @@ def test_every_step(sizes, options, tmp_path, sampled):
     dist.barrier()  # The store of the job ends with rank 0.
     r.finish(len(states))
     """
-    every = sampled(every=3).get("every", 1)
+    every = sampled(every=5).get("every", 1)
     steps = run_ranks(tmp_path, body, 2, json.dumps(sizes), json.dumps(options), every)
     assert steps[0] == steps[1] > 15
 

@@ -77,7 +77,7 @@ def epochs_of(loader, count=2):
 def test_every_step_of_two_epochs_resumes_exactly(ranks, kind, options, sampled):
     def run(exchange):
         return assert_resumes_exactly(
-            lambda: loader_of(exchange, kind, **options), **sampled(every=7, horizon=8, chain=0)
+            lambda: loader_of(exchange, kind, **options), **sampled(every=7, horizon=10, chain=1)
         )
 
     reports = on_ranks(ranks, run)

@@ -107,7 +107,7 @@ def test_a_run_resumes_exactly(kind, sampled):
         loaders.append(ODBDataLoader(Rows(), **options(**given)))
         return loaders[-1]
 
-    assert_resumes_exactly(make, **sampled(every=7, horizon=8, chain=0))
+    assert_resumes_exactly(make, **sampled(every=7, horizon=10, chain=1))
     for loader in loaders:
         loader.close()
 

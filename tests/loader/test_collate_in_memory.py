@@ -78,7 +78,7 @@ def open_files(process="self"):
 
 def test_epochs_hold_no_more_and_more_files():
     before = open_files()
-    with ODBDataLoader(Rows(120, 100), **options(collate_fn=where)) as loader:
+    with ODBDataLoader(Rows(300, 100), **options(collate_fn=where)) as loader:
         counts = []
         for _ in range(8):
             for batch in loader:
@@ -91,7 +91,7 @@ def test_epochs_hold_no_more_and_more_files():
 
 
 def test_files_that_are_retired_by_a_fork_are_let_go_of():
-    with ODBDataLoader(Rows(120, 100), **options(collate_fn=where)) as loader:
+    with ODBDataLoader(Rows(300, 100), **options(collate_fn=where)) as loader:
         counts = []
         for _ in range(6):
             for step, batch in enumerate(loader):

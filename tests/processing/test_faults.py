@@ -662,20 +662,29 @@ def test_a_process_fn_that_cannot_be_unpickled():
     node.close()
 
 
+UNGUARDED = {
+    "by a loader": """
+data = [{"input_ids": [1]}] * 5
+list(ODBDataLoader(data, token_budget=9, workers=workers))
+""",
+    "before it has work": """
+node = ParallelProcessor(ShardedSampler(5, rank=0, world_size=1), str, workers=workers)
+node.reset()
+while not node.runner._pool._workers[0].is_buried:
+    time.sleep(0.01)
+list(node)
+""",
+}
+
+
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("dies_before_work", [False, True])
-def test_a_program_without_a_guard_is_told_of_it(dies_before_work, start_method, tmp_path):
+@pytest.mark.parametrize("body", UNGUARDED.values(), ids=UNGUARDED)
+def test_a_program_without_a_guard_is_told_of_it(body, start_method, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(
         "import time\n"
-        "from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions\n"
-        f"workers = WorkerOptions(num_workers=1, start_method={start_method!r})\n"
-        "source = ShardedSampler(5, rank=0, world_size=1)\n"
-        "node = ParallelProcessor(source, str, workers=workers)\n"
-        "node.reset()\n"
-        f"while {dies_before_work} and not node.runner._pool._workers[0].is_buried:\n"
-        "    time.sleep(0.01)\n"
-        "list(node)\n"
+        "from odb_nodes import ODBDataLoader, ParallelProcessor, ShardedSampler, WorkerOptions\n"
+        f"workers = WorkerOptions(num_workers=1, start_method={start_method!r})\n{body}"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(odb_nodes.__file__).parents[1])}
     program = [sys.executable, str(path)]

@@ -86,24 +86,33 @@ def encode(tokenizer: ByteLevelBPETokenizer, text: str) -> dict[str, Any]:
 
 
 def build_model(
-    *, seed: int = 0, device: str = "cpu", attention: str = "sdpa", hidden_size: int = 128
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    attention: str = "sdpa",
+    hidden_size: int = 128,
+    layers: int = 2,
+    max_tokens: int = MAX_TOKENS,
 ) -> LlamaForCausalLM:
-    """Return the model with random weights: two decoder layers, 0.7 million parameters by default.
+    """Return the model with random weights: 0.7 million parameters by default.
 
     Args:
         seed: the seed for torch's global generators, which this sets.
         device: the device of the weights; with one seed they differ between kinds of devices.
         attention: the name of the attention implementation, as transformers knows it.
-        hidden_size: the width of the model, a multiple of 32; each 32 are an attention head.
+        hidden_size: the width of the model, a multiple of 32 below 1,024 and of 64 from there on;
+            so wide is an attention head.
+        layers: number of decoder layers.
+        max_tokens: the longest sample.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=hidden_size // 32,
-        max_position_embeddings=MAX_TOKENS,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // (32 if hidden_size < 1024 else 64),
+        max_position_embeddings=max_tokens,
         tie_word_embeddings=True,
         use_cache=False,
     )

@@ -123,7 +123,7 @@ def make_trainer(
     if strategy == REFERENCE:
         # Lists, since it drops arrays; a plain loader, since it refuses Accelerate's.
         lists = [{key: tokens.tolist() for key, tokens in sample.items()} for sample in train]
-        loader = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             lists,  # type: ignore[arg-type]
             shuffle=True,
             num_workers=workers,

@@ -1,9 +1,16 @@
-"""Which tests are slow and why, and how much of what can be sampled is tested."""
+"""Which tests are slow, and how much of what can be sampled is tested.
+
+`slow.txt` lists the slow tests: those that took more than a quarter of a second on two quiet cores,
+or that start processes. `pytest -n 2 --runslow --record-slow` writes it anew. A file stands there whole
+where all its tests are slow, or where importing it takes seconds: the fast loop does not import it.
+"""
 
 import os
 import random
 import threading
+import zlib
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,99 +20,114 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
-HERE = Path(__file__).parent
-FAST = "not slow"
+TABLE = Path(__file__).with_name("slow.txt")
+SLOW_S = 0.25  # of a test with its fixtures
 
-# Hypothesis: examples of each property. `fast` goes with `-m "not slow"`, `ci` with all tests.
+# Hypothesis: examples of each property. `fast` is the fast loop's, `ci` that of a run of all tests.
 EXAMPLES = {"fast": 25, "ci": 100, "exhaustive": 1000}
 
-# Files and folders in which every test is slow; what else is slow carries one of these markers.
-SLOW_PATHS = {
-    "ranks": [
-        "alignment/exchange",
-        "alignment/test_programs_of_ranks.py",
-        "vision/test_modalities.py",
-    ],
-    "workers": [
-        "cli/test_without_the_extra.py",
-        "integrations/test_imports.py",
-        "loader/test_collate_in_memory.py",
-        "loader/test_hygiene.py",
-        "loader/test_soak.py",
-        "processing/test_faults.py",
-    ],
-    "frameworks": [
-        "_compat/test_accelerate.py",
-        "_compat/test_lightning.py",
-        "_compat/test_transformers.py",
-        "collate/test_compiled_shapes.py",
-        "integrations/test_accelerate.py",
-        "integrations/test_exclude_in_trainers.py",
-        "integrations/test_huggingface.py",
-        "integrations/test_ledgers.py",
-        "integrations/test_lightning.py",
-        "integrations/test_lightning_ranks.py",
-        "integrations/test_lightning_virtual_ranks.py",
-        "integrations/test_monitors.py",
-        "integrations/test_other_ranks.py",
-        "integrations/test_llama_factory_trainer.py",
-        "integrations/test_run_states.py",
-        "integrations/test_trainer_auto_budget.py",
-        "integrations/test_trainer_columns.py",
-        "integrations/test_trainer_losses.py",
-        "integrations/test_trainer_memory.py",
-        "memory/test_generation.py",
-        "sources/test_hf_datasets.py",
-    ],
-    "sweep": [
-        "loader/test_resume.py",
-        "memory/test_find_budget.py",
-        "memory/test_guard.py",
-        "vision/test_augmentation.py",
-        "vision/test_mixed_images.py",
-    ],
-}
+forks = [0]
+os.register_at_fork(after_in_parent=lambda: forks.__setitem__(0, forks[0] + 1))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--exhaustive", action="store_true", help="slow sweeps in full, not sampled")
+    parser.addoption("--runslow", action="store_true", help="slow tests, too")
+    parser.addoption("--exhaustive", action="store_true", help="all tests, and nothing is sampled")
+    parser.addoption("--shard", metavar="K/N", help="the K-th of N parts of the tests, from 1")
+    parser.addoption("--record-slow", action="store_true", help="write which tests were slow")
+
+
+def is_fast_loop(config):
+    """Whether slow tests are left out: unless options, or files, ask for them."""
+    option, named = config.option, any(".py" in argument for argument in config.args)
+    return not (named or option.runslow or option.exhaustive or "slow" in option.markexpr)
 
 
 def pytest_configure(config):
     for name, examples in EXAMPLES.items():
         settings.register_profile(name, max_examples=examples, deadline=None)
-    fitting = "fast" if config.option.markexpr == FAST else "ci"
-    fitting = "exhaustive" if config.getoption("--exhaustive") else fitting
+    fitting = "exhaustive" if config.option.exhaustive else "ci"
+    fitting = "fast" if is_fast_loop(config) else fitting
     settings.load_profile(config.getoption("--hypothesis-profile") or fitting)
+    if config.option.record_slow and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
 
 
-def marker_of_path(path):
-    """The marker that all tests of a file carry, or None."""
-    relative = path.relative_to(HERE)
-    for marker, paths in SLOW_PATHS.items():
-        if any(relative.is_relative_to(one) for one in paths):
-            return marker
-    return None
+@cache
+def slow_names():
+    """Files and tests of the table, as the first parts of test ids."""
+    return frozenset(line for line in TABLE.read_text().splitlines() if line[:1] not in ("", "#"))
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Do not even import what none of the asked tests is in: frameworks take many seconds."""
-    if config.option.markexpr == FAST and collection_path.is_relative_to(HERE):
-        return True if marker_of_path(collection_path) else None
+    """Do not even import what no test is asked of: frameworks take many seconds."""
+    if collection_path.suffix == ".py" and is_fast_loop(config):
+        return (
+            True if f"tests/{collection_path.relative_to(TABLE.parent)}" in slow_names() else None
+        )
     return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--exhaustive"):
+    if not config.option.exhaustive:
         leave_out_cases(config, items)
     for item in items:
-        if item.path.is_relative_to(HERE) and (marker := marker_of_path(item.path)):
-            item.add_marker(marker)
-        if any(item.get_closest_marker(name) for name in SLOW_PATHS):
+        name = item.nodeid.partition("[")[0]
+        if not slow_names().isdisjoint((name, name.partition("::")[0])):
             item.add_marker("slow")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+    if is_fast_loop(config):
+        deselect(config, items, lambda item: item.get_closest_marker("slow"))
+    if config.option.shard:
+        shard, shards = map(int, config.option.shard.split("/"))
+        deselect(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % shards != shard - 1)
+
+
+def deselect(config, items, unwanted):
+    left_out = [item for item in items if unwanted(item)]
+    if left_out:
+        items[:] = [item for item in items if not unwanted(item)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
+    """Refuse processes in a fast test, but where its marker `forks` says that they are worth it."""
+    before = forks[0]
+    outcome = yield
+    item.user_properties.append(("forks", started := forks[0] - before))
+    if started and is_fast_loop(item.config) and not item.get_closest_marker("forks"):
+        message = f"starts {started} processes: mark it `slow`, or record it by `--record-slow`"
+        outcome.force_exception(pytest.fail.Exception(message, pytrace=False))
+
+
+class Recorder:
+    """Writes the table of slow tests at the end of a run."""
+
+    def __init__(self):
+        self.seconds, self.forking = defaultdict(float), set()
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+        if report.when == "call" and dict(report.user_properties).get("forks"):
+            self.forking.add(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        tests = defaultdict(set)  # of each file
+        for name in self.seconds:
+            tests[name.partition("::")[0]].add(name.partition("[")[0])
+        slow = {name for name, seconds in self.seconds.items() if seconds > SLOW_S} | self.forking
+        slow = {name.partition("[")[0] for name in slow}
+        whole = {file for file, of_file in tests.items() if of_file <= slow or file in slow_names()}
+        ran = {*tests, *set().union(*tests.values())}
+        found = (
+            (slow_names() - ran)
+            | whole
+            | {name for name in slow if name.partition("::")[0] not in whole}
+        )
+        TABLE.write_text("\n".join(sorted(found)) + "\n")
 
 
 def leave_out_cases(config, items):

@@ -240,10 +240,11 @@ def test_a_thread_that_does_not_come_back_is_an_error_that_names_its_node(make, 
     stop(root, 30)
 
 
-def test_a_graph_that_never_ran_has_nothing_to_stop():
+def test_a_graph_that_never_ran_has_nothing_to_stop(new_threads):
     root = Prefetcher(ParallelMapper(indices(), abs, 2), 2)
     stop_threads(root, 1)
     close_nodes(root, 1)
+    assert new_threads() == []
 
 
 # close_nodes

@@ -385,14 +385,17 @@ def test_a_fast_dev_run_runs():
 
 
 def test_evaluation_needs_no_states(tmp_path):
+    tested = []
+
     class Testing(r.Module):
         def test_step(self, batch, batch_idx):
-            pass
+            tested.append(batch)
 
     save = r.SaveEverywhere(tmp_path)
     r.fit(save, max_steps=2)
     loader = DataLoader([1], batch_size=None)
     r.trainer_of().test(Testing(), loader, ckpt_path=save.paths[-1], verbose=False)
+    assert tested == [1]
 
 
 # --- metrics, threads, imports --------------------------------------------------------------------

@@ -91,13 +91,6 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_state_is_loaded(made, kind):
-    saver, *states = made(kind)
-    for state in states:
-        saver.load(state)
-
-
 @pytest.mark.parametrize(("kind", "field"), FIELDS)
 def test_a_damaged_field_is_refused(made, kind, field):
     saver, _, state = made(kind)
@@ -111,6 +104,7 @@ def test_a_damaged_field_is_refused(made, kind, field):
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_of_any_part_is_refused(made, kind, exhaustive):
     saver, _, state = made(kind)
+    saver.load(state)  # Not all is refused.
     broken = list(damaged(state))
     for what, one in broken if exhaustive else random.Random(0).sample(broken, SAMPLED):
         with pytest.raises(StateError):

@@ -362,8 +362,12 @@ def test_an_empty_stream_is_an_error():
 
 
 def test_what_says_that_an_order_is_not_shuffled_may_be_given_anywhere():
-    for options in ({"dataset": Stream()}, {"sampler": [5, 3]}, {}):
-        ODBDataLoader(**{"dataset": Dataset(), "token_budget": 256, "shuffle": False, **options})
+    in_order = list(range(SIZE))
+    for options, expected in (({"sampler": [5, 3]}, [5, 3]), ({}, in_order)):
+        loader = make_dataloader(
+            shuffle=False, window=1, token_budget=TokenBudget(256, max_samples=1), **options
+        )
+        assert [index for (index,) in ids(loader)] == expected
 
 
 @pytest.mark.parametrize("sampler", [RandomSampler(range(SIZE)), WeightedRandomSampler([1.0], 5)])

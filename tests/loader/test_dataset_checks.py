@@ -17,6 +17,7 @@ from odb_nodes import (
     ODBDataLoader,
     PaddingCollate,
     WindowBucketer,
+    pop_step_info,
 )
 
 SAMPLES = [{"input_ids": [1] * (n % 5 + 1)} for n in range(20)]
@@ -52,7 +53,8 @@ def test_a_dict_of_columns_is_no_mixture(columns):
     ],
 )
 def test_a_mixture_is_none_of_columns(mixture):
-    make_loader(mixture)
+    loader = make_loader(mixture, process_fn=lambda item: SAMPLES[0])
+    assert {name for batch in loader for name in pop_step_info(batch).row_sources} == set(mixture)
 
 
 def frame():

@@ -134,6 +134,8 @@ def test_later_epochs_are_those_of_a_run_of_as_many_ranks(before, after):
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
 def test_between_optimizer_steps_alone(before, after, sampled):
     begun = job(before, accumulate=3)
+    within = [not info.ends_optimizer_step for info, _ in begun[0][0]]
+    assert any(within) and not all(within)
     for step in steps_of(begun, sampled, 1):
         if step and not begun[0][0][step - 1][0].ends_optimizer_step:
             with pytest.raises(

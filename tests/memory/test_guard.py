@@ -476,8 +476,11 @@ def test_a_model_of_memory_does_not_end_a_run_of_one_shape():
     memory, meter = MemoryModel(), SavedTensorMeter(10**9)
     data = [{"input_ids": [1] * 12, "labels": [1] * 12} for _ in range(80)]
     with meter:
+        steps = 0
         for step in OomGuard(ODBDataLoader(data, token_budget=48), meter=meter, memory=memory):
             step.backward(model := LanguageModel(), loss_of(model))
+            steps += 1
+    assert steps == 80 * 12 / 48
 
 
 def test_ranks_that_share_their_statistics_compute_together():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -248,24 +248,14 @@ def test_a_worker_that_dies(name, fault):
     assert expected in message
     assert "samples 28..31 of epoch 0" in message
     state = node.state_dict()
-    with within():
-        node.close()
     process_fn.mend()
-    assert_goes_on(delivered, state, process_fn)
-
-
-@pytest.mark.parametrize("name", DEATHS)
-def test_a_reset_replaces_dead_workers(name, fault):
-    process_fn = fault(DEATHS[name][0])
-    node = unshuffled(process_fn, **two())
-    delivered, _ = read_until_error(node, WorkerError)
-    process_fn.mend()
-    with within(20):
-        node.reset(node.state_dict())
+    with within(20):  # a reset replaces the workers
+        node.reset(state)
         assert delivered + list(node) == list(range(SIZE))
         node.reset(None)
         assert list(node) == list(range(SIZE))
         node.close()
+    assert_goes_on(delivered, state, process_fn)
 
 
 WORKERS = {
@@ -581,16 +571,23 @@ def test_a_reset_replaces_hanging_workers(method, fault, hang):
         node.close()
 
 
-@pytest.mark.parametrize("other", [two(), {"seed": None}], ids=["processes", "unseeded"])
-def test_a_thread_that_hangs_does_not_hang_another_node(other, fault, hang):
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (two(), nullcontext()),
+        ({"seed": None}, nullcontext()),
+        # The hanging thread holds the global generators, which a seeded node in this process needs.
+        ({}, pytest.raises(WorkerError, match="hangs")),
+    ],
+    ids=["processes", "unseeded", "seeded"],
+)
+def test_a_thread_that_hangs_does_not_hang_another_node(other, expected, fault, hang):
     node = unshuffled(fault(hang), **two(method="thread", timeout_s=0.5))
     read_until_error(node, WorkerError)
     healthy = unshuffled(same, **other)
     try:
-        with within():
+        with expected, within():
             assert list(healthy) == list(range(SIZE))
-    except WorkerError as error:  # It may need what the hanging one holds, but must say so.
-        assert "hangs" in str(error)
     finally:
         hang.let_go()
         node.close()

@@ -72,18 +72,19 @@ class Samples(Shuffled):
 
 
 class StatefulSamples(Samples):
+    start = 0  # of the next pass: a loaded state is for one alone
+
     def state_dict(self):
         return {"position": self.position}
 
     def load_state_dict(self, state):
-        self.position = state["position"]
+        self.start = state["position"]
 
     def __iter__(self):
-        indices = self.indices()
-        while self.position < SAMPLES:
+        self.position, self.start = self.start, 0
+        for index in self.indices()[self.position :]:
             self.position += 1
-            yield sample(indices[self.position - 1])
-        self.position = 0
+            yield sample(index)
 
 
 def make(dataset=None, **options):

@@ -13,7 +13,6 @@ import numpy as np
 
 from odb_nodes import (
     GroupCollator,
-    IterableSource,
     JsonlSource,
     LengthObserver,
     Loader,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from odb_nodes._core.checks import check_callable, check_count, check_type
+from odb_nodes._core.progress import Bar
 from odb_nodes.memory.checkpointing import enable_checkpointing
 from odb_nodes.memory.edge_search import Edge, EdgeSearch
 from odb_nodes.memory.meter import MemoryMeter, check_meter
@@ -95,9 +96,10 @@ def find_budget(
     check_type("checkpointing", checkpointing, torch.nn.Module | None)
 
     def calibrate(state: TrainingState) -> Calibration:
-        trials = Trials(train_step, make_batch, meter, state, patches_per_row)
-        search = EdgeSearch(trials, meter.limit_bytes, max_trials)
-        edges = search.run(sizes)
+        with Bar(None, "steps tried to find the budget", max_trials) as bar:
+            trials = Trials(train_step, make_batch, meter, state, patches_per_row, bar)
+            search = EdgeSearch(trials, meter.limit_bytes, max_trials)
+            edges = search.run(sizes)
         model = search.model()
         return Calibration(
             points=tuple(trials.done),

@@ -9,8 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from odb_nodes._core.checks import check_bool, check_count, check_seconds, check_type
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
@@ -26,7 +24,7 @@ from odb_nodes.monitor.records import EPOCH, STEPS
 from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.monitor.state import MonitorState
-from odb_nodes.monitor.watched import AnyLoader, Watched, show
+from odb_nodes.monitor.watched import AnyLoader, RunProgress, Watched
 from odb_nodes.monitor.window import Share, Totals, Window
 from odb_nodes.monitor.writers import Writers
 from odb_nodes.step_info import StepInfo
@@ -61,7 +59,8 @@ class Monitor:
             `"tensorboard"`, which needs the extra `tools`.
         losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each
             sample and epoch, in a file of each rank; see `read_losses`.
-        progress: whether `watch` shows a progress bar, on rank 0 and where stderr is a terminal.
+        progress: whether rank 0 shows how far it is: by a progress bar of `watch` in a terminal;
+            where stderr is none, by a line in the log after 10, 20 and 40 s, and then each minute.
         process_group: the ranks that share the steps, as for `RankAligner`. Default: all of the
             job.
         timeout_s: seconds until a rank that does not come is an error on the others.
@@ -88,7 +87,7 @@ class Monitor:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
         self._every = check_count("every", every)
-        self._has_bar = check_bool("progress", progress)
+        self._progress = RunProgress(check_bool("progress", progress), process_group)
         self._process_group = process_group
         self._meeting = Meeting(process_group, timeout_s)
         self._notices = Notices()
@@ -96,7 +95,6 @@ class Monitor:
         self._has_book = check_bool("losses_by_sample", losses_by_sample)
         self._book: LossBook | None = None
         self._watched: Watched | None = None
-        self._bar: tqdm[Any] | None = None
         self._is_closed = False
         self._order = BatchOrder()
         self._wait_s = 0.0  # for the next batch
@@ -116,17 +114,13 @@ class Monitor:
         watched = self.attach(loader)
         self.start_clock()
         self._order.begin()
-        is_shown = self._has_bar and group_rank(self._process_group)[0] == 0
         try:
             for batch, wait_s in timed(iter(loader)):
-                if self._bar is None:
-                    self._bar = watched.bar(batch, is_shown=is_shown)
+                self._progress.begin(watched, batch)
                 self.waited(wait_s)
                 yield batch
         finally:
-            if self._bar is not None:
-                self._bar.close()
-            self._bar = None
+            self._progress.end()
         self._end_epoch()
 
     def start_clock(self) -> None:
@@ -218,8 +212,7 @@ class Monitor:
             self._write()
         if info.ends_epoch:
             self._end_epoch()
-        if self._bar is not None:
-            self._bar.update(info.local_samples)
+        self._progress.update(info, at.step, self._watched)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands; waits for losses that are being computed."""
@@ -315,7 +308,7 @@ class Monitor:
             self._record(STEPS, first, totals, {"shapes": share.shapes})
             self._totals.add(totals)
             self._notices.look(shares, totals, self._watched)
-            show(self._bar, totals)
+            self._progress.note(totals)
 
     def _new_window(self, share: Share, samples: list[SampleLoss]) -> Window:
         return Window(share, samples if self._has_book else None)

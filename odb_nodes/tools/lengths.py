@@ -223,7 +223,4 @@ def _with_bar(node: BaseNode[Any], name: str) -> Iterable[Any]:
         total: int | None = length_of(node)
     except TypeError:  # a stream
         total = None
-    bar: Iterable[Any] = Bar(
-        node, f"lengths{name and f' of {name}'}", total, leave=False, disable=None
-    )
-    return bar
+    return Bar(node, f"lengths{name and f' of {name}'}", total)

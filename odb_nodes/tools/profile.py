@@ -215,7 +215,7 @@ def profile(
         for window in (windows if strategy in WINDOWED else (None,))
     ]
     comparisons = []
-    for world_size, strategy, window in Bar(wanted, "comparing", leave=False, disable=None):
+    for world_size, strategy, window in Bar(wanted, "comparing", len(wanted)):
         job = SimulationOptions(
             world_size=world_size,
             budget=budget,

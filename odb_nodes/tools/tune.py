@@ -226,6 +226,6 @@ def _outcomes(simulator: Simulator, choices: list[Choice]) -> Iterator[Outcome]:
     node: Any = ParallelProcessor(IterableSource(choices, 0, 1), simulator, workers=workers)
     try:
         node.reset(None)
-        yield from Bar(node, "simulating", len(choices), leave=False, disable=None)
+        yield from Bar(node, "simulating", len(choices))
     finally:
         node.close()

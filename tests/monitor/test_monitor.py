@@ -1,6 +1,7 @@
 """What a monitor writes: exact values, and nothing that is not told."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_
 from torch.utils.data import IterableDataset
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
+from odb_nodes._core import progress
 from odb_nodes.monitor import Monitor, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
@@ -206,6 +208,29 @@ def test_a_bar_shows_the_samples_and_the_rates_on_a_terminal(tmp_path, monkeypat
     with Monitor(tmp_path / "other", every=1, progress=False) as monitor:
         train(monitor, loader_of())
     assert "100/100" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplog, is_watched):
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monitor, loader = Monitor(tmp_path, every=2), loader_of(accumulate=1)
+    for batch in monitor.watch(loader) if is_watched else loader:
+        told = batch, pop_step_info(batch)
+        monitor.step(*told, loss=2.5)
+        if told[1].step == 4:
+            break
+    first, _, third, *_ = [one for one in caplog.messages if one.startswith("step")]
+    samples = r", \d+ of 100 samples" if is_watched else ""
+    assert re.fullmatch(f"step 1 after 0 s: epoch 0{samples}", first)
+    figures = r", loss 2.5, tokens/s [\d,]+, padding [\d.]+%, waiting \d+%"
+    assert re.fullmatch(f"step 3 after 0 s: epoch 0{samples}{figures}", third)
+    caplog.clear()
+    train(Monitor(tmp_path / "off", progress=False), loader_of())
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    Monitor(tmp_path / "rank 1", every=100).step(*told)
+    assert not [one for one in caplog.messages if one.startswith("step")]
 
 
 def test_a_loss_of_several_numbers_and_a_file_for_a_folder_are_refused(tmp_path):

@@ -23,10 +23,11 @@ from odb_nodes.monitor.numbers import Number, Told
 from odb_nodes.monitor.records import EPOCH, STEPS
 from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
+from odb_nodes.monitor.settings import checked_config, loader_settings, versions
 from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.watched import AnyLoader, RunProgress, Watched
 from odb_nodes.monitor.window import Share, Totals, Window
-from odb_nodes.monitor.writers import Writers
+from odb_nodes.monitor.writers import RecordWriter, Writers
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["Monitor"]
@@ -56,7 +57,9 @@ class Monitor:
         folder: where the records are; the same for all restarts of a run, and for no other run.
         every: optimizer steps in a record.
         writers: what records are written as: `"jsonl"`, which `read_run` and `report` read, and
-            `"tensorboard"`, which needs the extra `tools`.
+            `"tensorboard"`, which needs the extra `tools`; and any `RecordWriter` of your own.
+        config: settings of your own by name, such as `vars(args)`, which records and reports show
+            beside the options of the loader and versions. What JSON does not have is kept as text.
         losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each
             sample and epoch, in a file of each rank; see `read_losses`.
         progress: whether rank 0 shows how far it is: by a progress bar of `watch` in a terminal;
@@ -75,7 +78,8 @@ class Monitor:
         folder: str | os.PathLike[str],
         *,
         every: int = 10,
-        writers: Sequence[str] = ("jsonl",),
+        writers: Sequence[str | RecordWriter] = ("jsonl",),
+        config: Mapping[str, Any] | None = None,
         losses_by_sample: bool = False,
         progress: bool = True,
         process_group: Any = None,
@@ -92,6 +96,7 @@ class Monitor:
         self._meeting = Meeting(process_group, timeout_s)
         self._notices = Notices()
         self._writers = Writers(self.folder, writers)
+        self._config = checked_config(config)
         self._has_book = check_bool("losses_by_sample", losses_by_sample)
         self._book: LossBook | None = None
         self._watched: Watched | None = None
@@ -323,7 +328,9 @@ class Monitor:
             self._has_begun = True
             step = first - 1 if kind == STEPS else at.written
             attempt = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
-            self._writers.begin(attempt | {"world_size": self._meeting.world_size})
+            attempt |= {"world_size": self._meeting.world_size, "versions": versions()}
+            attempt["loader"] = loader_settings(self._watched and self._watched.loader)
+            self._writers.begin(attempt | {"config": self._config})
         place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
         self._writers.write({"kind": kind} | place | totals.groups() | more)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from odb_nodes._core.locked_file import LockedFile
 
-__all__ = ["Record", "RunRecords", "read_run"]
+__all__ = ["Record", "RunRecords", "read_run", "scalars"]
 
 FILE = "monitor.jsonl"
 VERSION = 1
@@ -86,6 +86,23 @@ def _ends_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Return the values of a record for a chart of each, as `mean/loss`; without `None`.
+
+    Those of the record of an epoch are `epoch_mean/loss` and so on.
+
+    Args:
+        record: one of steps, or of an epoch.
+    """
+    prefix = "" if record["kind"] == STEPS else f"{record['kind']}_"
+    return {
+        f"{prefix}{group}/{name}": value
+        for group in GROUPS
+        for name, value in record[group].items()
+        if value is not None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

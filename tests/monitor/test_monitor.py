@@ -10,6 +10,7 @@ import torch
 from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_of, train
 from torch.utils.data import IterableDataset
 
+import odb_nodes
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes._core import progress
 from odb_nodes.monitor import Monitor, read_run
@@ -186,12 +187,43 @@ def test_an_error_in_the_block_loses_the_rest_and_nothing_else(tmp_path):
     assert [one["step"] for one in read_run(tmp_path).steps] == [2]
 
 
+def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
+    config = {"lr": 0.1, "data": tmp_path, "layers": (1, 2)}
+    budget = TokenBudget(96, layout="packed")
+    weights = {"web": 1.0, "code": 3.0}
+    loader = loader_of(
+        token_budget=budget, seed=3, weights=weights, exclude={"web": [1]}, observe=observe
+    )
+    with Monitor(tmp_path, config=config) as monitor:
+        config["lr"] = 0.2
+        train(monitor, loader, steps=2)
+    (attempt,) = read_run(tmp_path).attempts
+    assert attempt["config"] == {"lr": 0.1, "data": str(tmp_path), "layers": [1, 2]}
+    assert attempt["loader"] == {
+        "token_budget": {"tokens": 96, "layout": "packed"},
+        **{"window": 12, "seed": 3, "accumulate": 2},
+        **{"observe": "observe", "weights": weights},
+    }
+    assert attempt["versions"]["torch"] == torch.__version__
+    assert attempt["versions"]["odb_nodes"] == odb_nodes.__version__
+    with Monitor(tmp_path / "composed") as monitor:
+        train(monitor, composed_loader())
+    assert read_run(tmp_path / "composed").attempts[0]["loader"] == {}
+
+
+def observe(sample):
+    return len(sample["input_ids"])
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"every": 0}, "`every`"),
         ({"timeout_s": 0}, "`timeout_s`"),
         ({"progress": None}, "`progress`"),
+        ({"config": [("lr", 0.1)]}, "`config` must be a `Mapping`"),
+        ({"config": {1: 0.1}}, "`config` must have names as keys, but has 1"),
+        ({"config": {"lr": float("nan")}}, "`config` must be data that JSON can hold"),
     ],
 )
 def test_an_argument_that_is_not_valid_is_refused(tmp_path, options, error):

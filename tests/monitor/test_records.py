@@ -74,7 +74,8 @@ def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
     train(monitor, loader, steps=5, after=lambda _: states.append(monitor.state_dict()))
     monitor.close()
     write = os.write
-    for room in (0, 10, 200):  # bytes that are written of the attempt and the record
+    attempt = len((tmp_path / "monitor.jsonl").read_bytes().splitlines()[0])
+    for room in (0, 10, attempt + 20):  # bytes that are written of the attempt and the record
         again = Monitor(tmp_path, every=1)
         again.load_state_dict(states[1])
         monkeypatch.setattr(os, "write", lambda file, data, room=room: write(file, data[:room]))

@@ -64,7 +64,10 @@ class SlowProgress:
 
 def is_terminal() -> bool:
     """Tell whether a user may watch a bar being drawn."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # closed, as in a daemon
+        return False
 
 
 class Bar(tqdm):  # type: ignore[misc]
@@ -81,6 +84,8 @@ class Bar(tqdm):  # type: ignore[misc]
     """
 
     monitor_interval = 0
+    ncols: int | None
+    nrows: int | None
     postfix: str | None = None  # which tqdm does not set where it draws nothing
 
     def __init__(

@@ -20,7 +20,7 @@ from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
 from odb_nodes.monitor.numbers import Number, Told
-from odb_nodes.monitor.records import EPOCH, STEPS
+from odb_nodes.monitor.records import EPOCH, STEPS, Record
 from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.monitor.settings import checked_config, loader_settings, versions
@@ -327,10 +327,10 @@ class Monitor:
         if not self._has_begun:
             self._has_begun = True
             step = first - 1 if kind == STEPS else at.written
-            attempt = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
-            attempt |= {"world_size": self._meeting.world_size, "versions": versions()}
+            attempt: Record = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
+            attempt["world_size"] = self._meeting.world_size
             attempt["loader"] = loader_settings(self._watched and self._watched.loader)
-            self._writers.begin(attempt | {"config": self._config})
+            self._writers.begin(attempt | {"config": self._config, "versions": versions()})
         place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
         self._writers.write({"kind": kind} | place | totals.groups() | more)
 

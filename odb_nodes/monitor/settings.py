@@ -15,6 +15,7 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 _PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy")
 _MAYBE_PACKAGES = ("transformers", "accelerate", "lightning", "datasets")
 _ALWAYS = ("token_budget", "window", "seed", "accumulate")
+_MOST_ITEMS = 100  # of a list that is written out
 _LEFT_OUT = ("exclude", "process_group")  # keys of samples, of which there may be many; an object
 
 
@@ -62,7 +63,7 @@ def _differing(options: Any) -> dict[str, Any]:
     for field in fields(options):
         value = getattr(options, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        if value is not default and repr(value) != repr(default):
+        if type(value) is not type(default) or value != default:
             found[field.name] = _plain(value)
     return found
 
@@ -73,8 +74,9 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+    if isinstance(value, list | tuple):  # of indices there may be millions
+        many = len(value) > _MOST_ITEMS
+        return f"{len(value)} items" if many else [_plain(one) for one in value]
     if is_dataclass(value) and not isinstance(value, type):
         found = _differing(value)
         return found["tokens"] if [*found] == ["tokens"] else found  # a budget of nothing else

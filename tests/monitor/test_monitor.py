@@ -206,6 +206,11 @@ def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
     }
     assert attempt["versions"]["torch"] == torch.__version__
     assert attempt["versions"]["odb_nodes"] == odb_nodes.__version__
+    given = {"token_budget": 96, "window": 12, "sampler": [*range(60)] * 2}
+    with Monitor(tmp_path / "long") as monitor:
+        train(monitor, ODBDataLoader(DATA["web"], **given), steps=2)
+    (attempt,) = read_run(tmp_path / "long").attempts
+    assert attempt["loader"] == given | {"seed": 0, "accumulate": 1, "sampler": "120 items"}
     with Monitor(tmp_path / "composed") as monitor:
         train(monitor, composed_loader())
     assert read_run(tmp_path / "composed").attempts[0]["loader"] == {}

@@ -118,4 +118,4 @@ def test_a_run_whose_attempt_is_lost_is_reported_on(tmp_path):
         train(monitor, loader_of(), steps=4)
     path = tmp_path / "monitor.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    assert report(tmp_path).runs[0].ranks == 1
+    assert report(tmp_path).runs[0].ranks() == [(1, 1)]

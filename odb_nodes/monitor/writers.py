@@ -33,7 +33,7 @@ class RecordWriter(Protocol):
         """Take a record of steps or of an epoch; `scalars(record)` are its values by name."""
 
     def close(self) -> None:
-        """Write what is left. May be called again, and before any record."""
+        """Write what is left. May be called again."""
 
 
 _WRITERS: dict[str, Callable[[Path], RecordWriter]] = {

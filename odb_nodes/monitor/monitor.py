@@ -21,7 +21,7 @@ from odb_nodes.monitor.loss_book import LossBook, SampleLoss
 from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.numbers import Number, Told
+from odb_nodes.monitor.numbers import Number, Told, not_negative
 from odb_nodes.monitor.records import EPOCH, STEPS
 from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
@@ -212,6 +212,8 @@ class Monitor:
         weight = info.local_targets if loss_weight is None else loss_weight
         told = Told.of(loss, weight, loss_by_source, grad_norm, lr, values)
         check_count("ooms", ooms, 0)
+        if wait_s is not None:
+            not_negative("wait_s", wait_s)
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
         self._order.note(info)

@@ -113,10 +113,13 @@ def test_an_epoch_whose_end_is_not_told_is_warned_of_once(tmp_path, told, expect
     assert told_of == [__file__]
 
 
-@pytest.mark.parametrize("ooms", [-1, 1.5, True])
-def test_ooms_that_are_no_count_are_refused_and_nothing_is_counted(tmp_path, ooms):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ooms", -1), ("ooms", 1.5), ("ooms", True), ("wait_s", -1), ("wait_s", float("nan"))],
+)
+def test_what_is_no_count_or_duration_is_refused_and_nothing_is_counted(tmp_path, name, value):
     (step, *_) = steps_of(loader_of())
     monitor = Monitor(tmp_path)
-    with pytest.raises((TypeError, ValueError), match=f"`ooms` must be .* {ooms}"):
-        monitor.step(*step, ooms=ooms)
+    with pytest.raises((TypeError, ValueError), match=f"`{name}` must be .* {value}"):
+        monitor.step(*step, **{name: value})
     monitor.step(*step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,23 @@ class Calibration:
     tokens_per_s: float
     checkpointing: bool = False
     slower: Calibration | None = None
+
+    def __repr__(self) -> str:
+        budget = ", ".join(
+            f"{one.name}={value!r}"
+            for one in fields(self.budget)
+            if (value := getattr(self.budget, one.name)) != one.default
+        )
+        parts = [
+            f"budget=TokenBudget({budget})",
+            f"tokens_per_s={self.tokens_per_s:.0f}",
+            f"checkpointing={self.checkpointing}",
+            f"points=<{len(self.points)} trials, {sum(one.fits for one in self.points)} fit>",
+            "model=...",
+        ]
+        if self.slower is not None:
+            parts.append(f"slower=<{self.slower.tokens_per_s:.0f} tokens per second>")
+        return f"{type(self).__name__}(\n    " + ",\n    ".join(parts) + ",\n)"
 
 
 def find_budget(

@@ -19,7 +19,7 @@ from odb_nodes.monitor.loss_book import LossBook, SampleLoss
 from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.numbers import Number, Told
+from odb_nodes.monitor.numbers import Number, Told, not_negative
 from odb_nodes.monitor.records import EPOCH, STEPS, Record
 from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
@@ -28,7 +28,7 @@ from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.watched import AnyLoader, RunProgress, Watched
 from odb_nodes.monitor.window import Share, Totals, Window
 from odb_nodes.monitor.writers import RecordWriter, Writers
-from odb_nodes.step_info import StepInfo
+from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 
 __all__ = ["Monitor"]
 
@@ -100,6 +100,7 @@ class Monitor:
         self._has_book = check_bool("losses_by_sample", losses_by_sample)
         self._book: LossBook | None = None
         self._watched: Watched | None = None
+        self._watch: object = None  # the newest call of `watch`
         self._is_closed = False
         self._order = BatchOrder()
         self._wait_s = 0.0  # for the next batch
@@ -108,24 +109,34 @@ class Monitor:
     def watch(self, loader: AnyLoader) -> Iterator[Any]:
         """Yield the batches of an epoch, measure the wait for each, and show a progress bar.
 
-        The clock begins here, so that what is between two epochs counts for neither.
+        The clock begins here, so that what is between two epochs counts for neither. At the end it
+        warns, once, where `step` was not called.
 
         Args:
             loader: the loader of this rank.
 
         Raises:
+            RuntimeError: another `watch` of this monitor has begun meanwhile.
             TypeError, ValueError: see `attach`.
         """
         watched = self.attach(loader)
+        self._watch = watch = object()
         self.start_clock()
-        self._order.begin()
         try:
             for batch, wait_s in timed(iter(loader)):
                 self._progress.begin(watched, batch)
                 self.waited(wait_s)
+                self._order.follow(batch[STEP_INFO_KEY])
                 yield batch
+                if self._watch is not watch:
+                    raise RuntimeError(
+                        "another `watch` of this monitor began before this epoch had ended. For an "
+                        "evaluation, iterate its loader as it is, or make a `Monitor` with a "
+                        "folder of its own."
+                    )
         finally:
             self._progress.end()
+        self._order.end()
         self._end_epoch()
 
     def start_clock(self) -> None:
@@ -140,6 +151,8 @@ class Monitor:
     def attach(self, loader: AnyLoader) -> Watched:
         """Take from a loader how long ranks wait for each other's plans; `watch` does so, too.
 
+        The next batch that `step` is told of may be any of the loader's.
+
         Args:
             loader: the loader of this rank.
 
@@ -149,6 +162,7 @@ class Monitor:
         """
         if self._watched is None or loader is not self._watched.loader:
             self._watched = Watched(loader, group_rank(self._process_group)[1])
+        self._order.begin()
         return self._watched
 
     def step(
@@ -190,11 +204,15 @@ class Monitor:
             RuntimeError: another process writes into the folder.
             StateError: the ranks stand at different steps.
             TypeError, ValueError: an argument is not valid.
-            ValueError: the monitor is closed, or was told of this batch before.
+            ValueError: the monitor is closed, was told of this batch before, or watches another
+                loader than the batch's.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         weight = info.local_targets if loss_weight is None else loss_weight
         told = Told.of(loss, weight, loss_by_source, grad_norm, lr, values)
+        check_count("ooms", ooms, 0)
+        if wait_s is not None:
+            not_negative("wait_s", wait_s)
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
         self._order.note(info)

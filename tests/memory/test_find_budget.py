@@ -330,6 +330,11 @@ def test_the_result_holds_no_tensors_and_goes_on_learning():
     found = find_budget(
         training.train_step, make_batch, meter=SavedTensorMeter(2 * MIB), widths=WIDTHS
     )
+    shown = repr(found)
+    assert (
+        f"budget=TokenBudget(tokens={found.budget.tokens}" in shown and "max_samples" not in shown
+    )
+    assert f"{len(found.points)} trials" in shown and shown.count("\n") < 8 > len(shown) / 80
     model = MemoryModel.from_json(found.model.to_json())
     predicted = model.predict(5, 50)
     model.add(5, 50, 0, predicted)

@@ -81,7 +81,7 @@ def test_the_loss_by_source_the_gradient_and_the_learning_rate(tmp_path):
                 loss_by_source=by_source,
                 grad_norm=torch.tensor([3.0, 1.0][number % 2]),
                 lr=number / 10,
-                ooms=number == 1,
+                ooms=int(number == 1),
                 wait_s=0.5,
             )
             if number == 1:

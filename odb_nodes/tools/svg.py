@@ -48,7 +48,9 @@ def levels(groups: Mapping[str, Sequence[Level]], *, axis: str, title: str, text
         title: what is shown.
         text: what is to be seen, in words, for readers that cannot see it.
     """
-    scale, parts, y = _WIDTH - _NAMES - 100, [], _TOP + 6
+    scale, y = _WIDTH - _NAMES - 100, _TOP + 6
+    grid: list[str] = []
+    parts: list[str] = []
     for name, group in groups.items():
         y += _ROW
         parts.append(f'<text x="4" y="{y - 5}" font-weight="600">{escape(name)}</text>')
@@ -63,9 +65,9 @@ def levels(groups: Mapping[str, Sequence[Level]], *, axis: str, title: str, text
                 f"{weight}>{one.value:.3f}{escape(one.mark and f' {one.mark}')}</text>"
             )
             y += _ROW
-    for tick in range(0, 6):
+    for tick in range(6):
         x = _NAMES + tick / 5 * scale
-        parts.append(
+        grid.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP + 6}" y2="{y + 4}" stroke="currentColor" '
             f'stroke-opacity="0.2"/><text x="{x:.1f}" y="{y + 18}" text-anchor="middle">'
             f"{tick / 5:g}</text>"
@@ -73,7 +75,7 @@ def levels(groups: Mapping[str, Sequence[Level]], *, axis: str, title: str, text
     parts.append(
         f'<text x="{_NAMES + scale / 2}" y="{y + 36}" text-anchor="middle">{escape(axis)}</text>'
     )
-    return _figure("".join(parts), y + 20 - _TOP, title, text)
+    return _figure("".join((*grid, *parts)), y + 20 - _TOP, title, text)
 
 
 def bars(

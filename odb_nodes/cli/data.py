@@ -56,9 +56,9 @@ class DataOptions:
 
     def check_outputs(self, *inputs: Path | None, **outputs: str | Path | None) -> None:
         """Check the files that a command writes: these by their options, and `save_lengths`."""
+        outputs = {"save-lengths": self.save_lengths} | outputs
         cli.check_outputs(
-            {"--save-lengths": self.save_lengths}
-            | {f"--{option}": path for option, path in outputs.items()},
+            {f"--{option}": path for option, path in outputs.items()},
             [self.data, self.lengths, self.tokenizer, *inputs],
             force=self.force,
         )
@@ -95,7 +95,8 @@ class Data:
     """
 
     def __init__(self, what: DataOptions, table: LengthTable | None = None) -> None:
-        self._what, self._table, self._dataset = what, table, None
+        self._what, self._table = what, table
+        self._dataset: Any = None
         if table is None:
             self._check()
         if what.data is not None:

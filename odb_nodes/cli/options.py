@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,7 @@ BUDGET_TOKENS = 16_384
 
 
 def check_outputs(
-    outputs: dict[str, str | Path | None], inputs: list[str | Path | None], *, force: bool
+    outputs: Mapping[str, str | Path | None], inputs: list[str | Path | None], *, force: bool
 ) -> None:
     """Check the files that a command writes, before any work is done for them.
 
@@ -57,8 +58,9 @@ def check_outputs(
         BadParameter: one cannot be written, or something would be lost; names the option.
     """
     taken: list[str | Path] = []
-    for one in filter(None, inputs):
-        taken += [one] if Path(one).exists() else glob.glob(str(one), recursive=True)
+    for one in inputs:
+        if one is not None:
+            taken += [one] if Path(one).exists() else glob.glob(str(one), recursive=True)
     for option, path in outputs.items():
         if path is not None:
             try:

@@ -206,8 +206,11 @@ def test_the_options_of_a_loader_are_the_defaults(capsys, monkeypatch):
             table, budget=MIXED["token_budget"], weights=MIXED["weights"], windows=windows, **job
         )
         assert capsys.readouterr().out == f"{expected}\n"
-    assert run("simulate", "jobs:make_mixed", "--weight", "a=1", "--weight", "b=0") == 0
-    assert cells(capsys.readouterr().out)[0]["steps"] != row["steps"]
+    assert run("simulate", "jobs:make_mixed", "--weight", "a=9", "--weight", "b=1") == 0
+    report = simulate(
+        table, world_size=1, budget=MIXED["token_budget"], weights={"a": 9, "b": 1}, **of_job
+    )
+    assert cells(capsys.readouterr().out) == [{"ranks": "1", "window": "48"} | report.as_row()]
 
 
 @pytest.mark.workers
@@ -277,7 +280,7 @@ def test_step_says_what_the_function_must_return(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
     save_rank_state(make_loader_of_group(None).state_dict(), tmp_path)
     assert run("step", "jobs:nothing", "--checkpoint", tmp_path) == 2
-    assert "`make_loader(process_group)` must be a `ODBDataLoader`" in capsys.readouterr().err
+    assert "`make_loader(process_group)` must be an `ODBDataLoader`" in capsys.readouterr().err
 
 
 def nothing(process_group):

@@ -162,13 +162,12 @@ class Profile:
     @property
     def best(self) -> tuple[Comparison, ...]:
         """The comparison to take on each number of ranks."""
+        of_ranks: dict[int, list[Comparison]] = {}
+        for one in self.comparisons:
+            if one.strategy == "odb_nodes":
+                of_ranks.setdefault(one.world_size, []).append(one)
         found = []
-        for world_size in dict.fromkeys(one.world_size for one in self.comparisons):
-            own = [
-                one
-                for one in self.comparisons
-                if (one.world_size, one.strategy) == (world_size, "odb_nodes")
-            ]
+        for own in of_ranks.values():
             least = (1 - AS_GOOD) * max(one.figures.efficiency for one in own)
             near = [one for one in own if one.figures.efficiency >= least]
             found.append(min(near, key=lambda one: one.window or 0))

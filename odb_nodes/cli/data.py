@@ -56,7 +56,7 @@ class DataOptions:
 
     def check_outputs(self, *inputs: Path | None, **outputs: str | Path | None) -> None:
         """Check the files that a command writes: these by their options, and `save_lengths`."""
-        outputs = {"save-lengths": self.save_lengths} | outputs
+        outputs = {"save-lengths": self.save_lengths, **outputs}
         cli.check_outputs(
             {f"--{option}": path for option, path in outputs.items()},
             [self.data, self.lengths, self.tokenizer, *inputs],

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.command_line import OneLineParser
 from odb_nodes._core.counts import counted
-from odb_nodes.ledger import audit
 
 __all__ = ["main"]
 
@@ -57,6 +56,8 @@ def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | N
     Raises:
         OSError, ValueError: there is no ledger in the folder, or `sizes` does not fit it.
     """
+    from odb_nodes.ledger import audit  # which takes seconds: the help needs no torch
+
     found = audit(folder, sizes)
     print(found)
     if steps is None:

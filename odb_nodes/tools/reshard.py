@@ -64,6 +64,10 @@ def reshard_folder(
 
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
+    for rank, state in enumerate(states):
+        held = [state.get(name) if isinstance(state, Mapping) else None for name in _FIELDS]
+        if not all(isinstance(one, Mapping) for one in held):
+            raise StateError(f"the file of rank {rank} is damaged. Use an earlier checkpoint.")
     if len(states) == world_size:
         return [*states]
     shared = {

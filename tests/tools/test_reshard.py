@@ -110,6 +110,15 @@ def test_files_that_were_mixed_up_are_refused(tmp_path, states):
         reshard_folder(both, 2, tmp_path / "new")
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "parts", "generators"])
+def test_a_file_without_its_parts_is_damaged(tmp_path, states, name):
+    folder = save_parts(tmp_path / "saved", states)
+    file = folder / "rank00001-of-00003.pt"
+    save_state(load_state(file) | {name: None}, file)
+    with pytest.raises(StateError, match="file of rank 1 is damaged"):
+        reshard_folder(folder, 2, tmp_path / "new" / "saved")
+
+
 def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
     folder = save(tmp_path / "saved", states)
     with pytest.raises(StateError, match="has states already"):

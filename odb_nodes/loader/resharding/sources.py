@@ -14,6 +14,7 @@ from odb_nodes.loader.resharding.sealed import (
     LATER,
     Ranks,
     check_alike,
+    config_of,
     node_of,
     opened,
     sealed_for_ranks,
@@ -64,8 +65,8 @@ def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, An
             "that all ranks share. Go on with as many ranks as before up to the end of the epoch: "
             "a state that is saved after its last step can be resharded."
         )
-    sizes = {state["config"].get("world_size") for state in states}
-    if "world_size" in states[0]["config"] and sizes != {reading.ranks.before}:
+    before, configs = reading.ranks.before, [*map(config_of, states)]
+    if "world_size" in configs[0] and any(one.get("world_size") != before for one in configs):
         raise StateError(
             f"`{node}` cannot be resharded within an epoch: each rank has data of its own, which "
             "no other can read. Go on with as many ranks as before up to the end of the epoch."

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, MutableMapping
+import re
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from odb_nodes._compat.accelerate import deepspeed_config, unwrap_model
+from odb_nodes.errors import StateError
 
 # --- the loop -------------------------------------------------------------------------------------
 
@@ -156,6 +161,93 @@ def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None
     if "train_samples_per_second" in logs:
         per_second = samples / max(logs["train_runtime"], 1e-9)
         logs["train_samples_per_second"] = round(per_second, 3)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def loading_whole(trainer: Any, checkpoint: str) -> Iterator[None]:
+    """Load, within this context, also what a `Trainer` would leave out of a checkpoint.
+
+    A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
+    do where `save_pretrained` writes weights by other names, or in other parts, than the model has
+    them: those of mixtures of experts, of ViT, of Qwen2-VL. `from_pretrained` puts these together.
+    Relies on the result of `load_state_dict` being given to `Trainer._issue_warnings_after_load`.
+    With FSDP, DeepSpeed and adapters of peft it is not: their keys are those of the model.
+
+    Args:
+        trainer: the trainer that loads weights, from the beginning of a run or the best.
+        checkpoint: the folder that it loads.
+
+    Raises:
+        StateError: some weights of the model, or of the checkpoint, have no counterpart.
+    """
+    trainer._issue_warnings_after_load = partial(_load_rest, trainer, checkpoint)
+    try:
+        yield
+    finally:
+        del trainer._issue_warnings_after_load
+
+
+def _load_rest(trainer: Any, checkpoint: str, loaded: Any) -> None:
+    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it."""
+    from transformers import PreTrainedModel
+
+    model = unwrap_model(trainer.model)
+    missing = _not_loaded(model, loaded.missing_keys)
+    if not missing and not loaded.unexpected_keys:
+        return
+    refused = partial(_other_weights, checkpoint, type(model).__name__)
+    is_stock = isinstance(model, PreTrainedModel) and getattr(model, "hf_quantizer", None) is None
+    # These may be missing without a word of `from_pretrained`: new, they would be random.
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    optional = [key for key in missing if any(re.search(one, key) for one in optional)]
+    if not is_stock or optional:
+        raise refused(optional or missing, loaded.unexpected_keys)
+    try:
+        # In the widest type of all, so that each weight is copied into its own without rounding.
+        types = (one.dtype for one in model.parameters() if one.is_floating_point())
+        dtype = reduce(torch.promote_types, types)
+        whole, info = type(model).from_pretrained(
+            checkpoint,
+            config=model.config,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+        new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+        left_over = info["unexpected_keys"]
+        if not new and not left_over:
+            model.load_state_dict(whole.state_dict())
+    except Exception as error:  # whatever a class of models raises for a config or for weights
+        raise refused(missing, loaded.unexpected_keys) from error
+    if new or left_over:
+        raise refused(new, left_over)
+
+
+def _not_loaded(model: Any, missing: Iterable[str]) -> list[str]:
+    """Return those of the missing keys whose weights were not loaded by another name either.
+
+    Relies on `_keys_to_ignore_on_save`: weights that do not change, such as of positions.
+    """
+    missing = {*missing} - {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    weights = model.state_dict(keep_vars=True)
+    loaded = {id(value) for key, value in weights.items() if key not in missing}
+    return sorted(key for key in missing if id(weights.get(key)) not in loaded)
+
+
+def _other_weights(
+    checkpoint: str, model: str, missing: Iterable[str], left_over: Iterable[str]
+) -> StateError:
+    keys = {"missing from it": sorted(missing), "in it alone": sorted(left_over)}
+    found = [f"{len(of)} are {where}, such as `{of[0]}`" for where, of in keys.items() if of]
+    return StateError(
+        f"the weights of `{checkpoint}` must be those of the model, a `{model}`, but "
+        f"{', and '.join(found)}: these would not be resumed. Resume with the model that was "
+        f"saved. Or begin a new run with its weights: `{model}.from_pretrained(checkpoint)`, "
+        "without `resume_from_checkpoint`."
+    )
 
 
 # --- arguments ------------------------------------------------------------------------------------

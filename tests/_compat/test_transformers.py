@@ -11,6 +11,7 @@ from canary import relies_on
 from torch.utils.data import IterableDataset
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes.errors import StateError
 
 pytest.importorskip("transformers")
 
@@ -300,10 +301,31 @@ def test_the_last_log_has_the_speed(tmp_path):
         assert other == {"loss": 1.0}
 
 
+def test_weights_that_a_trainer_does_not_load_are_known(tmp_path):
+    what = "_issue_warnings_after_load, called by _load_from_checkpoint and _load_best_model"
+    with relies_on("transformers", what, USED_IN.format("trainer")):
+        trainer_of(tmp_path).save_model()
+        trainer = trainer_of(tmp_path, model=Told())
+        trainer.state.best_model_checkpoint = str(tmp_path)
+        for load in (
+            lambda: trainer._load_from_checkpoint(str(tmp_path)),
+            trainer._load_best_model,
+        ):
+            trainer.model = Plain()
+            with compat.loading_whole(trainer, str(tmp_path)):
+                load()
+            trainer.model.new = torch.nn.Parameter(torch.zeros(()))
+            with compat.loading_whole(trainer, str(tmp_path)):
+                with pytest.raises(StateError, match="1 are missing from it, such as `new`"):
+                    load()
+
+
 @pytest.mark.parametrize(
     "name, parameters",
     [
         ("train", ["resume_from_checkpoint"]),
+        ("_load_from_checkpoint", ["resume_from_checkpoint"]),
+        ("_load_best_model", []),
         ("get_train_dataloader", []),
         ("get_batch_samples", ["epoch_iterator", "num_batches", "device"]),
         ("training_step", ["model", "inputs", "num_items_in_batch"]),

@@ -133,6 +133,16 @@ class ODBTrainerMixin(_Mixed):
         finally:
             self.odb_run = None
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """Load the weights of a checkpoint, all of them, or raise a `StateError`."""
+        with compat.loading_whole(self, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, all of them, or raise a `StateError`."""
+        with compat.loading_whole(self, str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:

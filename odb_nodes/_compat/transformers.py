@@ -363,6 +363,19 @@ def shifts_labels(model: Any) -> bool:
     return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
 
 
+def ctc_reduction(trainer: Any) -> str | None:
+    """Return how a model for CTC reduces its loss over a batch, or None where the loss is another.
+
+    "mean" divides the loss of each sample by its targets, and takes the mean over samples. Relies
+    on the names of these classes, which end with "ForCTC", and on `config.ctc_loss_reduction`.
+    """
+    model = base_model(trainer.model)
+    is_ctc = any(kind.__name__.endswith("ForCTC") for kind in type(model).__mro__)
+    if not is_ctc or trainer.compute_loss_func is not None:
+        return None
+    return getattr(getattr(model, "config", None), "ctc_loss_reduction", None)
+
+
 def label_names(trainer: Any) -> list[str]:
     """Return the keys of a batch that hold labels; those of the model unless arguments say others.
 

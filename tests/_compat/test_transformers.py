@@ -18,6 +18,9 @@ pytest.importorskip("transformers")
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    HubertConfig,
+    HubertForCTC,
+    HubertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -425,6 +428,26 @@ def test_labels_are_shifted_where_the_trainer_counts_them_shifted(tmp_path):
             assert getattr(trainer, "_loss_shifts_labels", shifts) is shifts
             assert compat.is_encoder_decoder(model) is ("T5" in type(model).__name__)
         assert compat.shifts_labels(Plain())
+
+
+def test_a_model_for_ctc_says_how_its_loss_is_reduced(tmp_path):
+    what = "the classes *ForCTC, or config.ctc_loss_reduction"
+    with relies_on("transformers", what, USED_IN.format("weighing")):
+        sizes = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes |= {
+            "intermediate_size": 4,
+            "conv_dim": (4,),
+            "conv_kernel": (2,),
+            "conv_stride": (2,),
+        }
+        sizes |= {"num_conv_pos_embedding_groups": 1, "classifier_proj_size": 4}
+        config = HubertConfig(**sizes, ctc_loss_reduction="mean")
+        trainer = trainer_of(tmp_path, model=HubertForCTC(config))
+        assert compat.ctc_reduction(trainer) == "mean"
+        trainer.compute_loss_func = len
+        assert compat.ctc_reduction(trainer) is None
+        other = trainer_of(tmp_path, model=HubertForSequenceClassification(config))
+        assert compat.ctc_reduction(other) is None
 
 
 def test_an_adapter_tells_its_base_model():

@@ -299,6 +299,19 @@ def is_default_collator(collate: Any) -> bool:
     return collate is default_data_collator or isinstance(collate, DefaultDataCollator)
 
 
+def pads_by_default(trainer: Any) -> bool:
+    """Return whether a `Trainer` has a collator that it chose itself, for rows of tokens.
+
+    Samples without `input_ids`, such as images of one size, are stacked by it. Relies on
+    `PreTrainedModel.main_input_name`, where the trainer keeps all columns.
+    """
+    if not is_default_collator(trainer.data_collator):
+        return False
+    if trainer.args.remove_unused_columns or trainer.model is None:
+        return "input_ids" in collator_columns(trainer)
+    return getattr(base_model(trainer.model), "main_input_name", "input_ids") == "input_ids"
+
+
 def collator_columns(trainer: Any) -> set[str]:
     """Return the keys of samples that the trainer's collator is for.
 

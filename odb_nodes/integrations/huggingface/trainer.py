@@ -102,7 +102,7 @@ class ODBTrainerMixin(_Mixed):
     def _padding(self) -> Iterator[None]:
         """Let evaluation pad where the trainer has only its default collator, which cannot."""
         before = self.data_collator
-        if self.odb.collate_fn is None and compat.is_default_collator(before):
+        if self.odb.collate_fn is None and compat.pads_by_default(self):
             multiple = loader_budget(self).pad_to_multiple_of
             collate = PaddingCollate(pad_to_multiple_of=multiple)
             self.data_collator = RenamingCollate(collate, compat.model_inputs(self.model))

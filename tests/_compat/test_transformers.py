@@ -384,6 +384,11 @@ def test_the_collator_of_a_trainer_without_one_is_known(tmp_path):
     with relies_on("transformers", "Trainer.data_collator by default", USED_IN.format("checks")):
         assert compat.is_default_collator(trainer_of(tmp_path).data_collator)
         assert not compat.is_default_collator(list)
+    with relies_on("transformers", "PreTrainedModel.main_input_name", USED_IN.format("columns")):
+        for model, pads in ((next(models())[0], True), (speech(HubertForCTC), False)):
+            for keeps_all in (True, False):
+                trainer = trainer_of(tmp_path, model=model, remove_unused_columns=not keeps_all)
+                assert compat.pads_by_default(trainer) is pads
 
 
 def test_the_columns_are_those_of_the_trainer(tmp_path):
@@ -430,23 +435,21 @@ def test_labels_are_shifted_where_the_trainer_counts_them_shifted(tmp_path):
         assert compat.shifts_labels(Plain())
 
 
+def speech(kind):
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_conv_pos_embedding_groups": 1}
+    sizes |= {"conv_dim": (4,), "conv_kernel": (2,), "conv_stride": (2,)}
+    return kind(HubertConfig(**sizes, classifier_proj_size=4, ctc_loss_reduction="mean"))
+
+
 def test_a_model_for_ctc_says_how_its_loss_is_reduced(tmp_path):
     what = "the classes *ForCTC, or config.ctc_loss_reduction"
     with relies_on("transformers", what, USED_IN.format("weighing")):
-        sizes = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
-        sizes |= {
-            "intermediate_size": 4,
-            "conv_dim": (4,),
-            "conv_kernel": (2,),
-            "conv_stride": (2,),
-        }
-        sizes |= {"num_conv_pos_embedding_groups": 1, "classifier_proj_size": 4}
-        config = HubertConfig(**sizes, ctc_loss_reduction="mean")
-        trainer = trainer_of(tmp_path, model=HubertForCTC(config))
+        trainer = trainer_of(tmp_path, model=speech(HubertForCTC))
         assert compat.ctc_reduction(trainer) == "mean"
         trainer.compute_loss_func = len
         assert compat.ctc_reduction(trainer) is None
-        other = trainer_of(tmp_path, model=HubertForSequenceClassification(config))
+        other = trainer_of(tmp_path, model=speech(HubertForSequenceClassification))
         assert compat.ctc_reduction(other) is None
 
 

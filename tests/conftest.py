@@ -54,6 +54,7 @@ SLOW_PATHS = {
         "integrations/test_trainer_columns.py",
         "integrations/test_trainer_losses.py",
         "integrations/test_trainer_memory.py",
+        "integrations/test_trainer_weights.py",
         "memory/test_generation.py",
         "sources/test_hf_datasets.py",
     ],

@@ -97,13 +97,9 @@ def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
         raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
     paths = sorted(Path(folder).glob("rank-*.ledger"))
     if not paths:
-        wrong = (
-            "has no ledger: no file `rank-00000.ledger`"
-            if os.path.isdir(folder)
-            else ("does not exist")
-        )
+        missing = "no file `rank-00000.ledger`" if os.path.isdir(folder) else "no such folder"
         raise FileNotFoundError(
-            f"`{folder}` {wrong}. Give the folder that a `Ledger` was made with."
+            f"`{folder}` has no ledger: there is {missing}. Give the folder of a `Ledger`."
         )
     return [RankFile(path) for path in paths]
 

@@ -312,7 +312,7 @@ def test_a_ledger_that_begins_late_is_partial(tmp_path):
 def test_no_ledger_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file `rank-00000.ledger`"):
         audit(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"new` does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"new` has no ledger: there is no such folder"):
         audit(tmp_path / "new")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"`folder` must be a folder, but `.*file` is a file"):

@@ -152,7 +152,11 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     return Audit(
         folder=str(folder),
         attempts={
-            one.rank: tuple((own.header.epoch, own.header.step) for own in one.attempts)
+            one.rank: tuple(
+                (own.header.epoch, own.header.step)
+                for own in one.attempts
+                if len(own.heads) or not own.header.lost  # else it only says what was lost
+            )
             for one in ranks
         },
         epochs=tuple(epochs),

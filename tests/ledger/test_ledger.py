@@ -220,6 +220,7 @@ def test_a_tail_that_could_not_be_written_is_recorded_on_close(tmp_path, monkeyp
     assert found.state == "damaged" and found.open_ranks == ((), (0,))[not ended]
     lost = f"{len(steps) - first} steps from epoch 0 step {first} on could not be written"
     assert found.problems == (f"rank 0: {lost}: see the disk.",)
+    assert found.attempts == {0: ((0, 0),) * (first > 0)}
     assert f"PROBLEM: rank 0: {lost}" in str(found)
     with pytest.raises(StateError, match=lost):
         read_steps(tmp_path, 0, [0])

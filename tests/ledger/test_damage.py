@@ -204,7 +204,7 @@ def test_a_run_that_ended_and_goes_on_is_open_again(tmp_path):
 
 
 def test_a_bit_of_a_name_is_damage_and_no_error(tmp_path):
-    attempts_of(tmp_path, (1, 0, 2, False))
+    attempts_of(tmp_path, (1, 0, 2, False), (1, 2, 4, False))  # which name the source again
     path = tmp_path / "rank-00000.ledger"
     name, data = next((one, pieces_of(path)) for one in pieces_of(path) if kind_of(one) == NAME)
     at = b"".join(data).index(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ class TensorBoardWriter:
 
     def write(self, record: Record) -> None:
         """Write the values of a record; what is not finite is left out."""
+        if not self._folder.is_dir():
+            warnings.warn(
+                f"`{self._folder}` was deleted while it was being written. It is made anew, and "
+                "has the scalars from now on.",
+                stacklevel=5,
+            )
+            self.begin({"step": record["step"] - 1})
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record["step"], record["time_s"])
         self._writer.flush()  # what a kill finds in the queue is lost

@@ -63,7 +63,7 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     file.unlink()
     for rank, state in enumerate(states):
         own = saved | {"checkpoint": saved["checkpoint"] | {"rank": rank, "world_size": 3}}
-        own["parts"] = {"loader": state, "done": {"epoch": 1}}
+        own |= {"parts": {"loader": state, "done": {"epoch": 1}}, "replicated": ["model"]}
         if rank == 0:
             own["parts"]["model"] = {"weight": torch.ones(3)}
         save_state(own, folder / f"rank{rank:05d}-of-00003.pt")
@@ -73,7 +73,7 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
         reshard_folder(folder, 1, tmp_path / "after")
     reshard_folder(folder, 1, tmp_path / "after" / folder.name)
     parts = {"loader": Part(), "done": {}, "model": Part()}
-    assert Checkpoints(tmp_path / "after", parts, replicated=["model"]).load() == 6
+    assert Checkpoints(tmp_path / "after", parts).load() == 6
     assert [parts["loader"].state] == reshard(states, 1)
     assert parts["done"] == {"epoch": 1}
     assert parts["model"].state["weight"].equal(torch.ones(3))
@@ -83,8 +83,9 @@ def save_parts(folder, states):
     """Save what `Checkpoints` does of each rank."""
     folder.mkdir(parents=True)
     for rank, state in enumerate(states):
-        about = {"version": 1, "step": 2, "rank": rank, "world_size": len(states)}
-        saved = {"checkpoint": about, "parts": {"loader": state}, "generators": {}}
+        about = {"version": 2, "step": 2, "rank": rank, "world_size": len(states)}
+        saved = {"checkpoint": about, "parts": {"loader": state}}
+        saved |= {"replicated": [], "generators": {}}
         save_state(saved, folder / f"rank{rank:05d}-of-{len(states):05d}.pt")
     return folder
 
@@ -155,8 +156,9 @@ def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, mon
     ]
     of_checkpoints = [
         {
-            "checkpoint": {"version": 1, "step": 3, "rank": rank, "world_size": 2},
+            "checkpoint": {"version": 2, "step": 3, "rank": rank, "world_size": 2},
             "parts": {"loader": states[rank], "monitor": monitored[rank]},
+            "replicated": [],
             "generators": {},
         }
         for rank in range(2)

@@ -196,7 +196,8 @@ def _dataset_of(data: str) -> Any:
         return load_function(data)()
     if any((path / name).exists() for name in _DATASETS_FILES):
         return _saved_dataset(path)
-    return JsonlSource(_existing(data) if "*" not in data else data, 0, 1)
+    source = JsonlSource(_existing(data) if "*" not in data else data, 0, 1, shuffle=False)
+    return source.copy(shuffle=source.recalls)  # a loader, too, cannot shuffle compressed files
 
 
 def _saved_dataset(path: Path) -> Any:

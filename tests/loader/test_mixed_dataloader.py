@@ -329,7 +329,7 @@ def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
     data = {
         "a": [{"input_ids": [1]}] * 100,
         "b": [{"input_ids": [2]}] * 300,
-        "c": JsonlSource(path, count_records=True),
+        "c": JsonlSource(path),
     }
     loader = ODBDataLoader(data, weights="proportional", token_budget=45, window=9)
     counts = Counter()

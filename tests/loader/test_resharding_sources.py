@@ -99,7 +99,7 @@ def test_of_files_each_record_comes_once(files, before, after, sampled):
 
 
 def test_of_files_in_a_chain_and_in_the_next_epoch(files):
-    make = read(files, count_records=True)
+    make = read(files)
     first = job(3, make=make, steps=3)
     second = job(2, resharded(first, -1, 2), make=make, steps=2)
     third = job(4, resharded(second, -1, 4), make=make, epochs=2)

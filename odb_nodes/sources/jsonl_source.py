@@ -25,7 +25,7 @@ from odb_nodes.sources.jsonl_files import (
     is_compressed,
     open_lines,
 )
-from odb_nodes.sources.sharded_sampler import ShardedSampler
+from odb_nodes.sources.sharded_sampler import ShardedOrder
 
 _OFFSET_BITS = 40  # of a key
 _MOST_OPEN = 64  # files: opening one takes long on a network's disk
@@ -33,7 +33,7 @@ _MOST_OPEN = 64  # files: opening one takes long on a network's disk
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class JsonlSource(ShardedSampler):
+class JsonlSource(ShardedOrder[Any]):
     """Yields this rank's records of JSON Lines files, shuffled anew in every epoch.
 
     The records of all files together are numbered, and read in the order of a `ShardedSampler`: it

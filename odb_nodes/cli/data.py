@@ -301,7 +301,8 @@ def _dataset_of(data: str) -> Any:
     paths = data if "*" in data else _existing(data)
     from odb_nodes.sources import JsonlSource
 
-    return JsonlSource(paths, 0, 1)
+    source = JsonlSource(paths, 0, 1, shuffle=False)
+    return source.copy(shuffle=source.recalls)  # a loader, too, cannot shuffle compressed files
 
 
 def _saved_dataset(path: Path) -> Any:

@@ -1,5 +1,6 @@
 """What each command does, apart from the figures, which have tests of their own."""
 
+import gzip
 import json
 import re
 import sys
@@ -111,6 +112,12 @@ def test_lengths_come_from_json_lines_and_their_tokenizer(capsys, tmp_path):
     options = ["--tokenizer", tmp_path / "tokenizer.json", "--save-lengths", saved, "--force"]
     assert run("simulate", data, *options) == 0
     assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
+    assert LengthTable.load(saved).streams == ()
+    compressed = tmp_path / "data.jsonl.gz"
+    compressed.write_bytes(gzip.compress(data.read_bytes()))
+    assert run("simulate", compressed, *options) == 0
+    assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
+    assert LengthTable.load(saved).streams == ("",)
     assert run("simulate", data, *options, "--field", "title") == 0
     assert LengthTable.load(saved).tokens.tolist() == [1, 1, 1]
 

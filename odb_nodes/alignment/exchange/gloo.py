@@ -23,13 +23,15 @@ from odb_nodes.alignment.exchange.store import (
     StoreLost,
     answer_of,
     first_line,
+    settle_calls,
 )
 from odb_nodes.errors import PeerError, StateError
 
 _SLICE = timedelta(milliseconds=50)  # of a wait, between two looks at `interrupt`
 _POLL_S = 1.0  # between two looks at the store, whether another rank has reported a failure
 _GRACE_S = 5.0  # for all ranks to report, so that an error can name those that do not
-_EXIT_S = 1.0  # for a thread to leave gloo, or the store, before the interpreter ends
+_EXIT_S = 5.0  # for a thread to leave gloo, or the store, before the interpreter ends
+_UNDO_S = 1.0  # for the store to take back that this rank has come
 _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
 
 _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
@@ -84,8 +86,8 @@ class GlooExchange:
         self._look: Call | None = None  # asks the store whether another rank has failed
         self._group: Any = None
         self._pending: Any = None  # the work of a call that was interrupted
-        # What the last call reads and writes. If gloo's thread were the last to hold it, deleting
-        # it would need the interpreter, and abort a process that is ending.
+        # The group, and what the last call reads and writes. If gloo's thread were the last to hold
+        # that, deleting it would need the interpreter, and abort a process that is ending.
         self._held: Any = None
         self._broken: str | None = None
         self._interrupted = threading.Event()
@@ -110,7 +112,7 @@ class GlooExchange:
             self._call("set", f"size/{self.rank}", str(size), limit_s=self.timeout_s)
             missing = self._wait_for("size", deadline)
         except Interrupted:
-            self._store.begin("delete_key", f"size/{self.rank}").done.wait(_EXIT_S)
+            self._store.begin("delete_key", f"size/{self.rank}").done.wait(_UNDO_S)
             raise
         gave_up = self._ranks_with("gone")
         if missing or gave_up:
@@ -153,7 +155,7 @@ class GlooExchange:
             rows = torch.empty((self.world_size, len(row)), dtype=torch.int64)
             parts, own = list(rows.unbind()), torch.from_numpy(row.copy())
             work = compat.begin_all_gather(self._group, parts, own)
-            self._held = (work, parts, own)
+            self._held = (self._group, work, parts, own)
             self._set_pending(work)
             self._await(work, deadline)
             gathered: IntArray = rows.numpy()
@@ -168,10 +170,9 @@ class GlooExchange:
         self._interrupted.clear()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no thread is inside a call, of gloo or of the store."""
+        """Wait until no thread is inside a call of gloo."""
         if self._idle.acquire(timeout=timeout_s):
             self._idle.release()
-            self._store.settle(timeout_s)
 
     def _await(self, work: Any, deadline: float) -> None:
         """Wait in slices until a call is done, since gloo itself cannot be interrupted.
@@ -279,21 +280,28 @@ class GlooExchange:
             raise Interrupted("the exchange was interrupted: the graph is reset or closed.")
 
     def _set_pending(self, work: Any) -> None:
-        """Set the work under way, or None. While there is one, the group cannot be deleted."""
+        """Set the work under way, or None. While there is one, what it uses cannot be deleted.
+
+        Deleting the group would wait for the other ranks; for the tensors see `_held`.
+        """
         if self._pending is None and work is not None:
-            compat.keep_group(self._group)
+            compat.keep(self._held)
         elif self._pending is not None and work is None:
-            compat.release_group(self._group)
+            compat.release(self._held)
         self._pending = work
 
 
 # A forked child must never delete a group: that joins threads which exist only in the parent. Its
 # first garbage collection may come at once, so all groups are held from before the fork: in the
-# parent until it is over, in the child for ever.
+# parent until it is over, in the child for ever. Nor does a child wait for them at its exit.
 _held: list[list[GlooExchange]] = []
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=lambda: _held.append(list(_live)), after_in_parent=_held.pop)
+    os.register_at_fork(
+        before=lambda: _held.append(list(_live)),
+        after_in_parent=_held.pop,
+        after_in_child=_live.clear,
+    )
 
 
 @atexit.register
@@ -303,6 +311,7 @@ def _interrupt_all() -> None:
         exchange.interrupt()
     for exchange in list(_live):
         exchange.settle(_EXIT_S)
+    settle_calls(_EXIT_S)
 
 
 def _name(ranks: Iterable[int]) -> str:

@@ -267,7 +267,7 @@ def _naming_bytes(size_bytes: int) -> Iterator[None]:
         yield
     except MemoryError:
         raise MemoryError(
-            f"there are no {size_bytes} bytes of memory for samples or a batch on their way between "
+            f"there are no {size_bytes} bytes of memory for samples or a batch on the way between "
             "a worker and the trainer. Lower `in_flight_bytes` or `chunk_size` of `WorkerOptions`, "
             "or `prefetch`."
         ) from None

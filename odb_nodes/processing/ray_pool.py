@@ -30,7 +30,9 @@ _MOST_LOSSES = 3  # of the actors that process a chunk, or that are to be starte
 _STOP_S = 10.0  # for the thread to be gone, and Ray with it
 _LOOK_S = 1.0  # between two looks of the thread at whether Ray is there
 _ENDED = "the worker pool was closed or reset."
-_SHUT_DOWN = "Ray was shut down while its actors processed samples. Close the loader before `ray.shutdown()`."
+_SHUT_DOWN = (
+    "Ray was shut down while its actors were in use. Close the loader before `ray.shutdown()`."
+)
 
 _starting = threading.Lock()
 _sharers = 0  # pools that use the Ray that one of them has started

@@ -30,8 +30,10 @@ from odb_nodes.errors import PeerError, StateError
 _SLICE = timedelta(milliseconds=50)  # of a wait, between two looks at `interrupt`
 _POLL_S = 1.0  # between two looks at the store, whether another rank has reported a failure
 _GRACE_S = 5.0  # for all ranks to report, so that an error can name those that do not
+_LEAST_GRACE_S = 2.0  # the same where `timeout_s` is short: else it would name one that is slow
 _EXIT_S = 5.0  # for a thread to leave gloo, or the store, before the interpreter ends
 _UNDO_S = 1.0  # for the store to take back that this rank has come
+_LOST = "lost a connection"
 _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
 
 _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
@@ -66,16 +68,17 @@ class GlooExchange:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.timeout_s = timeout_s
-        self._grace_s = min(_GRACE_S, timeout_s / 4)
+        self._grace_s = min(_GRACE_S, max(_LEAST_GRACE_S, timeout_s / 4))
+        store_s = max(timeout_s, self._grace_s)
         self.ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         # The n-th exchange of one rank meets the n-th of the others. They are counted here, in the
         # order of the program. `connect` is called by threads, whose order may differ between
         # ranks: it would connect ranks of one loader to those of another.
         ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
         try:
-            self._store = BoundedStore(timeout_s)
+            self._store = BoundedStore(store_s)
             key = f"odb_nodes/{ranks}/{self.rank}"
-            count = self._store.call("add", key, 1, limit_s=timeout_s)
+            count = self._store.call("add", key, 1, limit_s=store_s)
         except StoreLost as error:
             raise PeerError(f"{error}: {_HOST_ENDED}. Restart all ranks.") from error
         self._store.use_prefix(f"odb_nodes/{ranks}/{count}")
@@ -109,7 +112,8 @@ class GlooExchange:
     def _meet(self, size: int) -> None:
         deadline = time.monotonic() + self.timeout_s
         try:
-            self._call("set", f"size/{self.rank}", str(size), limit_s=self.timeout_s)
+            limit_s = max(self.timeout_s, self._grace_s)
+            self._call("set", f"size/{self.rank}", str(size), limit_s=limit_s)
             missing = self._wait_for("size", deadline)
         except Interrupted:
             self._store.begin("delete_key", f"size/{self.rank}").done.wait(_UNDO_S)
@@ -148,8 +152,10 @@ class GlooExchange:
             if self._broken is not None:
                 raise PeerError(self._broken)
             self._check_interrupted()
-            # The grace is for `_fail`, so that the whole call takes `timeout_s` at most.
-            deadline = time.monotonic() + self.timeout_s - self._grace_s
+            # The grace is for `_fail`, so that the whole call takes `timeout_s` at most; a short
+            # timeout is for the ranks to come, and finding out who did not takes longer.
+            waits_s = max(self.timeout_s - self._grace_s, 0.75 * self.timeout_s)
+            deadline = time.monotonic() + waits_s
             if self._pending is not None:
                 self._await(self._pending, deadline)
             rows = torch.empty((self.world_size, len(row)), dtype=torch.int64)
@@ -193,7 +199,7 @@ class GlooExchange:
                 # only if the error is its own.
                 if work.is_completed() and not compat.is_wait_timeout(error):
                     self._set_pending(None)
-                    self._fail(f"lost a connection ({first_line(error)})")
+                    self._fail(f"{_LOST} ({first_line(error)})")
             now = time.monotonic()
             if now > deadline:
                 self._fail("waited in vain")
@@ -227,18 +233,26 @@ class GlooExchange:
                 self._call("set", key, value, limit_s=self._grace_s)
             missing = self._wait_for("report", time.monotonic() + self._grace_s)
             present = [rank for rank in range(self.world_size) if self.ranks[rank] not in missing]
-            reports = zip(present, self._texts("report", present), strict=True)
+            texts = self._texts("report", present)
+            reports = zip(present, texts, strict=True)
             seen = "; ".join(f"rank {self.ranks[rank]} {text}" for rank, text in reports)
             lost = _name(missing) if missing else "a connection between ranks"
+            all_late = not missing and not any(text.startswith(_LOST) for text in texts)
         except StoreLost as error:
             host = compat.store_host()  # Who else is gone, nobody can tell.
             lost = host if host.startswith("rank") else "a rank"
-            seen = f"rank {own} {what}; {error}"
-        self._broken = (
-            f"{lost} was lost: it was killed, raised, left its epoch, or did not come within "
-            f"{self.timeout_s} s (`timeout_s`). What was seen: {seen}. Restart all ranks from a "
-            "checkpoint."
+            if (
+                error.__cause__ is not None and lost != "a rank"
+            ):  # It has ended: perhaps it gave up.
+                lost = f"{host}, or a rank that it gave up waiting for,"
+            seen, all_late = f"rank {own} {what}; {error}", False
+        within = f"within {self.timeout_s} s (`timeout_s`)"
+        cause = (
+            f"the ranks did not all come {within}, but all have answered since: raise `timeout_s`"
+            if all_late
+            else f"{lost} was lost: it was killed, raised, left its epoch, or did not come {within}"
         )
+        self._broken = f"{cause}. What was seen: {seen}. Restart all ranks from a checkpoint."
         raise PeerError(self._broken)
 
     def _wait_for(self, what: str, deadline: float) -> list[int]:

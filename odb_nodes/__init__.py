@@ -1,81 +1,23 @@
 """Online dynamic batching as stateful `torchdata.nodes`: token budgets, exact resume."""
 
-from odb_nodes.alignment import RankAligner
-from odb_nodes.collate import PackedCollate, PaddingCollate
-from odb_nodes.contract import EpochNode, StatefulNode
-from odb_nodes.contract.state_file import load_state, save_state
-from odb_nodes.errors import PeerError, SampleError, StateError, StepMemoryError, WorkerError
-from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
-from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
-from odb_nodes.loader.checkpoints import Checkpoints
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.resharding import reshard
-from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
-from odb_nodes.planning import TokenBudget
-from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
-from odb_nodes.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
-from odb_nodes.sources import (
-    IterableSource,
-    JsonlSource,
-    Mixing,
-    ShardedSampler,
-    SourceMixer,
-    WeightedSampler,
-    WeightSchedule,
-)
-from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
-from odb_nodes.tasks import TaskWeights
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from odb_nodes._public import *  # noqa: F403
+    from odb_nodes._public import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AlignedGroup",
-    "Audit",
-    "Checkpoints",
-    "DistributedState",
-    "EpochAudit",
-    "EpochNode",
-    "GroupCollator",
-    "ItemKey",
-    "IterableSource",
-    "JsonlSource",
-    "Ledger",
-    "LeftOut",
-    "LengthObserver",
-    "Loader",
-    "Mixing",
-    "ODBDataLoader",
-    "Observation",
-    "PackedCollate",
-    "PaddingCollate",
-    "ParallelProcessor",
-    "PeerError",
-    "PerSource",
-    "RankAligner",
-    "Sample",
-    "SampleError",
-    "ShardedSampler",
-    "Skipped",
-    "SourceCount",
-    "SourceItem",
-    "SourceMixer",
-    "StateError",
-    "StatefulNode",
-    "StepInfo",
-    "StepMemoryError",
-    "TaskWeights",
-    "TokenBudget",
-    "WeightSchedule",
-    "WeightedSampler",
-    "WindowBucketer",
-    "WorkerError",
-    "WorkerOptions",
-    "audit",
-    "load_rank_state",
-    "load_state",
-    "pop_step_info",
-    "reshard",
-    "save_rank_state",
-    "save_state",
-]
+if not TYPE_CHECKING:  # or every name would be one of the package for a type checker
+
+    def __getattr__(name: str) -> Any:
+        """Return a name of the package, and import torch only now: the help needs none of it."""
+        public = importlib.import_module("odb_nodes._public")
+        globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *importlib.import_module("odb_nodes._public").__all__})

@@ -23,6 +23,7 @@ def info_of(
     is_filler=False,
     own=(),
     shares=None,
+    hosted=1,
 ):
     """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
     keys = tuple(keys)
@@ -45,6 +46,7 @@ def info_of(
         epoch=epoch,
         ends_epoch=ends,
         source_shares=shares or {},
+        batches_per_step=hosted,
     )
 
 

@@ -42,6 +42,7 @@ ROOMS = (
     "tools",
     "integrations",
     "cli",
+    "_public",
     "",  # odb_nodes/__init__.py
     "__main__",
 )
@@ -55,7 +56,6 @@ FRAMEWORKS = {
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
     "ray": ("processing",),
-    "rich": ("cli",),
     "tokenizers": ("cli",),
     "transformers": ("_compat", "cli", "integrations", "vision"),
     "typer": ("cli",),

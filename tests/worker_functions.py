@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torchdata.nodes import BaseNode
 from warm_start import warm_process
 
 import odb_nodes
@@ -191,6 +192,28 @@ def processor(process_fn=draw, size=50, *, source=None, seed=0, rank=0, world_si
 
 
 # --- programs of their own ------------------------------------------------------------------------
+
+
+class Endless(BaseNode):
+    """Counts; `at_third` is called on the thread that reads ahead."""
+
+    def __init__(self, at_third):
+        super().__init__()
+        self._at_third = at_third
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self._items = 0
+
+    def next(self):
+        self._items += 1
+        if self._items == 3:
+            self._at_third()
+        return self._items
+
+    def get_state(self):
+        return {"items": self._items}
+
 
 _PROGRAM = """\
 {header}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,19 @@ RESTORABLE = SPLIT_BY_SHARDS - {"BufferShuffledExamplesIterable"} | {
 }
 """Stages whose own state brings back all that comes after it. Not a shuffle buffer: `datasets`
 fills it anew, so what was in it is lost."""
+
+
+_RESTORES_SINCE = (5, 1)
+"""Before, the state of a stream of `.map()` or `.filter()` over Arrow data stands up to a whole
+table (1,000 rows) too far (datasets#7630, #8145, #8359); in 5.0.0 also any that was restored before
+stands at its beginning (#8308). Found by resuming in 3.6 to 5.2."""
+
+
+def restores_exactly() -> bool:
+    """Tell whether the states of this version bring a stream back to where it stood."""
+    import datasets
+
+    return tuple(map(int, re.findall(r"\d+", datasets.__version__)[:3])) >= _RESTORES_SINCE
 
 
 def stages_of(stream: Any) -> list[Any]:

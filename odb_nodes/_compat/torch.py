@@ -16,6 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 __all__ = [
     "forget_step",
     "is_dtensor",
+    "is_freed_graph",
     "is_sharded",
     "leaves_of",
     "pin_memory",
@@ -71,6 +72,11 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
             found.append(leaf)
         waiting += [parent for parent, _ in node.next_functions]
     return found
+
+
+def is_freed_graph(error: RuntimeError) -> bool:
+    """Tell whether an error says that a `backward` before has freed the graph."""
+    return "backward through the graph a second time" in str(error)
 
 
 def runs_ahead() -> bool:

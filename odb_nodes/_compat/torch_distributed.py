@@ -89,14 +89,11 @@ def is_wait_timeout(error: RuntimeError) -> bool:
     return "Operation timed out!" in str(error)
 
 
-def keep_group(group: Any) -> None:
-    """Keep a group from being deleted, also at the end of the interpreter, until `release_group`.
-
-    Deleting a group waits for the work that it has begun, and that may need the other ranks.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def keep(value: Any) -> None:
+    """Keep an object from being deleted, also at the end of the interpreter, until `release`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def release_group(group: Any) -> None:
-    """Take `keep_group` back."""
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+def release(value: Any) -> None:
+    """Take `keep` back."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))

@@ -7,6 +7,7 @@ state of a `Prefetcher`, whose key "snapshot" holds that of its source.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sized
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "set_epoch",
     "signal_stop",
     "snapshot_of",
+    "thread_of",
     "unrepeatable_sampler",
 ]
 
@@ -113,6 +115,29 @@ def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None
                     f"{timeout_s} s: a node below it hangs."
                 )
             thread.join(_POLL_S)
+
+
+def thread_of(prefetcher: Prefetcher[Any]) -> threading.Thread:
+    """Return the thread of a `Prefetcher` that was reset, and let it end the prefetcher itself.
+
+    What is deleted joins its thread, and a garbage collection may run on that.
+    """
+    it = prefetcher._it
+    assert it is not None
+    thread = it._thread
+    it._thread = _OtherThread(thread)  # type: ignore[assignment]
+    return thread
+
+
+class _OtherThread:
+    """A thread, which does not seem to live where it looks at itself."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+        self.join = thread.join
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self._thread is not threading.current_thread()
 
 
 def unrepeatable_sampler(node: BaseNode[Any]) -> Any:

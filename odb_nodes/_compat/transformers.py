@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, MutableMapping
+import re
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from odb_nodes._compat.accelerate import deepspeed_config, unwrap_model
+from odb_nodes.errors import StateError
 
 # --- the loop -------------------------------------------------------------------------------------
 
@@ -158,6 +163,93 @@ def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None
         logs["train_samples_per_second"] = round(per_second, 3)
 
 
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def loading_whole(trainer: Any, checkpoint: str) -> Iterator[None]:
+    """Load, within this context, also what a `Trainer` would leave out of a checkpoint.
+
+    A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
+    do where `save_pretrained` writes weights by other names, or in other parts, than the model has
+    them: those of mixtures of experts, of ViT, of Qwen2-VL. `from_pretrained` puts these together.
+    Relies on the result of `load_state_dict` being given to `Trainer._issue_warnings_after_load`.
+    With FSDP, DeepSpeed and adapters of peft it is not: their keys are those of the model.
+
+    Args:
+        trainer: the trainer that loads weights, from the beginning of a run or the best.
+        checkpoint: the folder that it loads.
+
+    Raises:
+        StateError: some weights of the model, or of the checkpoint, have no counterpart.
+    """
+    trainer._issue_warnings_after_load = partial(_load_rest, trainer, checkpoint)
+    try:
+        yield
+    finally:
+        del trainer._issue_warnings_after_load
+
+
+def _load_rest(trainer: Any, checkpoint: str, loaded: Any) -> None:
+    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it."""
+    from transformers import PreTrainedModel
+
+    model = unwrap_model(trainer.model)
+    missing = _not_loaded(model, loaded.missing_keys)
+    if not missing and not loaded.unexpected_keys:
+        return
+    refused = partial(_other_weights, checkpoint, type(model).__name__)
+    is_stock = isinstance(model, PreTrainedModel) and getattr(model, "hf_quantizer", None) is None
+    # These may be missing without a word of `from_pretrained`: new, they would be random.
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    optional = [key for key in missing if any(re.search(one, key) for one in optional)]
+    if not is_stock or optional:
+        raise refused(optional or missing, loaded.unexpected_keys)
+    try:
+        # In the widest type of all, so that each weight is copied into its own without rounding.
+        types = (one.dtype for one in model.parameters() if one.is_floating_point())
+        dtype = reduce(torch.promote_types, types)
+        whole, info = type(model).from_pretrained(
+            checkpoint,
+            config=model.config,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+        new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+        left_over = info["unexpected_keys"]
+        if not new and not left_over:
+            model.load_state_dict(whole.state_dict())
+    except Exception as error:  # whatever a class of models raises for a config or for weights
+        raise refused(missing, loaded.unexpected_keys) from error
+    if new or left_over:
+        raise refused(new, left_over)
+
+
+def _not_loaded(model: Any, missing: Iterable[str]) -> list[str]:
+    """Return those of the missing keys whose weights were not loaded by another name either.
+
+    Relies on `_keys_to_ignore_on_save`: weights that do not change, such as of positions.
+    """
+    missing = {*missing} - {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    weights = model.state_dict(keep_vars=True)
+    loaded = {id(value) for key, value in weights.items() if key not in missing}
+    return sorted(key for key in missing if id(weights.get(key)) not in loaded)
+
+
+def _other_weights(
+    checkpoint: str, model: str, missing: Iterable[str], left_over: Iterable[str]
+) -> StateError:
+    keys = {"missing from it": sorted(missing), "in it alone": sorted(left_over)}
+    found = [f"{len(of)} are {where}, such as `{of[0]}`" for where, of in keys.items() if of]
+    return StateError(
+        f"the weights of `{checkpoint}` must be those of the model, a `{model}`, but "
+        f"{', and '.join(found)}: these would not be resumed. Resume with the model that was "
+        f"saved. Or begin a new run with its weights: `{model}.from_pretrained(checkpoint)`, "
+        "without `resume_from_checkpoint`."
+    )
+
+
 # --- arguments ------------------------------------------------------------------------------------
 
 
@@ -205,6 +297,19 @@ def is_default_collator(collate: Any) -> bool:
     from transformers import DefaultDataCollator, default_data_collator
 
     return collate is default_data_collator or isinstance(collate, DefaultDataCollator)
+
+
+def pads_by_default(trainer: Any) -> bool:
+    """Return whether a `Trainer` has a collator that it chose itself, for rows of tokens.
+
+    Samples without `input_ids`, such as images of one size, are stacked by it. Relies on
+    `PreTrainedModel.main_input_name`, where the trainer keeps all columns.
+    """
+    if not is_default_collator(trainer.data_collator):
+        return False
+    if trainer.args.remove_unused_columns or trainer.model is None:
+        return "input_ids" in collator_columns(trainer)
+    return getattr(base_model(trainer.model), "main_input_name", "input_ids") == "input_ids"
 
 
 def collator_columns(trainer: Any) -> set[str]:
@@ -269,6 +374,19 @@ def shifts_labels(model: Any) -> bool:
     if not isinstance(base, PreTrainedModel):
         return True
     return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+
+
+def ctc_reduction(trainer: Any) -> str | None:
+    """Return how a model for CTC reduces its loss over a batch, or None where the loss is another.
+
+    "mean" divides the loss of each sample by its targets, and takes the mean over samples. Relies
+    on the names of these classes, which end with "ForCTC", and on `config.ctc_loss_reduction`.
+    """
+    model = base_model(trainer.model)
+    is_ctc = any(kind.__name__.endswith("ForCTC") for kind in type(model).__mro__)
+    if not is_ctc or trainer.compute_loss_func is not None:
+        return None
+    return getattr(getattr(model, "config", None), "ctc_loss_reduction", None)
 
 
 def label_names(trainer: Any) -> list[str]:

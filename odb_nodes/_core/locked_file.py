@@ -71,8 +71,10 @@ class LockedFile:
         """Append bytes.
 
         Raises:
-            OSError: the disk is full, or fails; some of the bytes may have been written.
+            OSError: the disk is full, or fails; some of the bytes may have been written. Or the
+                file was deleted: then it is closed, and `open` makes a new one.
         """
+        self._check_exists()
         if os.write(self._handle, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
@@ -84,7 +86,24 @@ class LockedFile:
         """
         os.fsync(self._handle)
 
-    def warn(self, error: OSError, lost: str) -> None:
+    def tail(self, size: int) -> bytes:
+        """Return the last bytes of the file, so many or all.
+
+        Raises:
+            OSError: the file was deleted, as in `write`.
+        """
+        self._check_exists()
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.size() - size))
+            return file.read()
+
+    def replace_tail(self, data: bytes) -> None:
+        """Write bytes over the last ones, in place."""
+        with self.path.open("r+b", buffering=0) as file:
+            file.seek(self.size() - len(data))
+            file.write(data)
+
+    def warn(self, error: Exception, lost: str) -> None:
         """Warn, once, that the file cannot be written, and of what is lost by that."""
         if not self._is_warned:
             self._is_warned = True
@@ -108,6 +127,18 @@ class LockedFile:
 
     def __del__(self) -> None:
         self.forget()
+
+    def _check_exists(self) -> None:
+        found = os.fstat(self._handle)
+        if found.st_nlink:
+            return
+        with suppress(OSError):  # some file systems count no links
+            if os.path.samestat(found, os.stat(self.path)):
+                return
+        self.forget()
+        raise FileNotFoundError(
+            errno.ENOENT, "it was deleted while it was being written", str(self.path)
+        )
 
     @property
     def _handle(self) -> int:

@@ -30,12 +30,13 @@ def load_function(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # The module is there, and needs another one that is not.
         raise ValueError(
             f"there is no module `{module}` here. Call this in the folder of `{module}.py`."
         ) from error
-    except AttributeError as error:
-        raise ValueError(f"module `{module}` has no function `{function}`.") from error
+    if not callable(found := getattr(imported, function, None)):
+        raise ValueError(f"module `{module}` has no function `{function}`.")
+    return found

@@ -3,42 +3,121 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tqdm import tqdm
+
+from odb_nodes._core.ranks import resolve_rank
 
 logger = logging.getLogger("odb_nodes")
 
 FIRST_S = 10.0
-"""Seconds until the first line; each further one comes after twice the time of the one before."""
+"""Seconds until the first line; the next ones come after twice the time of the one before."""
+EVERY_S = 60.0
+"""Most seconds between two lines."""
+
+_COLUMNS = 80  # of a terminal that says it has none
 
 
-class Bar(tqdm):  # type: ignore[misc]
-    """A progress bar of tqdm without its thread, which would outlive it."""
+class Interval:
+    """Tells when a line is due: after 10, 20 and 40 s, and then each minute.
 
-    monitor_interval = 0
-
-
-class SlowProgress:
-    """Logs a line of what is done after 10 s, 20 s, 40 s and so on, and nothing of what is faster.
-
-    It has no thread: it looks at the clock whenever an item is done, which takes less than 1 us.
-
-    Args:
-        what: what is done, in words.
-        total: the number of items to do, or at most so many.
+    It has no thread: whoever has done something asks, which takes less than 1 us.
     """
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
+    def __init__(self) -> None:
         self._began_s = time.monotonic()
         self._due_s = self._began_s + FIRST_S
 
-    def update(self, done: int) -> None:
-        """Note that `done` items are done now."""
+    def due_s(self) -> float | None:
+        """Return the seconds since the start where a line is due, and `None` where none is."""
         now_s = time.monotonic()
         if now_s < self._due_s:
-            return
+            return None
         passed_s = now_s - self._began_s
-        self._due_s = now_s + passed_s
-        logger.warning("%s: %d of %d after %.0f s", self._what, done, self._total, passed_s)
+        self._due_s = now_s + min(passed_s, EVERY_S)
+        return passed_s
+
+
+class SlowProgress:
+    """Logs a line of what is done at each `Interval`, and nothing of what is faster.
+
+    Args:
+        what: what is done, in words.
+        total: the number of items to do, or at most so many; `None` if it is not known.
+    """
+
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what = what
+        self._of = "" if total is None else f" of {total}"
+        self._interval = Interval()
+
+    def update(self, done: int, more: str = "") -> None:
+        """Note that `done` items are done now; a line ends with `more`."""
+        if (passed_s := self._interval.due_s()) is not None:
+            end = more and f"; {more}"
+            logger.warning("%s: %d%s after %.0f s%s", self._what, done, self._of, passed_s, end)
+
+
+def is_terminal() -> bool:
+    """Tell whether a user may watch a bar being drawn."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # closed, as in a daemon
+        return False
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """A progress bar of tqdm in a terminal, and elsewhere the lines of `SlowProgress`; on rank 0.
+
+    It has no thread, which would outlive it.
+
+    Args:
+        iterable: what is done, if `update` is not called.
+        what: what is done, in words.
+        total: the number of items to do, or at most so many; `None` if it is not known.
+        is_shown: whether to show anything. Default: on rank 0 of the job alone.
+        options: further arguments of tqdm.
+    """
+
+    monitor_interval = 0
+    ncols: int | None
+    nrows: int | None
+    postfix: str | None = None  # which tqdm does not set where it draws nothing
+
+    def __init__(
+        self,
+        iterable: Iterable[Any] | None,
+        what: str,
+        total: int | None,
+        *,
+        is_shown: bool | None = None,
+        **options: Any,
+    ) -> None:
+        if is_shown is None:
+            is_shown = resolve_rank(None, None)[0] == 0
+        disable = None if is_shown else True
+        super().__init__(iterable, what, total, **{"leave": False, "disable": disable, **options})
+        self.lines = SlowProgress(what, total) if is_shown and self.disable else None
+        if not self.disable:  # tqdm draws nothing in a terminal without a size: `docker exec`
+            self.ncols = _COLUMNS if self.ncols is not None and self.ncols < 1 else self.ncols
+            self.nrows = None if self.nrows is not None and self.nrows < 1 else self.nrows
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.lines is None:
+            yield from super().__iter__()
+            return
+        for item in self.iterable:
+            yield item
+            self.update()
+
+    def update(self, n: int = 1) -> None:
+        """Note that `n` more items are done."""
+        if self.lines is None:
+            super().update(n)
+        else:
+            self.n += n
+            self.lines.update(self.n, self.postfix or "")

@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from odb_nodes._core.checks import check_count, check_integer
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_integer
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -14,7 +14,8 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
     Raises:
         TypeError: an argument is not an integer.
-        ValueError: only one of the two is given, or `rank` is not in `range(world_size)`.
+        ValueError: only one of the two is given, or `rank` is not in `range(world_size)`; or an
+            environment variable does not say which rank this is.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(
@@ -25,7 +26,7 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
-            rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+            return _of_environment()
     world_size = check_count("world_size", world_size)
     rank = check_integer("rank", rank)
     if not 0 <= rank < world_size:
@@ -42,11 +43,21 @@ def has_data_elsewhere(world_size: int) -> bool:
     return world_size == 1 and resolve_rank(None, None)[1] > 1
 
 
-def _from_environment(name: str, default: int) -> int:
+def _of_environment() -> tuple[int, int]:
+    world_size = _variable("WORLD_SIZE", 1, 1, MAX_COUNT)
+    return _variable("RANK", 0, 0, world_size - 1), world_size
+
+
+def _variable(name: str, default: int, least: int, most: int) -> int:
     text = os.environ.get(name, str(default))
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
+        value = least - 1
+    if not least <= value <= most:
         raise ValueError(
-            f"the environment variable `{name}` must be an integer, but is {text!r} instead."
-        ) from None
+            f"the environment variable `{name}` must be an integer in {least}..{most}, but is "
+            f"{text!r} instead. Start all ranks with torchrun, which sets `RANK` and `WORLD_SIZE`, "
+            "or unset both for a single process."
+        )
+    return value

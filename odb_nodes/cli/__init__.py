@@ -20,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: always.
     """
     try:
-        for module in ("typer", "rich"):
-            import_extra(module, "tools")
+        import_extra("typer", "tools")
     except ImportError as error:
         print(f"odb-nodes: {error}", file=sys.stderr)
         sys.exit(2)

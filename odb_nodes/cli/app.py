@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -31,6 +35,8 @@ _EXPECTED = (
     WorkerError,
 )
 
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+_NOT_OF_USER = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer has no name of its own for it
 
@@ -102,15 +108,36 @@ def _group() -> None:
 
 
 def _in_one_line(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command that says in one line what is wrong, and exits with code 2."""
+    """Return a command that says in one line what is wrong, and exits with code 2.
+
+    What a function of the user raised is said with its type and its place, whatever it is.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
         try:
             return command(*args, **options)
-        except _EXPECTED as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            typer.echo(f"odb-nodes {command.__name__}: {lines[0]}", err=True)
+        except Exception as error:
+            place, name = _place_of(error), type(error).__name__
+            if not place and not isinstance(error, _EXPECTED):
+                raise
+            text = (str(error).splitlines() or [""])[0]
+            if place and not isinstance(error, SampleError):  # which has the type that was raised
+                text = f"{name}: {text}"
+            typer.echo(f"odb-nodes {command.__name__}: {text or name}{place}", err=True)
             raise typer.Exit(2) from error
 
     return run
+
+
+def _place_of(error: Exception) -> str:
+    """Return the last line of the user's own code that an error came through, or ""."""
+    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SampleError):  # whose text has the traceback of a worker
+        frames += [(file, int(line)) for file, line in _FRAME.findall(str(error))]
+    own = [
+        f" ({file}, line {line})"
+        for file, line in frames
+        if not file.startswith(("<", *_NOT_OF_USER)) and "site-packages" not in file
+    ]
+    return (own or [""])[-1]

@@ -1,4 +1,4 @@
-"""From what a command line names to a table of lengths."""
+"""From what a command line names to a table of lengths, and the options of a loader."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from odb_nodes._core.extras import import_extra
 from odb_nodes._core.named_function import is_function_name, load_function
 from odb_nodes.cli import options as cli
-from odb_nodes.loader import ODBDataLoader
-from odb_nodes.processing import WorkerOptions
-from odb_nodes.sources import JsonlSource
-from odb_nodes.tools.estimate import table_of_loader
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.options import JobOptions
+from odb_nodes.tools.code import budget_code
 
-__all__ = ["DataOptions", "read_table", "with_data"]
+if TYPE_CHECKING:
+    from odb_nodes.tools.length_table import LengthTable
+
+__all__ = ["Data", "DataOptions", "with_data"]
 
 _REPLY_S = 10.0
 _FIELDS = ("messages", "text")
@@ -40,7 +40,8 @@ class DataOptions:
         samples: number of samples to draw; `None` for all.
         workers: number of worker processes.
         save_lengths: the file that the table is written to; `None` for none.
-        seed: seed of the order, and of what is drawn.
+        seed: seed of the order, and of what is drawn; `None` for that of the loader, or 0.
+        force: whether files that exist are replaced.
     """
 
     data: cli.Data = None
@@ -50,7 +51,17 @@ class DataOptions:
     samples: cli.Samples = None
     workers: cli.Workers = 0
     save_lengths: cli.SaveLengths = None
-    seed: cli.Seed = 0
+    seed: cli.Seed = None
+    force: cli.Force = False
+
+    def check_outputs(self, *inputs: Path | None, **outputs: str | Path | None) -> None:
+        """Check the files that a command writes: these by their options, and `save_lengths`."""
+        outputs = {"save-lengths": self.save_lengths, **outputs}
+        cli.check_outputs(
+            {f"--{option}": path for option, path in outputs.items()},
+            [self.data, self.lengths, self.tokenizer, *inputs],
+            force=self.force,
+        )
 
 
 def with_data(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,48 +80,123 @@ def with_data(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def read_table(options: DataOptions) -> LengthTable:
-    """Return the lengths of the data that a command line names.
+class Data:
+    """The data that a command line names and, where they are a loader's, its options.
+
+    What the command line gives itself comes before an option of the loader.
+
+    Args:
+        what: what the command line says of them.
+        table: the lengths, where `what` names none.
 
     Raises:
         OSError, TypeError, ValueError: the data cannot be read; the message says what to do.
         ImportError: they need a package that is not installed.
     """
-    if (options.data is None) == (options.lengths is None):
-        both = " They were both given." if options.data is not None else ""
-        raise ValueError(
-            f"pass either the data (a file, a folder or module:function), or --lengths FILE.{both}"
-        )
-    if options.lengths is not None:
-        without = DataOptions(lengths=options.lengths, seed=options.seed)
-        if options != without:
+
+    def __init__(self, what: DataOptions, table: LengthTable | None = None) -> None:
+        self._what, self._table = what, table
+        self._dataset: Any = None
+        if table is None:
+            self._check()
+        if what.data is not None:
+            self._dataset = _dataset_of(what.data)
+        from odb_nodes.loader import ODBDataLoader
+
+        is_loader = isinstance(self._dataset, ODBDataLoader)
+        self._options = self._dataset.options if is_loader else None
+        if is_loader:
+            default = {"token_budget": None, "weights": None} | vars(JobOptions())
+            taken = {"token_budget": budget_code(self.budget()), "weights": self.weights(None)}
+            shown = [
+                f"{name}={value}"
+                for name, value in (taken | self.job()).items()
+                if value != default[name]
+            ]
+            print(f"from the loader, where not given here: {', '.join(shown)}", file=sys.stderr)
+
+    def _check(self) -> None:
+        what = self._what
+        if (what.data is None) == (what.lengths is None):
+            both = " They were both given." if what.data is not None else ""
+            raise ValueError(
+                "pass either the data (a file, a folder or module:function), or --lengths "
+                f"FILE.{both}"
+            )
+        without = DataOptions(lengths=what.lengths, seed=what.seed, force=what.force)
+        if what.lengths is not None and what != without:
             raise ValueError(
                 "--lengths has the lengths already: leave out --tokenizer, --field, --samples, "
                 "--workers and --save-lengths."
             )
-        return LengthTable.load(options.lengths)
-    assert options.data is not None
-    dataset = _dataset_of(options.data)
-    workers = WorkerOptions(num_workers=options.workers)
-    if isinstance(dataset, ODBDataLoader):
-        print(
-            "the data of the loader is taken, but none of its options: pass --budget, --window, "
-            "--weight and others as it has them.",
-            file=sys.stderr,
-        )
-        table = table_of_loader(dataset, options.samples, workers)
-    else:
-        tokenize = None if options.tokenizer is None else _tokenize_by(options.tokenizer)
-        table = observe_lengths(
-            dataset,
-            process_fn=_Tokenization(tokenize, options.field),
-            samples=options.samples,
-            seed=options.seed,
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, where none is given: the loader's virtual ranks, or 1."""
+        return (self._options and self._options.virtual_ranks) or 1
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether an epoch is shuffled."""
+        loader = self._options
+        return loader is None or (loader.shuffle is not False and loader.sampler is None)
+
+    @property
+    def loader_budget(self) -> TokenBudget | None:
+        """The budget of the loader."""
+        return None if self._options is None else self._options.budget
+
+    def budget(self, **given: Any) -> TokenBudget:
+        """Return the budget with the fields that are given, and not `None`."""
+        known = {name: value for name, value in given.items() if value is not None}
+        return replace(self.loader_budget or TokenBudget(cli.BUDGET_TOKENS), **known)
+
+    def job(self, **given: Any) -> dict[str, Any]:
+        """Return the fields of `JobOptions`, with those that are given, and not `None`."""
+        known = {name: value for name, value in given.items() if value is not None}
+        options = self._options or JobOptions()
+        own = {"seed": self._what.seed} if self._what.seed is not None else {}
+        return {one.name: getattr(options, one.name) for one in fields(JobOptions)} | own | known
+
+    def weights(self, given: list[str] | None) -> Any:
+        """Return the weights of the sources that are given, or else those of the loader."""
+        return cli.weights_of(given) or (self._options and self._options.weights)
+
+    def table(self) -> LengthTable:
+        """Return the lengths of the data, and save them where that is asked for.
+
+        Raises:
+            OSError, TypeError, ValueError, SampleError: the data cannot be read.
+        """
+        what = self._what
+        if self._table is None:
+            self._table = self._observed() if what.lengths is None else _loaded(what.lengths)
+        if what.save_lengths is not None:
+            self._table.save(what.save_lengths)
+        return self._table
+
+    def _observed(self) -> LengthTable:
+        from odb_nodes.processing import WorkerOptions
+        from odb_nodes.tools.estimate import table_of_loader
+        from odb_nodes.tools.lengths import observe_lengths
+
+        what, workers = self._what, WorkerOptions(num_workers=self._what.workers)
+        if self._options is not None:
+            return table_of_loader(self._dataset, what.samples, workers)
+        tokenize = None if what.tokenizer is None else _tokenize_by(what.tokenizer)
+        return observe_lengths(
+            self._dataset,
+            process_fn=_Tokenization(tokenize, what.field),
+            samples=what.samples,
+            seed=what.seed or 0,
             workers=workers,
         )
-    if options.save_lengths is not None:
-        table.save(options.save_lengths)
-    return table
+
+
+def _loaded(path: Path) -> LengthTable:
+    from odb_nodes.tools.length_table import LengthTable
+
+    return LengthTable.load(path)
 
 
 class _Tokenization:
@@ -154,7 +240,16 @@ def _tokenize_by(name: str) -> Any:
                 f"--tokenizer `{name}` is no `tokenizer.json` ({error}): pass a file that "
                 "`Tokenizer.save` wrote, or the folder or name of a tokenizer."
             ) from error
-        return lambda text: tokenizer.encode(text).ids
+
+        def encode(content: Any) -> Any:
+            if not isinstance(content, str):
+                raise ValueError(
+                    f"it has messages, and `{name}` has no chat template: pass the folder or the "
+                    "name of the tokenizer, or --field for a field of text."
+                )
+            return tokenizer.encode(content).ids
+
+        return encode
     is_folder = Path(name).is_dir()
     if not is_folder and (name.endswith(".json") or name.startswith((".", "/", "~"))):
         raise FileNotFoundError(
@@ -173,6 +268,11 @@ def _tokenize_by(name: str) -> Any:
     def tokenize(content: Any) -> Any:
         if isinstance(content, str):
             return loaded(content)["input_ids"]
+        if not loaded.chat_template:
+            raise ValueError(
+                f"it has messages, and the tokenizer `{name}` has no chat template: pass a folder "
+                "with a `chat_template.jinja`, or --field for a field of text."
+            )
         return loaded.apply_chat_template(content, tokenize=True, return_dict=True)["input_ids"]
 
     return tokenize
@@ -193,10 +293,16 @@ def _is_hub_in_reach(name: str) -> bool:
 def _dataset_of(data: str) -> Any:
     path = Path(data)
     if not path.exists() and is_function_name(data):
-        return load_function(data)()
+        if (made := load_function(data)()) is None:
+            raise ValueError(f"`{data}` must return a dataset or a loader, but returned None.")
+        return made
     if any((path / name).exists() for name in _DATASETS_FILES):
         return _saved_dataset(path)
-    return JsonlSource(_existing(data) if "*" not in data else data, 0, 1)
+    paths = data if "*" in data else _existing(data)
+    from odb_nodes.sources import JsonlSource
+
+    source = JsonlSource(paths, 0, 1, shuffle=False)
+    return source.copy(shuffle=source.recalls)  # a loader, too, cannot shuffle compressed files
 
 
 def _saved_dataset(path: Path) -> Any:

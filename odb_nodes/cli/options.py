@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,13 +11,16 @@ import typer
 
 from odb_nodes._core.writable_path import check_is_writable
 from odb_nodes.planning.auto_window import parse_window
+from odb_nodes.planning.options import JobOptions
 
 __all__ = [
+    "BUDGET_TOKENS",
     "Accumulate",
     "AttentionTokens",
     "Budget",
     "Data",
     "Field",
+    "Force",
     "Layout",
     "Lengths",
     "MaxPatches",
@@ -32,30 +37,44 @@ __all__ = [
     "Weight",
     "Window",
     "Workers",
-    "to_write",
+    "check_outputs",
     "weights_of",
 ]
 
+BUDGET_TOKENS = 16_384
 
-def to_write(path: str | Path | None) -> str | Path | None:
-    """Return the path of a file to write, before any work is done for it.
+
+def check_outputs(
+    outputs: Mapping[str, str | Path | None], inputs: list[str | Path | None], *, force: bool
+) -> None:
+    """Check the files that a command writes, before any work is done for them.
+
+    Args:
+        outputs: option -> its file, or `None`.
+        inputs: what the command reads: files, folders, patterns; or `None`.
+        force: whether files that exist are replaced.
 
     Raises:
-        BadParameter: its folder does not exist, or it is a folder.
+        BadParameter: one cannot be written, or something would be lost; names the option.
     """
-    if path is not None:
-        try:
-            check_is_writable(path)
-        except OSError as error:
-            raise typer.BadParameter(str(error)) from error
-    return path
+    taken: list[str | Path] = []
+    for one in inputs:
+        if one is not None:
+            taken += [one] if Path(one).exists() else glob.glob(str(one), recursive=True)
+    for option, path in outputs.items():
+        if path is not None:
+            try:
+                check_is_writable(path, taken, force=force)
+            except OSError as error:
+                raise typer.BadParameter(str(error), param_hint=f"'{option}'") from error
+            taken.append(path)
 
 
 Data = Annotated[
     str | None,
     typer.Argument(
         help="JSON Lines (a file, folder or pattern), a saved folder of `datasets`, or "
-        "module:function that returns a dataset or a loader."
+        "module:function that returns a dataset, or a loader, whose options are then the defaults."
     ),
 ]
 Lengths = Annotated[
@@ -63,26 +82,35 @@ Lengths = Annotated[
     typer.Option(help="A file of lengths, in place of data.", exists=True, dir_okay=False),
 ]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="A tokenizer.json, or the name or folder of a tokenizer.")
+    str | None,
+    typer.Option(
+        help="The name or folder of a tokenizer, or a tokenizer.json, which has no chat template."
+    ),
 ]
 Field = Annotated[str | None, typer.Option(help="Field to tokenize (messages or text).")]
 Samples = Annotated[int | None, typer.Option(min=1, help="Samples to draw (all).")]
 Workers = Annotated[int, typer.Option(min=0, help="Worker processes.")]
-Seed = Annotated[int, typer.Option(help="Of the order, and of what is drawn.")]
-SaveLengths = Annotated[
-    str | None, typer.Option(help="File to write the lengths to.", callback=to_write)
-]
-Ranks = Annotated[list[int], typer.Option(min=1, help="Number of ranks, or several.")]
+Seed = Annotated[int | None, typer.Option(help="Of the order, and of what is drawn (0).")]
+SaveLengths = Annotated[str | None, typer.Option(help="File to write the lengths to.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
+Ranks = Annotated[list[int] | None, typer.Option(min=1, help="Number of ranks, or several (1).")]
 Window = Annotated[
-    list[Any],
+    list[Any] | None,
     typer.Option(
-        parser=parse_window, metavar="SAMPLES", help="Samples that wait, or auto; or several."
+        parser=parse_window,
+        metavar="SAMPLES",
+        help="Samples that wait, or auto; or several (auto).",
     ),
 ]
-RoundSize = Annotated[int, typer.Option(min=1, help="Steps between messages of ranks.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")]
-Budget = Annotated[int, typer.Option(min=1, help="Padded tokens of a batch.")]
-Layout = Annotated[str, typer.Option(help="padded or packed.")]
+RoundSize = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Steps between messages of ranks ({JobOptions.round_size})."),
+]
+Accumulate = Annotated[int | None, typer.Option(min=1, help="Batches of an optimizer step (1).")]
+Budget = Annotated[
+    int | None, typer.Option(min=1, help=f"Padded tokens of a batch ({BUDGET_TOKENS}).")
+]
+Layout = Annotated[str | None, typer.Option(help="padded or packed (padded).")]
 Shapes = Annotated[int | None, typer.Option(min=1, help="Most shapes of batches (any).")]
 AttentionTokens = Annotated[
     int | None, typer.Option(min=1, help="Length at which attention doubles a row's cost.")
@@ -90,9 +118,10 @@ AttentionTokens = Annotated[
 MaxSamples = Annotated[int | None, typer.Option(min=1, help="Most samples of a batch.")]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most image patches of a batch.")]
 Multiple = Annotated[
-    int, typer.Option("--pad-to-multiple-of", min=1, help="Tokens that widths are a multiple of.")
+    int | None,
+    typer.Option("--pad-to-multiple-of", min=1, help="Tokens that widths are a multiple of (1)."),
 ]
-RowSizes = Annotated[str, typer.Option(help="any, even or friendly.")]
+RowSizes = Annotated[str | None, typer.Option(help="any, even or friendly (any).")]
 Weight = Annotated[
     list[str] | None, typer.Option(metavar="SOURCE=W", help="Weight of a source, once for each.")
 ]

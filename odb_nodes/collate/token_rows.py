@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Number
@@ -105,17 +106,8 @@ class TokenRows:
             SampleError: the samples differ in their keys.
         """
         self.check_mappings(samples)
-        keys = samples[0].keys() if samples else None
-        for index, sample in enumerate(samples):
-            if sample.keys() != keys:
-                lacking = index if len(sample) <= len(samples[0]) else 0
-                raise SampleError(
-                    f"the samples of a group must have the same keys, but sample {index} has "
-                    f"{sorted(map(str, sample))} and sample 0 {sorted(map(str, samples[0]))}. Give "
-                    "every sample `labels`, or none; and any other key likewise. Where only some "
-                    "have images, use a collate function of `odb_nodes.vision`.",
-                    lacking,
-                )
+        if any(sample.keys() != samples[0].keys() for sample in samples):
+            raise _differing_keys(samples)
         return list(map(length_of, samples))
 
     def check_mappings(self, samples: Sequence[Any]) -> None:
@@ -159,6 +151,23 @@ class TokenRows:
     def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
         """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
         raise NotImplementedError
+
+
+def _differing_keys(samples: Sequence[Mapping[str, Any]]) -> SampleError:
+    """Return the error that blames the first sample whose keys are not those of most."""
+    counts = Counter(frozenset(sample) for sample in samples)
+    usual = max(counts, key=lambda keys: (counts[keys], len(keys)))
+    index = next(at for at, sample in enumerate(samples) if sample.keys() != usual)
+    more, less = samples[index].keys() - usual, usual - samples[index].keys()
+    differs = [f"also has {sorted(map(str, more))}"] * bool(more)
+    differs += [f"lacks {sorted(map(str, less))}"] * bool(less)
+    return SampleError(
+        f"the samples of a group must have the same keys, but sample {index} "
+        f"{' and '.join(differs)}: {counts[usual]} of {len(samples)} have "
+        f"{sorted(map(str, usual))}. Give every sample `labels`, or none; and any other key "
+        "likewise. Where only some have images, use a collate function of `odb_nodes.vision`.",
+        index,
+    )
 
 
 def _rows_of(key: str, values: list[Any], lengths: list[int]) -> list[Any]:

@@ -129,8 +129,6 @@ def budget_below(source: BaseNode[Any]) -> TokenBudget | None:
 
 def known_length_of(source: BaseNode[Any]) -> int | None:
     """Return how many items a node yields per epoch; `None` where it does not know that at once."""
-    if any(getattr(node, "learns_length", False) for node in walk(source)):
-        return None
     try:
         return length_of(source)
     except (TypeError, NotImplementedError):  # the latter of a dataset that cannot tell

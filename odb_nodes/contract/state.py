@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
@@ -143,9 +145,20 @@ def unseal(
 
     Raises:
         StateError: `state` is no state of this node and version, lacks a field, holds what was not
-            declared, or was saved with another configuration (this last only warns within
-            `allow_mismatch`, unless the field is one of `fixed`).
+            declared, is nested too deeply, or was saved with another configuration (this last only
+            warns within `allow_mismatch`, unless the field is one of `fixed`).
     """
+    with _bounded_depth(node):
+        return _unsealed(state, node, declared, config, fixed)
+
+
+def _unsealed(
+    state: object,
+    node: str,
+    declared: type[S],
+    config: Mapping[str, Any],
+    fixed: Callable[[S], Collection[str]] | None,
+) -> S:
     if not isinstance(state, Mapping) or not isinstance(state.get(_NODE_KEY), str):
         raise StateError(
             f"the state for {node} must be a state saved by a {node}, but is "
@@ -207,6 +220,18 @@ def _damaged(node: str, broken: Mapping[str, str], state: Mapping[str, Any]) -> 
 _EARLIER = "Use an earlier checkpoint."
 
 
+@contextmanager
+def _bounded_depth(node: str) -> Iterator[None]:
+    """Raise a `StateError` where a state is nested deeper than Python can follow."""
+    try:
+        yield
+    except RecursionError:  # not `from` it: that holds a frame for each level
+        raise StateError(
+            f"the state of {node} is nested too deeply to be read (the recursion limit of Python "
+            f"is {sys.getrecursionlimit()}): no node saves such a state. {_EARLIER}"
+        ) from None
+
+
 def _summary(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a dict with keys {sorted(map(str, value))}"
@@ -238,7 +263,9 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
         return unseal(state, holder, declared, {})
     sealed = {key: value for key, value in state.items() if key != _DIGEST_KEY}
     found = unseal(sealed, holder, declared, {})
-    if not equal(state.get(_DIGEST_KEY), _digest(sealed)):
+    with _bounded_depth(holder):
+        digest = _digest(sealed)
+    if not equal(state.get(_DIGEST_KEY), digest):
         raise StateError(
             f"the state of {holder} is damaged: its digest is not that of what was saved. "
             f"{_EARLIER}"

@@ -32,7 +32,8 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         TypeError: `path` is no path.
         FileNotFoundError: the folder does not exist.
         OSError: the file cannot be written, for example because the disk is full.
-        StateError: `state` holds something else than plain data and tensors.
+        StateError: `state` holds something else than plain data and tensors, or is nested too
+            deeply.
 
     Whatever is raised, Ctrl-C included: a file that was at `path` before is kept, and no temporary
     file stays.
@@ -57,6 +58,8 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(state, file)
         file.flush()
+    except RecursionError as error:
+        raise StateError(f"`state` is nested too deeply to be saved: {error}.") from None
     except RuntimeError as error:
         cause: BaseException | None = error
         while isinstance(cause, RuntimeError) and "enforce fail" in str(cause):

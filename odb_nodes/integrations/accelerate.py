@@ -173,6 +173,8 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
             self._unrecorded = None  # A step that failed is not done.
             if self._monitor is not None:
                 self._monitor.close(write=False)
+            if self._ledger is not None:
+                self._ledger.close(ended=False)
         self.close()
 
     def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:

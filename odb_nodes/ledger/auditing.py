@@ -6,16 +6,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 
 from odb_nodes._core.checks import MAX_KEY, check_count, check_type
 from odb_nodes.ledger.checks import Findings, check_keys, fate_of
 from odb_nodes.ledger.entries import Entries, Names, entries_of, merkle_root
-from odb_nodes.ledger.history import Stretch, extent_of, ranges, shares_of, stretches
+from odb_nodes.ledger.history import (
+    Stretch,
+    extent_of,
+    gaps_of,
+    open_ranks,
+    ranges,
+    shares_of,
+    stretches,
+)
 from odb_nodes.ledger.rank_records import RankRecords, records_by_rank
-from odb_nodes.ledger.reading import RankFile
+from odb_nodes.ledger.reading import rank_files
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 from odb_nodes.ledger.report import Audit, EpochAudit
 
@@ -99,17 +106,16 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
             its end, leave it out.
 
     Returns:
-        Facts and problems; `audit(...).ok` is whether there are none.
+        Facts and problems; `audit(...).ok` is whether there are none and the run has ended, see
+        `Audit.state`.
 
     Raises:
-        TypeError, ValueError: `size` is not that of the sources, or a file is of a later version.
+        TypeError, ValueError: `size` is not that of the sources, `folder` or what is in it is not
+            that of a ledger, or a file is of a later version.
         FileNotFoundError: there is no ledger in the folder.
     """
     _check_size(size)
-    paths = sorted(Path(folder).glob("rank-*.ledger"))
-    if not paths:
-        raise FileNotFoundError(f"`{folder}` has no ledger: no file `rank-00000.ledger`.")
-    files = [RankFile(path) for path in paths]
+    files = rank_files(folder)
     found = Findings(
         [text for file in files for text in file.problems],
         [text for file in files for text in file.notes],
@@ -119,6 +125,14 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     ]
     ranks = records_by_rank(files)
     found.notes += [text for one in ranks for text in _begun_anew(one)]
+    found.problems += gaps_of(ranks)
+    if left := open_ranks(ranks):
+        found.notes.append(
+            f"rank {ranges(np.array(left))}: no end of the run is recorded. It goes on, or was "
+            "killed, or its last records are missing: the files cannot tell. A run that ends "
+            "calls `Ledger.close`."
+        )
+    is_damaged = any(file.problems for file in files)
     parts = stretches(ranks)
     if not parts and (total := sum(size.values()) if isinstance(size, Mapping) else size):
         found.problems.append(f"no sample has a fate, of {total:,}: nothing is recorded.")
@@ -131,17 +145,22 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         entries = entries_of(own, names)
         found.notes += _repeated_otherwise(own, entries)
         entries.digests.clear()
-        in_keys = check_keys(entries, size, is_complete)
+        in_keys = check_keys(entries, size, is_complete, is_damaged)
         found.problems += [f"epoch {epoch}: {text}" for text in in_keys.problems]
         found.notes += [f"epoch {epoch}: {text}" for text in in_keys.notes]
         epochs.append(_facts(epoch, own, entries, is_complete))
     return Audit(
         folder=str(folder),
         attempts={
-            one.rank: tuple((own.header.epoch, own.header.step) for own in one.attempts)
+            one.rank: tuple(
+                (own.header.epoch, own.header.step)
+                for own in one.attempts
+                if len(own.heads) or not own.header.lost  # else it only says what was lost
+            )
             for one in ranks
         },
         epochs=tuple(epochs),
+        open_ranks=tuple(left),
         problems=tuple(found.problems),
         notes=tuple(found.notes),
     )

@@ -37,7 +37,10 @@ def fate_of(reason: str) -> str:
 
 
 def check_keys(
-    entries: Entries, size: int | Mapping[str, int] | None, is_complete: bool
+    entries: Entries,
+    size: int | Mapping[str, int] | None,
+    is_complete: bool,
+    is_damaged: bool,
 ) -> Findings:
     """Return which keys of an epoch have several fates, or none.
 
@@ -45,6 +48,10 @@ def check_keys(
         entries: the samples of the epoch.
         size: samples of the data, of each source where there are several; `None`: not known.
         is_complete: whether the whole epoch was recorded, so that none may be missing.
+        is_damaged: whether files are, so that names of sources may be others than they were.
+
+    Raises:
+        ValueError: `size` is a number, but there are several sources.
     """
     found = Findings()
     names = entries.names
@@ -53,6 +60,9 @@ def check_keys(
     for (name, _), number in names.sources.items():
         if number in numbers:
             by_name.setdefault(name, []).append(number)
+    if is_damaged and isinstance(size, int) and len(by_name) > 1:
+        found.problems.append(f"the size {size:,} is not compared: names of sources are damaged.")
+        size = None
     sizes = _sizes(size, by_name)
     for name, own in by_name.items():
         parts = [_check_source(entries, name, number, found) for number in own]

@@ -9,10 +9,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._core.counts import counted
 from odb_nodes.ledger.rank_records import RankRecords
-from odb_nodes.ledger.reading import Attempt, position
+from odb_nodes.ledger.reading import Attempt, place, position
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP
 
+_Job = list[tuple[RankRecords, Attempt]]
 _NEVER = 1 << 62
 MOST_SPANS = 20
 """Ranges of numbers that are named in one text."""
@@ -61,11 +63,9 @@ class Stretch:
 
 def stretches(ranks: Sequence[RankRecords]) -> list[Stretch]:
     """Return what counts, in the order of the run."""
-    jobs = _jobs(ranks)
-    starts = [min(_start(attempt) for _, attempt in job) for job in jobs]
     found: list[Stretch] = []
-    for number, job in enumerate(jobs):
-        limit = min(starts[number + 1 :], default=_NEVER)
+    for job, limit in _with_limits(_jobs(ranks)):
+        start = _start_of(job)
         by_epoch: dict[int, tuple[dict[int, list[Block]], dict[int, list[Block]]]] = {}
         for block, is_replaced in _blocks(job, limit):
             epoch = int(block.attempt.heads["epoch"][block.indices[0]])
@@ -77,7 +77,7 @@ def stretches(ranks: Sequence[RankRecords]) -> list[Stretch]:
             stretch = Stretch(
                 epoch=epoch,
                 world_size=job[0][1].header.world_size,
-                first=starts[number] & 0xFFFFFFFF if starts[number] >> 32 == epoch else 0,
+                first=start & 0xFFFFFFFF if start >> 32 == epoch else 0,
                 stop=limit & 0xFFFFFFFF if limit >> 32 == epoch else None,
                 blocks=blocks,
                 replaced=replaced,
@@ -128,6 +128,34 @@ def extent_of(stretch: Stretch, rank: int) -> Extent:
     )
 
 
+def gaps_of(ranks: Sequence[RankRecords]) -> list[str]:
+    """Return what a rank could not write, unless a later attempt has done these steps again."""
+    found = []
+    for job, limit in _with_limits(_jobs(ranks)):
+        for records, attempt in job:
+            header = attempt.header
+            lost = int(position(header.lost_epoch, header.lost_step))
+            own = [
+                _start(one) for who, one in job if who is records and one.number > attempt.number
+            ]
+            if header.lost and min([limit, *own]) > lost:
+                found.append(
+                    f"rank {records.rank}: {counted(header.lost, 'step')} from {place(lost)} on "
+                    "could not be written: see the disk."
+                )
+    return found
+
+
+def open_ranks(ranks: Sequence[RankRecords]) -> list[int]:
+    """Return the ranks of the last job whose end is not recorded; all where there is no job."""
+    jobs = _jobs(ranks)
+    if not jobs:
+        return [one.rank for one in ranks]
+    last = {records.rank: attempt for records, attempt in sorted(jobs[-1], key=_number)}
+    world_size = jobs[-1][0][1].header.world_size
+    return [rank for rank in range(world_size) if rank not in last or not last[rank].is_closed]
+
+
 def shares_of(parts: Sequence[Stretch]) -> list[tuple[int, dict[str, float]]]:
     """Return the steps of an epoch from which the first rank's mixture had other shares."""
     found: list[tuple[int, dict[str, float]]] = []
@@ -159,11 +187,11 @@ def _text_of(spans: Sequence[tuple[int, int]]) -> str:
     return ", ".join(named + [f"{rest:,} more"] * bool(rest))
 
 
-def _jobs(ranks: Sequence[RankRecords]) -> list[list[tuple[RankRecords, Attempt]]]:
+def _jobs(ranks: Sequence[RankRecords]) -> list[_Job]:
     """Return the attempts by time, cut where the number of ranks changes."""
     attempts = [(one, attempt) for one in ranks for attempt in one.attempts]
     attempts.sort(key=lambda one: one[1].header.time_s)
-    jobs: list[list[tuple[RankRecords, Attempt]]] = []
+    jobs: list[_Job] = []
     for one in attempts:
         if not jobs or jobs[-1][0][1].header.world_size != one[1].header.world_size:
             jobs.append([])
@@ -171,11 +199,26 @@ def _jobs(ranks: Sequence[RankRecords]) -> list[list[tuple[RankRecords, Attempt]
     return jobs
 
 
-def _blocks(job: list[tuple[RankRecords, Attempt]], limit: int) -> Iterator[tuple[Block, bool]]:
+def _with_limits(jobs: Sequence[_Job]) -> Iterator[tuple[_Job, int]]:
+    """Yield each job, and the place from which later ones have done its steps again."""
+    starts = [*map(_start_of, jobs)]
+    for number, job in enumerate(jobs):
+        yield job, min(starts[number + 1 :], default=_NEVER)
+
+
+def _start_of(job: _Job) -> int:
+    return min(_start(attempt) for _, attempt in job)
+
+
+def _number(one: tuple[RankRecords, Attempt]) -> int:
+    return one[1].number
+
+
+def _blocks(job: _Job, limit: int) -> Iterator[tuple[Block, bool]]:
     """Yield the records of a job, attempt by attempt and epoch by epoch, and which are replaced."""
     limits: dict[int, int] = {}
     kept = []
-    for records, attempt in sorted(job, key=lambda one: -one[1].number):  # the last one first
+    for records, attempt in sorted(job, key=_number, reverse=True):  # the last one first
         before = limits.get(records.rank, limit)
         kept.append((records, attempt, before))
         limits[records.rank] = min(before, _start(attempt))

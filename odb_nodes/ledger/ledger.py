@@ -7,15 +7,15 @@ import os
 import time
 from pathlib import Path
 
-from odb_nodes._core.checks import check_type
+from odb_nodes._core.checks import check_bool, check_type
 from odb_nodes._core.forks import Owner
 from odb_nodes._core.locked_file import LockedFile
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.ledger.records import VERSION, Encoder, Header, pack_header
+from odb_nodes.ledger.records import END_BYTES, VERSION, Encoder, Header, pack_header, resumed
 from odb_nodes.step_info import StepInfo
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_LOST = "steps that are not recorded are a gap that `audit` reports"
+_LOST = "steps that are not recorded are a gap, for which no `audit` is ok"
 
 
 class Ledger:
@@ -26,13 +26,17 @@ class Ledger:
             info = pop_step_info(batch)
             ...  # train
             ledger.record(info)  # before a checkpoint is saved
+        ledger.close()  # the run has ended
         print(audit("run/ledger"))
 
     All ranks, and all restarts of a run, write into one folder; a run that begins anew needs a
     folder of its own. The first step that is recorded begins an attempt: what attempts before it
     recorded of that step, or of later ones, does not count. A killed process loses nothing that was
-    recorded. A disk that is full warns once and leaves a gap that `audit` reports. A forked child
-    records nothing.
+    recorded. A disk that is full warns once and leaves a gap that `audit` reports; so does a file
+    that is deleted, which is made anew. A forked child records nothing.
+
+    A run that ends closes its ledger, which records the end. Without that record an `audit` cannot
+    tell a run that goes on, or was killed, from one whose last records are missing.
 
     Args:
         folder: where the files are; made if need be.
@@ -41,7 +45,7 @@ class Ledger:
             samples (parts of one model), one records.
 
     Raises:
-        TypeError, ValueError: an argument is not valid.
+        TypeError, ValueError: an argument is not valid; `folder` is a file, say.
         OSError: the folder or the file cannot be made, for another reason than a full disk.
         RuntimeError: another process, or another ledger of this one, writes the same file.
     """
@@ -54,6 +58,8 @@ class Ledger:
         world_size: int | None = None,
     ) -> None:
         check_type("folder", folder, str | os.PathLike)
+        if os.path.isfile(folder):
+            raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self.path = Path(folder) / f"rank-{self._rank:05d}.ledger"
         """The file of this rank."""
@@ -65,6 +71,7 @@ class Ledger:
         )
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
         self._lost = 0
+        self._first_lost: StepInfo | None = None
         self._is_closed = False
         self._owner = Owner()
         try:
@@ -90,21 +97,23 @@ class Ledger:
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
             raise ValueError("the ledger is closed: it records nothing. Make a new one.")
-        if not self._owner.is_here or not self._opened():
+        if not self._owner.is_here:
             return
         # Until the bytes are written, an interrupt leaves the chain in doubt: begin a new one then.
         encoder, self._encoder = self._encoder, None
         start = b""
         try:
             if encoder is None:
-                start, crc = self._header(info)
-                encoder = Encoder(crc, self._world_size)
+                first = self._first_lost
+                is_lost = first is not None and _place(first) < _place(info)  # else done again
+                start, encoder = self._begin(info, first if is_lost else None)
             self._file.write(start + encoder.step(info))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            self._first_lost = self._first_lost or info
             self._lost += 1
             self._file.warn(error, _LOST)
             return
-        self._encoder, self._lost = encoder, 0
+        self._encoder, self._lost, self._first_lost = encoder, 0, None
 
     def begin_attempt(self) -> None:
         """Let the next step begin an attempt: call it where this process goes back to a checkpoint.
@@ -121,45 +130,64 @@ class Ledger:
             except OSError as error:
                 self._file.warn(error, _LOST)
 
-    def close(self) -> None:
-        """Record that the attempt ends here, and close the file. Idempotent.
+    def close(self, *, ended: bool = True) -> None:
+        """Record that the run ends here, and close the file. Idempotent.
 
-        `with` does so where its block ends; where that raises, it closes the file without a record,
-        since the other ranks may then be some steps behind or ahead.
+        `with` does so where its block ends; where that raises, the run has not `ended`.
+
+        Args:
+            ended: whether the run ended by itself. If not, no end is recorded, as after a kill: the
+                other ranks may then be some steps behind or ahead.
         """
-        if self._file.is_open and self._encoder is not None:
+        check_bool("ended", ended)
+        if not self._is_closed and self._owner.is_here:
+            self._is_closed = True
             try:
-                self._file.write(self._encoder.end())
-            except OSError as error:
+                if last := self._last_records(ended):
+                    self._file.write(last)
+            except (OSError, RuntimeError) as error:
                 self._file.warn(error, _LOST)
         self._file.close()
-        self._is_closed = True
 
     def __enter__(self) -> Ledger:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if any(error):
-            self._encoder = None
-        self.close()
+        self.close(ended=not any(error))
 
-    def _opened(self) -> bool:
-        """Tell whether the file is there; try once more to make it, where the disk was full."""
-        try:
-            self._file.open()
-        except (OSError, RuntimeError):
-            self._lost += 1
-        return self._file.is_open
+    def _last_records(self, ended: bool) -> bytes:
+        """Return what is still to be written: of steps that were lost, and of the end."""
+        start, encoder = b"", self._encoder
+        if self._first_lost is not None:
+            start, encoder = self._begin(self._first_lost, self._first_lost)
+        return start + (encoder.end() if ended and encoder is not None else b"")
 
-    def _header(self, info: StepInfo) -> tuple[bytes, int]:
+    def _begin(self, info: StepInfo, lost: StepInfo | None) -> tuple[bytes, Encoder]:
+        """Return the header of an attempt, in a file that is made where there is none.
+
+        Args:
+            info: its first step.
+            lost: the first step before it that could not be written; `None` where none was lost.
+        """
+        self._file.open()
+        if end := resumed(self._file.tail(END_BYTES)):
+            self._file.replace_tail(end)
         header = Header(
             version=VERSION,
             rank=self._rank,
             world_size=self._world_size,
-            lost=self._lost,
+            batches=info.batches_per_step,
+            lost=0 if lost is None else self._lost,
+            lost_epoch=0 if lost is None else lost.epoch,
+            lost_step=0 if lost is None else lost.step,
             offset=self._file.size(),
             time_s=time.time(),
             epoch=info.epoch,
             step=info.step,
         )
-        return pack_header(header)
+        start, crc = pack_header(header)
+        return start, Encoder(crc, self._world_size)
+
+
+def _place(info: StepInfo) -> tuple[int, int]:
+    return info.epoch, info.step

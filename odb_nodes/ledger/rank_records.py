@@ -39,7 +39,7 @@ def records_by_rank(files: Sequence[RankFile]) -> list[RankRecords]:
     found: dict[int, RankRecords] = {}
     for file in files:
         own = {file.rank: file.attempts}
-        if any(attempt.batches > 1 for attempt in file.attempts):
+        if any(attempt.header.batches > 1 for attempt in file.attempts):
             own = {}
             for part in (part for one in file.attempts for part in _of_virtual_ranks(one, file)):
                 own.setdefault(part.header.rank, []).append(part)
@@ -57,7 +57,7 @@ def records_by_rank(files: Sequence[RankFile]) -> list[RankRecords]:
 
 def _of_virtual_ranks(attempt: Attempt, file: RankFile) -> list[Attempt]:
     """Return the attempts of the virtual ranks that a process hosted, with steps of their own."""
-    header, batches = attempt.header, attempt.batches
+    header, batches = attempt.header, attempt.header.batches
     steps, turns = np.divmod(attempt.heads["step"].astype(np.int64), batches)
     ends = ((attempt.heads["kind"] - STEP) & ENDS_EPOCH).astype(bool)
     last = {*zip(attempt.heads["epoch"][ends].tolist(), steps[ends].tolist(), strict=True)}
@@ -68,10 +68,13 @@ def _of_virtual_ranks(attempt: Attempt, file: RankFile) -> list[Attempt]:
         heads["step"] = steps[indices]
         for epoch, step in last:
             heads["kind"][(heads["epoch"] == epoch) & (heads["step"] == step)] |= ENDS_EPOCH
+        lost = range(header.lost_step, header.lost_step + header.lost)
         own = header._replace(
             rank=file.rank * batches + turn,
             world_size=header.world_size * batches,
             step=-(-(header.step - turn) // batches),
+            lost=sum(one % batches == turn for one in lost),
+            lost_step=-(-(header.lost_step - turn) // batches),
         )
         shares = {int(np.searchsorted(indices, at)): one for at, one in attempt.shares.items()}
         offsets = attempt.offsets[indices]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import zlib
 from array import array
@@ -15,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.ledger.records import (
-    BATCHES,
     END,
     HEAD,
     HEADER_BYTES,
     KINDS,
     MAGIC,
-    MOST_NAMES,
     NAME,
+    RESUMED,
     SHARES,
+    STEP,
     VERSION,
     Header,
     record_bytes,
@@ -50,9 +51,8 @@ class Attempt:
         names: number -> (text, flags) of sources and reasons.
         offsets: places of the step records in the file, (n,) int64.
         heads: their fields, (n,) of `HEAD_DTYPE`.
-        is_closed: whether its end was recorded.
+        is_closed: whether its end was recorded, and no other attempt has gone on.
         shares: index of a step record -> the shares of the mixture from it on, source -> share.
-        batches: virtual ranks of the process: their batches of a step come one after the other.
         data: the bytes of the file.
     """
 
@@ -63,7 +63,6 @@ class Attempt:
     heads: npt.NDArray[np.void]
     is_closed: bool
     shares: dict[int, dict[str, float]]
-    batches: int
     data: memoryview
 
     def shares_at(self, index: int) -> dict[str, float]:
@@ -87,6 +86,24 @@ def place(at: int) -> str:
     return f"epoch {at >> 32} step {at & 0xFFFFFFFF}"
 
 
+def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
+    """Return the files of a ledger, in the order of the ranks.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: see `RankFile`; or `folder` is a file.
+    """
+    if os.path.isfile(folder):
+        raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
+    paths = sorted(Path(folder).glob("rank-*.ledger"))
+    if not paths:
+        missing = "no file `rank-00000.ledger`" if os.path.isdir(folder) else "no such folder"
+        raise FileNotFoundError(
+            f"`{folder}` has no ledger: there is {missing}. Give the folder of a `Ledger`."
+        )
+    return [RankFile(path) for path in paths]
+
+
 class RankFile:
     """What the file of one rank says.
 
@@ -97,7 +114,7 @@ class RankFile:
         rank: whose file it is, by its name.
         data: its bytes.
         attempts: in the order in which they were written.
-        problems: where it was changed or damaged, or has a gap.
+        problems: where it was changed or damaged.
         notes: where a record was torn by the end of the process that wrote it.
 
     Raises:
@@ -105,9 +122,13 @@ class RankFile:
     """
 
     def __init__(self, path: Path) -> None:
-        match = re.fullmatch(r"rank-(\d+)\.ledger", path.name)
+        match = re.fullmatch(r"rank-([0-9]+)\.ledger", path.name)
         if match is None:
-            raise ValueError(f"`{path}` must be named as `rank-00000.ledger`, but is not.")
+            name = str(path).encode("utf-8", "backslashreplace").decode()
+            raise ValueError(
+                f"`{name}` must be named as `rank-00000.ledger`, but is not. Rename it, or move it "
+                "out of the folder."
+            )
         self.rank = int(match[1])
         self.attempts: list[Attempt] = []
         self.problems: list[str] = []
@@ -152,8 +173,6 @@ class RankFile:
                 f"before {where} the file was changed: {abs(moved)} bytes "
                 f"{'too many' if moved > 0 else 'are missing'}"
             )
-        if header.lost:
-            self._problem(f"{header.lost} steps before {where} could not be written: see the disk")
 
     def _read_attempt(self, header: Header, crc: int | None, at: int, end: int) -> None:
         number, names, is_closed = len(self.attempts) + 1, {0: ("", 0)}, False
@@ -161,7 +180,6 @@ class RankFile:
         where = f"attempt {number}, at its beginning"
         epoch, step = header.epoch, header.step
         shares: dict[int, dict[str, float]] = {}
-        batches = 1
         data, unpack = self.data, HEAD.unpack_from
         while at < end:
             head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
@@ -176,17 +194,13 @@ class RankFile:
                     "was changed, removed, doubled or moved"
                 )
             crc, kind = head[0], head[1]
-            if kind == NAME and head[5] & BATCHES:
-                text = bytes(data[at + HEAD.size : stop])
-                batches = int(text) if text.isdigit() and int(text) else 1
-            elif kind == NAME and head[5] & SHARES:
+            is_closed = kind == END
+            if kind == NAME and head[5] & SHARES:
                 shares |= _shares(len(offsets), data[at + HEAD.size : stop])
-            elif kind == NAME and head[3] < MOST_NAMES:
+            elif kind == NAME and (continues or head[3] <= len(names)):  # they are numbered in turn
                 text = bytes(data[at + HEAD.size : stop])
                 names[head[3]] = (text.decode("utf-8", "replace"), head[5])
-            elif kind == END:
-                is_closed = True
-            elif kind != NAME and (continues or _is_near(head, epoch, step)):
+            elif kind >= STEP and (continues or _is_near(head, epoch, step)):
                 epoch, step = head[5:]
                 offsets.append(at)
                 heads.extend(head[1:])
@@ -200,7 +214,6 @@ class RankFile:
             heads=np.frombuffer(heads, HEAD_DTYPE),
             is_closed=is_closed,
             shares=shares,
-            batches=batches,
             data=data,
         )
         self.attempts.append(attempt)
@@ -259,7 +272,7 @@ class RankFile:
 
 
 def _what(head: tuple[int, ...]) -> str:
-    if head[1] in (NAME, END):
+    if head[1] in (NAME, END, RESUMED):
         return "a name" if head[1] == NAME else "the end of the attempt"
     return f"the record of {place(head[5] << 32 | head[6])}"
 
@@ -270,7 +283,9 @@ def _shares(index: int, data: memoryview) -> dict[int, dict[str, float]]:
         shares = json.loads(bytes(data))
     except ValueError:
         return {}
-    return {index: shares} if isinstance(shares, dict) else {}
+    if not isinstance(shares, dict):
+        return {}
+    return {index: shares} if all(isinstance(one, float | int) for one in shares.values()) else {}
 
 
 def _is_near(head: tuple[int, ...], epoch: int, step: int) -> bool:

@@ -1,14 +1,13 @@
 """The bytes of a ledger: a header for each attempt, then a record for each step.
 
-    header   magic, CRC-32 of what follows, version, flags, rank, world size, steps that could not
-             be written before it, its place in the file, time, and the step that it begins with
+    header   magic, CRC-32 of what follows, and the fields of `Header`
     record   CRC-32 of what follows, continued from that of the record before; then `HEAD`, then
              columns: keys, numbers of sources, repeats, and for what was left out of reasons
     name     a record too: the text of a source or a reason, before the first that refers to it
     shares   a name with the flag `SHARES`, before each step at which a mixture's shares are others
              than at the step before: JSON, source -> share
-    batches  a name with the flag `BATCHES`, first in an attempt of a process that hosts several
-             virtual ranks: their number, in digits
+    end      the last record of a run that ended by itself: whatever is cut from the file, it goes
+             first. Where another attempt goes on, its kind becomes `RESUMED`, in place
 
 A column is absent where all of it is 0, and as narrow as its largest value allows. All integers are
 little-endian. An attempt numbers its names anew.
@@ -31,9 +30,9 @@ VERSION = 1
 
 HEAD = struct.Struct("<IBBIIII")
 """CRC, kind, widths, samples in the step, samples left out, epoch, step. Of a name: CRC, kind, 0,
-its number, its bytes, `OWN` or 0, 0. Of an end: CRC, kind, 0, 0, 0, 0, 0."""
+its number, its bytes, `OWN` or 0, 0. Of an end: CRC, kind, 0, 0, 0, 0, 0; then `_END_MARK`."""
 
-NAME, END, STEP = 1, 2, 4
+NAME, END, RESUMED, STEP = 1, 2, 3, 4
 FILLER, ENDS_EPOCH = 1, 2
 """Flags that are added to `STEP`."""
 OWN = 1
@@ -42,11 +41,11 @@ the source is written without it: it holds for the source, whatever the record, 
 SHARES = 2
 """Flag of a name that says shares."""
 SHARE_DIGITS = 6
-BATCHES = 4
-"""Flag of a name that says the batches of a step."""
 MOST_NAMES = 1 << 20
-"""Numbers of names are less; shares and batches have this one."""
-KINDS = frozenset((NAME, END, *range(STEP, STEP + 4)))
+"""Numbers of names are less; shares have this one."""
+KINDS = frozenset((NAME, END, RESUMED, *range(STEP, STEP + 4)))
+_END_MARK = b"\x89ODBEND\n"
+"""So that no record of a step, read without its beginning, is taken for an end."""
 
 NO_KEY = -1
 NARROW_NO_KEY = 2**32 - 1
@@ -91,7 +90,10 @@ class Header(NamedTuple):
         version: of the format.
         rank: of the process that wrote it.
         world_size: number of ranks.
-        lost: steps before it that could not be written.
+        batches: virtual ranks that the process hosts: so many records of a step.
+        lost: records before it that could not be written.
+        lost_epoch: epoch of the first of them.
+        lost_step: its step.
         offset: where in its file it was written.
         time_s: seconds since 1970.
         epoch: of its first step.
@@ -101,14 +103,17 @@ class Header(NamedTuple):
     version: int
     rank: int
     world_size: int
+    batches: int
     lost: int
+    lost_epoch: int
+    lost_step: int
     offset: int
     time_s: float
     epoch: int
     step: int
 
 
-_HEADER = struct.Struct("<HIIIQdII")
+_HEADER = struct.Struct("<HIIIIIIQdII")
 HEADER_BYTES = len(MAGIC) + 4 + _HEADER.size
 
 
@@ -132,9 +137,28 @@ def record_bytes(kind: int, code: int, samples: int, left_out: int) -> int:
     """Return the size of a record, by the fields of its `HEAD`; more than any where it is none."""
     if kind == NAME:
         return HEAD.size + left_out
+    if kind in (END, RESUMED):
+        return END_BYTES
     if kind not in KINDS or code >= len(_ROW_BYTES):
         return NO_RECORD
     return HEAD.size + _ROW_BYTES[code] * (samples + left_out) + REASON_BYTES * left_out
+
+
+END_BYTES = HEAD.size + len(_END_MARK)
+
+
+def _end(kind: int) -> bytes:
+    """Return the end of an attempt, or one that was resumed, without its CRC."""
+    return HEAD.pack(0, kind, 0, 0, 0, 0, 0)[4:] + _END_MARK
+
+
+def resumed(end: bytes) -> bytes | None:
+    """Return what the end of an attempt becomes where another goes on; `None` if it is no end."""
+    if end[4:] != _end(END):
+        return None
+    # The CRC of the record before it is not known; in the difference of two CRCs it cancels out.
+    crc = int.from_bytes(end[:4], "little") ^ zlib.crc32(_end(END)) ^ zlib.crc32(_end(RESUMED))
+    return crc.to_bytes(4, "little") + _end(RESUMED)
 
 
 class Encoder:
@@ -151,7 +175,6 @@ class Encoder:
         self._numbers = {("", 0): 0}
         self._own: set[str] = set()
         self._shares = b""
-        self._batches = 1
 
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after those of the names that it is the first to need."""
@@ -159,8 +182,7 @@ class Encoder:
         keys: Sequence[int | None] = info.keys
         sources: Sequence[str] = info.row_sources
         repeats: Sequence[int] = info.row_repeats
-        names = self._changed_batches(info.batches_per_step)
-        names += self._changed_shares(info.source_shares)
+        names = self._changed_shares(info.source_shares)
         if left:
             keys = (*keys, *(one.key for one in left))
             sources = (*sources, *(one.source for one in left))
@@ -193,14 +215,7 @@ class Encoder:
 
     def end(self) -> bytes:
         """Return the record of the end of the attempt."""
-        return self._record(END, 0, 0, 0, 0, 0, b"")
-
-    def _changed_batches(self, batches: int) -> list[bytes]:
-        """Return a record of the batches of a step, where they are others than before."""
-        if batches == self._batches:
-            return []
-        self._batches, text = batches, str(batches).encode()
-        return [self._record(NAME, 0, MOST_NAMES, len(text), BATCHES, 0, text)]
+        return self._record(END, 0, 0, 0, 0, 0, _END_MARK)
 
     def _changed_shares(self, shares: Mapping[str, float]) -> list[bytes]:
         """Return a record of the shares of a mixture, where they are others than before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +89,8 @@ class Audit:
         folder: the folder of the ledger.
         attempts: rank -> the epoch and step at which each of its attempts begins.
         epochs: what is recorded of each epoch.
+        open_ranks: ranks whose last attempt has no end: they go on, were killed, or their last
+            records are missing.
         problems: what is missing, double, changed or damaged, by rank, step and key.
         notes: what else is to be known, and what could not be checked.
     """
@@ -95,19 +98,31 @@ class Audit:
     folder: str
     attempts: dict[int, tuple[tuple[int, int], ...]]
     epochs: tuple[EpochAudit, ...]
+    open_ranks: tuple[int, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether each sample that is recorded has one fate per epoch, and no step is missing."""
-        return not self.problems
+        """Whether the run has ended, each sample has one fate per epoch, and no step is missing."""
+        return self.state == "ended"
+
+    @property
+    def state(self) -> Literal["ended", "open", "damaged"]:
+        """What the records are.
+
+        `"damaged"` where there is any problem; else `"ended"` where all ranks have recorded the end
+        of the run; else `"open"`: nothing is wrong in what is recorded, but more may be missing.
+        """
+        if self.problems:
+            return "damaged"
+        return "open" if self.open_ranks else "ended"
 
     def __str__(self) -> str:
         begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, starts in self.attempts.items():
             begun.setdefault(starts, []).append(rank)
-        lines = [f"{self.folder}: {'OK' if self.ok else counted(len(self.problems), 'problem')}"]
+        lines = [f"{self.folder}: {self._verdict()}"]
         for starts, ranks in begun.items():
             places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -116,3 +131,8 @@ class Audit:
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"PROBLEM: {text}" for text in self.problems]
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.problems:
+            return counted(len(self.problems), "problem")
+        return "OPEN, no problem so far; no end is recorded" if self.open_ranks else "OK"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.entries import TRAINED, Entries, Names, entries_of
-from odb_nodes.ledger.history import Block, stretches
+from odb_nodes.ledger.history import Block, gaps_of, stretches
 from odb_nodes.ledger.rank_records import records_by_rank
-from odb_nodes.ledger.reading import RankFile
+from odb_nodes.ledger.reading import rank_files
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, STEP
 from odb_nodes.sample import LeftOut
 
@@ -61,15 +60,13 @@ def read_steps(
         FileNotFoundError: there is no ledger in the folder.
         StateError: it is damaged, or has a gap.
     """
-    files = [RankFile(path) for path in sorted(Path(folder).glob("rank-*.ledger"))]
-    if not files:
-        raise FileNotFoundError(f"`{folder}` has no ledger: no file `rank-00000.ledger`.")
-    if problems := [text for file in files for text in file.problems]:
+    files = rank_files(folder)
+    ranks = records_by_rank(files)
+    if problems := [text for file in files for text in file.problems] + gaps_of(ranks):
         raise StateError(
             f"the ledger in `{folder}` is damaged, so nothing is made of it: {problems[0]} See its "
             "audit."
         )
-    ranks = records_by_rank(files)
     names = Names.of(ranks)
     found: dict[int, list[StepRecord]] = {}
     for part in stretches(ranks):

@@ -21,7 +21,7 @@ from odb_nodes.loader.resharding.sealed import Ranks
 
 __all__ = ["CheckpointParts", "PartStates"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,12 @@ class CheckpointParts:
             if rank == 0 or name not in self._replicated
         }
         about = {"version": _VERSION, "step": step, "rank": rank, "world_size": world_size}
-        state = {"checkpoint": about, "parts": states, "generators": save_rngs()}
+        state = {
+            "checkpoint": about,
+            "parts": states,
+            "replicated": sorted(self._replicated),
+            "generators": save_rngs(),
+        }
         try:
             save_state(state, folder / file_name(rank, world_size))
         except StateError as error:
@@ -115,8 +120,8 @@ class CheckpointParts:
         """
         state = _read(folder, rank, world_size)
         states = state["parts"]
-        if rank and self._replicated:
-            states |= self._replicated_of(_read(folder, 0, world_size)["parts"])
+        if rank and (state["replicated"] or self._replicated):
+            states |= self._replicated_of(_read(folder, 0, world_size))
         return self._checked(folder, states, state["generators"])
 
     def read_resharded(self, folder: Path, rank: int, ranks: Ranks) -> PartStates:
@@ -132,7 +137,7 @@ class CheckpointParts:
                 cannot be that of another number of ranks.
         """
         first = _read(folder, 0, ranks.before)
-        shared = self._replicated_of(first["parts"])
+        shared = self._replicated_of(first)
         of_ranks = [{name: one for name, one in first["parts"].items() if name not in shared}]
         generators = [first["generators"]]
         for saved in range(1, ranks.before):
@@ -154,8 +159,10 @@ class CheckpointParts:
             except StateError as error:
                 if isinstance(part, Loader | ODBDataLoader):
                     raise
-                more = "Or give the part a method `reshard_states`: see `Checkpoints`."
-                raise StateError(f"{error} {more}") from error
+                raise StateError(
+                    f"{error} Or give the part a method `reshard_states`: see `Checkpoints`. If "
+                    f"the part of rank 0 is right for all, load with `replicated=[{name!r}]`."
+                ) from error
         found = part.reshard_states(states, world_size)
         if len(found) != world_size:
             raise ValueError(
@@ -164,9 +171,10 @@ class CheckpointParts:
             )
         return found
 
-    def _replicated_of(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those parts of rank 0 that it has written for all."""
-        return {name: parts[name] for name in self._replicated if name in parts}
+    def _replicated_of(self, first: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parts in the file of rank 0 that it has written for all, or now stands for."""
+        names = {*first["replicated"], *self._replicated}
+        return {name: one for name, one in first["parts"].items() if name in names}
 
     def _checked(
         self, folder: Path, states: dict[str, Any], generators: dict[str, Any]
@@ -175,7 +183,7 @@ class CheckpointParts:
         if states.keys() != self._parts.keys():
             raise StateError(
                 f"`{folder}` has the parts {sorted(states)}, but this job has "
-                f"{sorted(self._parts)}. Give the `parts` and `replicated` that it was saved with."
+                f"{sorted(self._parts)}. Give the `parts` that it was saved with."
             )
         for name, part in self._parts.items():
             if isinstance(part, dict):

@@ -58,6 +58,7 @@ class Checkpoints:
         keep: number of complete checkpoints that are kept. Older ones are removed.
         replicated: names of parts that are equal on all ranks, which rank 0 alone writes: under
             DDP the model and the optimizer. Not what is sharded (FSDP, ZeRO), and not the loader.
+            A checkpoint says which of its parts were, so `load` needs no names.
         timeout_s: seconds until a rank that does not come is an error.
 
     Raises:

@@ -52,8 +52,9 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` where the budget's layout is
             `"packed"`. The workers do the `prepare` of these two; any other function gets the
             samples as processing returned them.
-        shuffle: whether to shuffle a map-style dataset anew in each epoch. Default: True without a
-            `sampler`. An iterable keeps its own order.
+        shuffle: whether to shuffle a map-style dataset, or a `JsonlSource`, anew in each epoch.
+            Default: True without a `sampler`, unless the source says `shuffle=False`. An iterable
+            keeps its own order, as does another node.
         seed: seed of the shuffling, of the permutations of steps, and of the random numbers of
             processing and of `collate_fn`.
         num_workers: number of worker processes; 0 processes in the trainer's own thread, and starts

@@ -206,17 +206,16 @@ def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
 
 
 def _size_of(name: str, dataset: Any) -> int:
+    needed = f'`weights="proportional"` needs the number of samples of source {name!r}'
     try:
         if isinstance(dataset, JsonlSource):
             return dataset.num_records
         if not isinstance(dataset, BaseNode):  # whose length is that of one rank
             return len(dataset)
     except TypeError as error:
-        raise TypeError(f'`weights="proportional"`, source {name!r}: {error}') from error
-    raise TypeError(
-        f'`weights="proportional"` needs the number of samples of source {name!r}, which a node '
-        "does not tell. Pass weights."
-    )
+        reason = str(error).removesuffix(".")
+        raise TypeError(f"{needed}: {reason}. Otherwise pass weights.") from error
+    raise TypeError(f"{needed}, which a node does not tell. Pass weights.")
 
 
 def _known_size(name: str, dataset: Any) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from odb_nodes._core.checks import check_callable, check_count, check_type
+from odb_nodes._core.progress import Bar
 from odb_nodes.memory.checkpointing import enable_checkpointing
 from odb_nodes.memory.edge_search import Edge, EdgeSearch
 from odb_nodes.memory.meter import MemoryMeter, check_meter
@@ -41,6 +42,23 @@ class Calibration:
     tokens_per_s: float
     checkpointing: bool = False
     slower: Calibration | None = None
+
+    def __repr__(self) -> str:
+        budget = ", ".join(
+            f"{one.name}={value!r}"
+            for one in fields(self.budget)
+            if (value := getattr(self.budget, one.name)) != one.default
+        )
+        parts = [
+            f"budget=TokenBudget({budget})",
+            f"tokens_per_s={self.tokens_per_s:.0f}",
+            f"checkpointing={self.checkpointing}",
+            f"points=<{len(self.points)} trials, {sum(one.fits for one in self.points)} fit>",
+            "model=...",
+        ]
+        if self.slower is not None:
+            parts.append(f"slower=<{self.slower.tokens_per_s:.0f} tokens per second>")
+        return f"{type(self).__name__}(\n    " + ",\n    ".join(parts) + ",\n)"
 
 
 def find_budget(
@@ -95,9 +113,10 @@ def find_budget(
     check_type("checkpointing", checkpointing, torch.nn.Module | None)
 
     def calibrate(state: TrainingState) -> Calibration:
-        trials = Trials(train_step, make_batch, meter, state, patches_per_row)
-        search = EdgeSearch(trials, meter.limit_bytes, max_trials)
-        edges = search.run(sizes)
+        with Bar(None, "steps tried to find the budget", max_trials) as bar:
+            trials = Trials(train_step, make_batch, meter, state, patches_per_row, bar)
+            search = EdgeSearch(trials, meter.limit_bytes, max_trials)
+            edges = search.run(sizes)
         model = search.model()
         return Calibration(
             points=tuple(trials.done),

@@ -57,6 +57,7 @@ class GuardContext:
         notice: likewise, for steps that all ranks compute together.
         run_meter: measures what is computed; `None` where nothing does.
         ooms, split_steps, skipped_samples: see `OomGuard`.
+        left_out: samples, of all ranks, of the last steps in a row that were left out whole.
     """
 
     collator: GroupCollator
@@ -73,6 +74,7 @@ class GuardContext:
     ooms: int = 0
     split_steps: int = 0
     skipped_samples: int = 0
+    left_out: int = 0
 
     def __post_init__(self) -> None:
         self.fits = self.limit

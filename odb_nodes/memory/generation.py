@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from odb_nodes._core.checks import check_callable, check_count, check_type, describe
+from odb_nodes._core.progress import Bar
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate import PaddingCollate
 from odb_nodes.collate.protocol import Collate
@@ -198,7 +198,7 @@ class LongestFirst:
         self._collate = side if collate_fn is None else collate_fn
         own_rank, ranks = resolve_rank(rank, world_size)
         self._samples: list[Sample] = []
-        for index in tqdm(range(len(dataset)), "processing", disable=None, leave=False):
+        for index in Bar(range(len(dataset)), "processing", len(dataset)):
             item = dataset[index]
             sample = observe_sample(item if process_fn is None else process_fn(item), observe)
             if not isinstance(sample, Sample):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -42,7 +43,8 @@ class OomGuard:
             else may take batches from it meanwhile.
         on_oom: what happens where memory runs out. `"split"`: as above; a sample that does not fit
             alone is an error. `"skip"`: such a sample is left out, the mean is over the others, on
-            all ranks. `"raise"`: the error of the model is raised.
+            all ranks; where 32 samples or more in a row are whole steps that are left out, it is an
+            error. `"raise"`: the error of the model is raised.
         guard_above: share of `limit`, see above.
         limit: cost of a batch that is known to fit, in the unit of `TokenBudget.tokens`; one above
             it is computed in parts from the beginning. Default: that of the loader's budget.
@@ -72,6 +74,7 @@ class OomGuard:
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
         self._loader = loader
+        self._is_warned = False
         self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
         self._options: dict[str, Any] = {
             "on_oom": on_oom,
@@ -112,7 +115,8 @@ class OomGuard:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
 
         Where the loader raises between the batches of an optimizer step, those that came before
-        are kept for the next `iter`, which goes on with the step if the loader does.
+        are kept for the next `iter`, which goes on with the step if the loader does. Warns, once,
+        of a step that is left without its `backward`.
 
         Raises:
             StateError: the loader stands within an optimizer step, whose batches before are gone.
@@ -122,8 +126,11 @@ class OomGuard:
         batches = iter(self._loader)
         self._context.meet(type(self).__name__)
         try:
-            while step := self._taken(batches):
-                yield GuardedStep(self._context, step)
+            while taken := self._taken(batches):
+                yield (step := GuardedStep(self._context, taken))
+                if not (step.is_done or self._is_warned):
+                    self._is_warned = True
+                    warnings.warn(_without_backward(step.infos[0]), stacklevel=2)
         finally:
             self._context.leave()
             self._context.collator.keep_samples(False)
@@ -152,6 +159,13 @@ class OomGuard:
 
 def _follows(info: StepInfo, before: StepInfo) -> bool:
     return (info.epoch, info.step) == (before.epoch, before.step + 1)
+
+
+def _without_backward(info: StepInfo) -> str:
+    return (
+        f"`backward` was not called for step {info.step} of epoch {info.epoch} of the `OomGuard`: "
+        "it is not trained on. Call `step.backward(model, loss_fn)` for each step, on all ranks."
+    )
 
 
 def _within_step(info: StepInfo) -> str:

@@ -38,6 +38,11 @@ class GuardedStep:
         self._is_done = False
 
     @property
+    def is_done(self) -> bool:
+        """Whether `backward` was called."""
+        return self._is_done
+
+    @property
     def infos(self) -> list[StepInfo]:
         """The `StepInfo` of each batch. Record these in a `Ledger`, after `backward`.
 
@@ -66,7 +71,7 @@ class GuardedStep:
 
         Raises:
             StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
-                that is not guarded.
+                that is not guarded; or whole steps in a row are left out.
             RuntimeError: `backward` was called before; or there are gradients already, which a
                 guarded step would lose; or a DDP model has no `RankAligner`.
             TypeError: `loss_fn` returns no loss, or trains parameters that `model` does not have;

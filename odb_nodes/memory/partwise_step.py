@@ -25,6 +25,7 @@ its batch as it was yielded; `None` where it is to be collated."""
 
 _SHOWN = 8  # keys in an error
 _SHRINK = 0.9  # of the cost that did not fit, in an error
+_LEFT_OUT = 32  # samples in a row; outliers alone fill a step now and then, being of like length
 
 # What is done where memory ran out, as the log has it.
 _HALVE = "batches that cost as much are halved, and the step is computed again"
@@ -127,12 +128,33 @@ class PartwiseStep:
 
         Returns:
             Whether samples were left out, on any rank.
+
+        Raises:
+            StepMemoryError: steps of many samples in a row had none that fits. So on all ranks.
         """
         self.count()
         is_changed = any(samples for samples, _ in left_out)
+        self._check_trains(left_out)
         if is_changed:
             self.infos = self.parts.infos(left_out)
         return is_changed
+
+    def _check_trains(self, left_out: Sequence[tuple[int, int]]) -> None:
+        """Raise a `StepMemoryError` where whole steps are left out, one after the other."""
+        context, info = self._context, self.infos[0]
+        samples, targets = map(sum, zip(*left_out, strict=True))
+        if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
+            is_whole = targets == info.optimizer_targets
+        else:
+            is_whole = samples == info.optimizer_samples
+        context.left_out = context.left_out + info.optimizer_samples if is_whole else 0
+        if context.left_out >= _LEFT_OUT:
+            raise StepMemoryError(
+                f"{self.where}: none of the last {context.left_out} samples of all ranks fits into "
+                "memory alone, so that whole steps are left out and nothing is trained any more. "
+                "Free memory that something else holds, or train with less for each token, such as "
+                "by `enable_checkpointing`."
+            )
 
     def take(self, part: Part) -> Any:
         """Return the batch of a part as it was yielded, once; `None` where there is none."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import check_callable, check_count, check_type
+from odb_nodes._core.checks import check_callable, check_count
 from odb_nodes.memory.failures import ShapeTooLargeError
 from odb_nodes.memory.meter import MemoryMeter, check_meter
 from odb_nodes.memory.training_state import unchanged_training
@@ -23,7 +23,7 @@ CANDIDATES = 512  # widths that are looked at for the fullest batch
 def preflight(
     train_step: TrainStep,
     make_batch: MakeBatch,
-    budget: TokenBudget,
+    budget: int | TokenBudget,
     *,
     meter: MemoryMeter,
     widths: Sequence[int] | None = None,
@@ -40,7 +40,7 @@ def preflight(
     Args:
         train_step: makes one whole step of training with a batch, the optimizer's step included.
         make_batch: (rows, width) -> batch; with `patches_per_row` (rows, width, patches) -> batch.
-        budget: the budget of the run.
+        budget: the budget of the run; a number is one of so many padded tokens.
         meter: measures what a step takes, and says what it may take.
         widths: lengths of the data, in tokens: the shortest and the longest one suffice. `None`:
             all that the budget allows, which may be longer than the model does.
@@ -56,7 +56,7 @@ def preflight(
         TypeError, ValueError: an argument is not valid, or the meter sees nothing of the steps.
         Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
     """
-    check_type("budget", budget, TokenBudget)
+    budget = TokenBudget.of(budget)
     check_meter(meter)
     check_callable("train_step", train_step)
     check_callable("make_batch", make_batch)

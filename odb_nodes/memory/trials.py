@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from odb_nodes._core.progress import Bar
 from odb_nodes.memory.failures import free_memory, is_out_of_memory
 from odb_nodes.memory.meter import MemoryMeter, measuring
 from odb_nodes.memory.training_state import TrainingState
@@ -64,6 +65,7 @@ class Trials:
         meter: measures the peak.
         state: what the steps change; its values are put back after each trial.
         patches_per_row: image patches of each row.
+        bar: shows how many steps are done, and what came of the last one.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class Trials:
         meter: MemoryMeter,
         state: TrainingState,
         patches_per_row: int,
+        bar: Bar | None = None,
     ) -> None:
         self._train_step, self._make_batch = train_step, make_batch
         self._meter = meter
         self._state = state
-        self.patches_per_row = patches_per_row
+        self.patches_per_row, self._bar = patches_per_row, bar
         self.done: list[Trial] = []
         self._is_seen = False
 
@@ -126,6 +129,7 @@ class Trials:
             error="" if failure is None else str(failure),
         )
         self.done.append(trial)
+        self._show(trial)
         self._is_seen |= peak_bytes > idle_bytes
         if len(self.done) == 1 and failure is None and gradients and not any(gradients.values()):
             warnings.warn(
@@ -137,6 +141,12 @@ class Trials:
         if len(self.done) == TRIALS_TO_SEE:
             self.check_seen()
         return trial
+
+    def _show(self, trial: Trial) -> None:
+        if self._bar is not None:
+            outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
+            self._bar.set_postfix_str(f"{trial.rows} x {trial.width} {outcome}", refresh=False)
+            self._bar.update()
 
     def check_seen(self) -> None:
         """Check that the meter has seen something of the trials.

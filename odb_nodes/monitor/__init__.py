@@ -3,13 +3,15 @@
 from odb_nodes.monitor.loss_book import SampleLoss, read_losses, worst_samples
 from odb_nodes.monitor.metrics import StepMeter, summarize, timed
 from odb_nodes.monitor.monitor import Monitor
-from odb_nodes.monitor.records import Record, RunRecords, read_run
+from odb_nodes.monitor.records import Record, RunRecords, read_run, scalars
 from odb_nodes.monitor.reporting import Report, RunSummary, report
 from odb_nodes.monitor.row_losses import RowLosses, row_losses
+from odb_nodes.monitor.writers import RecordWriter
 
 __all__ = [
     "Monitor",
     "Record",
+    "RecordWriter",
     "Report",
     "RowLosses",
     "RunRecords",
@@ -20,6 +22,7 @@ __all__ = [
     "read_run",
     "report",
     "row_losses",
+    "scalars",
     "summarize",
     "timed",
     "worst_samples",

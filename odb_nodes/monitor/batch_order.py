@@ -1,4 +1,4 @@
-"""Makes sure that a monitor is told of each batch once."""
+"""Makes sure that a monitor is told of each batch of its loader once, and of no other."""
 
 from __future__ import annotations
 
@@ -6,45 +6,85 @@ import warnings
 
 from odb_nodes.step_info import StepInfo
 
+_REMEDY = (
+    "A monitor counts the batches of one loader: do not call `step` for those of an evaluation, or "
+    "give that a `Monitor` with a folder of its own. Where the loader begins anew without `watch`, "
+    "call `attach` before."
+)
+
 
 class BatchOrder:
     """Compares each batch with the one that was told before it, by their `StepInfo`."""
 
     def __init__(self) -> None:
         self._last: StepInfo | None = None
+        self._yielded: StepInfo | None = None
         self._is_warned = False
 
     @property
     def place(self) -> tuple[int, int] | None:
         """The epoch of the last batch, and its number in it; None where there is none."""
-        return None if self._last is None else (self._last.epoch, self._last.step)
+        return None if self._last is None else _place(self._last)
 
     def begin(self) -> None:
         """Let the next batch be any one: a loader begins, or goes on from a state."""
-        self._last = None
+        self._last = self._yielded = None
+
+    def follow(self, info: StepInfo) -> None:
+        """Note that `watch` yields a batch: those that are told come no later in the loader."""
+        self._yielded = info
+
+    def end(self) -> None:
+        """Note that the epoch which `watch` yielded has ended. Warn, once, if its end is untold."""
+        last, end = self._last, self._yielded
+        if end is None or (last is not None and _place(last) == _place(end)):
+            return
+        step = "any step" if last is None else f"step {end.step}"
+        self._warn(f"{step} of epoch {end.epoch}")
 
     def note(self, info: StepInfo) -> None:
         """Note that a batch is told. Warn, once, where others are missing before it.
 
         Raises:
-            ValueError: it was told before.
+            ValueError: it was told before, or comes from another loader.
         """
-        last, self._last = self._last, info
-        if last is None:
-            return
-        is_same_epoch = info.epoch == last.epoch
+        last, yielded = self._last, self._yielded
+        where = f"step {info.step} of epoch {info.epoch}"
+        if yielded is not None and _place(info) > _place(yielded):
+            raise ValueError(
+                f"`step` of the monitor came for {where}, but its loader stands at step "
+                f"{yielded.step} of epoch {yielded.epoch}. {_REMEDY}"
+            )
+        if last is not None and _place(info) < _place(last):
+            raise ValueError(
+                f"`step` of the monitor came for {where} after step {last.step} of epoch "
+                f"{last.epoch}. {_REMEDY}"
+            )
         # A step that a trainer repeats has further micro-steps.
-        if is_same_epoch and (info.step, info.micro_step) == (last.step, last.micro_step):
+        if last is not None and (*_place(info), info.micro_step) == (
+            *_place(last),
+            last.micro_step,
+        ):
             raise ValueError(
                 f"`step` of the monitor must be called once for each batch, but was called again "
-                f"for step {info.step} of epoch {info.epoch}."
+                f"for {where}. {_REMEDY}"
             )
-        expected = last.step + 1 if is_same_epoch else 0
-        if info.step > expected and not self._is_warned:
+        self._last = info
+        if last is None:
+            return
+        expected = last.step + 1 if info.epoch == last.epoch else 0
+        if info.step > expected:
+            self._warn(f"step {expected} of epoch {info.epoch}")
+
+    def _warn(self, untold: str) -> None:
+        if not self._is_warned:
             self._is_warned = True
             warnings.warn(
-                f"`step` of the monitor was not called for step {expected} of epoch {info.epoch}: "
-                "its samples are missing in the records. Call it for each batch; without `loss` "
-                "for one that you leave out.",
-                stacklevel=3,
+                f"`step` of the monitor was not called for {untold}: its samples are missing in "
+                "the records. Call it for each batch; without `loss` for one that you leave out.",
+                stacklevel=4,  # the line of the loop
             )
+
+
+def _place(info: StepInfo) -> tuple[int, int]:
+    return info.epoch, info.step

@@ -105,6 +105,7 @@ class LossBook:
         head = _HEAD.pack(_MAGIC, 0, before, step, samples[0].epoch, len(samples), len(body))
         crc = zlib.crc32(head[_CHECKED:] + body)
         try:
+            self._file.open()  # where it was deleted
             self._file.write(_MAGIC + crc.to_bytes(4, "little") + head[_CHECKED:] + body)
         except OSError as error:
             self._file.warn(error, "the losses of these samples are missing")

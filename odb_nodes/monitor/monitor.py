@@ -9,8 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from odb_nodes._core.checks import check_bool, check_count, check_seconds, check_type
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
@@ -21,15 +19,16 @@ from odb_nodes.monitor.loss_book import LossBook, SampleLoss
 from odb_nodes.monitor.meeting import Meeting
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.numbers import Number, Told
-from odb_nodes.monitor.records import EPOCH, STEPS
+from odb_nodes.monitor.numbers import Number, Told, not_negative
+from odb_nodes.monitor.records import EPOCH, STEPS, Record
 from odb_nodes.monitor.resharding import reshard_monitor
 from odb_nodes.monitor.row_losses import RowLosses
+from odb_nodes.monitor.settings import checked_config, loader_settings, versions
 from odb_nodes.monitor.state import MonitorState
-from odb_nodes.monitor.watched import AnyLoader, Watched, show
+from odb_nodes.monitor.watched import AnyLoader, RunProgress, Watched
 from odb_nodes.monitor.window import Share, Totals, Window
-from odb_nodes.monitor.writers import Writers
-from odb_nodes.step_info import StepInfo
+from odb_nodes.monitor.writers import RecordWriter, Writers
+from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 
 __all__ = ["Monitor"]
 
@@ -58,10 +57,13 @@ class Monitor:
         folder: where the records are; the same for all restarts of a run, and for no other run.
         every: optimizer steps in a record.
         writers: what records are written as: `"jsonl"`, which `read_run` and `report` read, and
-            `"tensorboard"`, which needs the extra `tools`.
+            `"tensorboard"`, which needs the extra `tools`; and any `RecordWriter` of your own.
+        config: settings of your own by name, such as `vars(args)`, which records and reports show
+            beside the options of the loader and versions. What JSON does not have is kept as text.
         losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each
             sample and epoch, in a file of each rank; see `read_losses`.
-        progress: whether `watch` shows a progress bar, on rank 0 and where stderr is a terminal.
+        progress: whether rank 0 shows how far it is: by a progress bar of `watch` in a terminal;
+            where stderr is none, by a line in the log after 10, 20 and 40 s, and then each minute.
         process_group: the ranks that share the steps, as for `RankAligner`. Default: all of the
             job.
         timeout_s: seconds until a rank that does not come is an error on the others.
@@ -76,7 +78,8 @@ class Monitor:
         folder: str | os.PathLike[str],
         *,
         every: int = 10,
-        writers: Sequence[str] = ("jsonl",),
+        writers: Sequence[str | RecordWriter] = ("jsonl",),
+        config: Mapping[str, Any] | None = None,
         losses_by_sample: bool = False,
         progress: bool = True,
         process_group: Any = None,
@@ -88,15 +91,16 @@ class Monitor:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
         self._every = check_count("every", every)
-        self._has_bar = check_bool("progress", progress)
+        self._progress = RunProgress(check_bool("progress", progress), process_group)
         self._process_group = process_group
         self._meeting = Meeting(process_group, timeout_s)
         self._notices = Notices()
         self._writers = Writers(self.folder, writers)
+        self._config = checked_config(config)
         self._has_book = check_bool("losses_by_sample", losses_by_sample)
         self._book: LossBook | None = None
         self._watched: Watched | None = None
-        self._bar: tqdm[Any] | None = None
+        self._watch: object = None  # the newest call of `watch`
         self._is_closed = False
         self._order = BatchOrder()
         self._wait_s = 0.0  # for the next batch
@@ -105,28 +109,34 @@ class Monitor:
     def watch(self, loader: AnyLoader) -> Iterator[Any]:
         """Yield the batches of an epoch, measure the wait for each, and show a progress bar.
 
-        The clock begins here, so that what is between two epochs counts for neither.
+        The clock begins here, so that what is between two epochs counts for neither. At the end it
+        warns, once, where `step` was not called.
 
         Args:
             loader: the loader of this rank.
 
         Raises:
+            RuntimeError: another `watch` of this monitor has begun meanwhile.
             TypeError, ValueError: see `attach`.
         """
         watched = self.attach(loader)
+        self._watch = watch = object()
         self.start_clock()
-        self._order.begin()
-        is_shown = self._has_bar and group_rank(self._process_group)[0] == 0
         try:
             for batch, wait_s in timed(iter(loader)):
-                if self._bar is None:
-                    self._bar = watched.bar(batch, is_shown=is_shown)
+                self._progress.begin(watched, batch)
                 self.waited(wait_s)
+                self._order.follow(batch[STEP_INFO_KEY])
                 yield batch
+                if self._watch is not watch:
+                    raise RuntimeError(
+                        "another `watch` of this monitor began before this epoch had ended. For an "
+                        "evaluation, iterate its loader as it is, or make a `Monitor` with a "
+                        "folder of its own."
+                    )
         finally:
-            if self._bar is not None:
-                self._bar.close()
-            self._bar = None
+            self._progress.end()
+        self._order.end()
         self._end_epoch()
 
     def start_clock(self) -> None:
@@ -141,6 +151,8 @@ class Monitor:
     def attach(self, loader: AnyLoader) -> Watched:
         """Take from a loader how long ranks wait for each other's plans; `watch` does so, too.
 
+        The next batch that `step` is told of may be any of the loader's.
+
         Args:
             loader: the loader of this rank.
 
@@ -150,6 +162,7 @@ class Monitor:
         """
         if self._watched is None or loader is not self._watched.loader:
             self._watched = Watched(loader, group_rank(self._process_group)[1])
+        self._order.begin()
         return self._watched
 
     def step(
@@ -191,11 +204,15 @@ class Monitor:
             RuntimeError: another process writes into the folder.
             StateError: the ranks stand at different steps.
             TypeError, ValueError: an argument is not valid.
-            ValueError: the monitor is closed, or was told of this batch before.
+            ValueError: the monitor is closed, was told of this batch before, or watches another
+                loader than the batch's.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         weight = info.local_targets if loss_weight is None else loss_weight
         told = Told.of(loss, weight, loss_by_source, grad_norm, lr, values)
+        check_count("ooms", ooms, 0)
+        if wait_s is not None:
+            not_negative("wait_s", wait_s)
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
         self._order.note(info)
@@ -218,8 +235,7 @@ class Monitor:
             self._write()
         if info.ends_epoch:
             self._end_epoch()
-        if self._bar is not None:
-            self._bar.update(info.local_samples)
+        self._progress.update(info, at.step, self._watched)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands; waits for losses that are being computed."""
@@ -315,7 +331,7 @@ class Monitor:
             self._record(STEPS, first, totals, {"shapes": share.shapes})
             self._totals.add(totals)
             self._notices.look(shares, totals, self._watched)
-            show(self._bar, totals)
+            self._progress.note(totals)
 
     def _new_window(self, share: Share, samples: list[SampleLoss]) -> Window:
         return Window(share, samples if self._has_book else None)
@@ -329,8 +345,10 @@ class Monitor:
         if not self._has_begun:
             self._has_begun = True
             step = first - 1 if kind == STEPS else at.written
-            attempt = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
-            self._writers.begin(attempt | {"world_size": self._meeting.world_size})
+            attempt: Record = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
+            attempt["world_size"] = self._meeting.world_size
+            attempt["loader"] = loader_settings(self._watched and self._watched.loader)
+            self._writers.begin(attempt | {"config": self._config, "versions": versions()})
         place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
         self._writers.write({"kind": kind} | place | totals.groups() | more)
 

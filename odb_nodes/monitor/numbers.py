@@ -43,7 +43,7 @@ class Told(NamedTuple):
         """
         return cls(
             None if loss is None else _number("loss", loss),
-            _weight("loss_weight", weight),
+            not_negative("loss_weight", weight),
             _losses(losses),
             None if grad_norm is None else _number("grad_norm", grad_norm),
             ({} if lr is None else {"lr": _number("lr", lr)}) | _values(values),
@@ -62,7 +62,8 @@ def _number(name: str, value: Any) -> Number:
     return float(value)
 
 
-def _weight(name: str, value: Any) -> float:
+def not_negative(name: str, value: Any) -> float:
+    """Return a number, as an integer where it is whole; raise unless it is 0 or more."""
     if not isinstance(value, Real):
         raise TypeError(f"`{name}` must be a number, but is {describe(value)} instead.")
     weight = float(value)
@@ -80,7 +81,7 @@ def _losses(losses: Any) -> dict[str, tuple[Number, float]]:
         entry = f"loss_by_source[{name!r}]"
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"`{entry}` must be a pair, but is {describe(pair)} instead. {remedy}")
-        found[name] = (_number(f"{entry}[0]", pair[0]), _weight(f"{entry}[1]", pair[1]))
+        found[name] = (_number(f"{entry}[0]", pair[0]), not_negative(f"{entry}[1]", pair[1]))
     return found
 
 

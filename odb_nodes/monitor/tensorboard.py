@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from odb_nodes._core.extras import import_extra
-from odb_nodes.monitor.records import GROUPS, STEPS, Record
+from odb_nodes.monitor.records import Record, scalars
 
 FOLDER = "tensorboard"
 
@@ -21,7 +22,7 @@ def import_tensorboard() -> Any:
 
 
 class TensorBoardWriter:
-    """Writes each value of a record as a scalar `group/name`, of epochs as `epoch_group/name`.
+    """Writes each of the `scalars` of a record; a `RecordWriter`.
 
     Args:
         folder: the folder of the run; the files are in `tensorboard` in it.
@@ -38,13 +39,15 @@ class TensorBoardWriter:
 
     def write(self, record: Record) -> None:
         """Write the values of a record; what is not finite is left out."""
-        prefix = "" if record["kind"] == STEPS else f"{record['kind']}_"
-        for group in GROUPS:
-            for name, value in record[group].items():
-                if value is not None:
-                    self._writer.add_scalar(
-                        f"{prefix}{group}/{name}", value, record["step"], record["time_s"]
-                    )
+        if not self._folder.is_dir():
+            warnings.warn(
+                f"`{self._folder}` was deleted while it was being written. It is made anew, and "
+                "has the scalars from now on.",
+                stacklevel=5,
+            )
+            self.begin({"step": record["step"] - 1})
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"], record["time_s"])
         self._writer.flush()  # what a kill finds in the queue is lost
 
     def close(self) -> None:

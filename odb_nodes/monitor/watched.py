@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tqdm import tqdm
-
 from odb_nodes._core.checks import check_type
+from odb_nodes._core.progress import Bar, Interval, is_terminal, logger
 from odb_nodes.alignment import RankAligner
+from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.graph import walk
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
@@ -64,21 +64,22 @@ class Watched:
         total = self._total()
         return self.loader.samples_done / total if total else 1.0  # type: ignore[union-attr]
 
-    def bar(self, first: Any, *, is_shown: bool) -> tqdm[Any]:
-        """Return a progress bar of the epoch; none is seen where stderr is no terminal.
+    def bar(self, first: Any, *, is_shown: bool) -> Bar:
+        """Return a progress bar of the epoch.
 
         Args:
             first: the first batch, which is not counted yet.
             is_shown: whether to show one.
         """
         info, total = first[STEP_INFO_KEY], self._total()
-        return tqdm(
-            desc=f"epoch {info.epoch}",
-            total=total,
-            initial=self._done_before(info) if total else 0,
-            unit="sample",
-            disable=None if is_shown else True,
-        )
+        done = self._done_before(info) if total else 0
+        options = {"initial": done, "unit": "sample", "leave": True}
+        return Bar(None, f"epoch {info.epoch}", total, is_shown=is_shown, **options)
+
+    def samples(self) -> str:
+        """Return how many samples of the epoch are done on this rank; "" where it is not known."""
+        total = self._total()
+        return "" if total is None else f"{self.loader.samples_done:,} of {total:,} samples"  # type: ignore[union-attr]
 
     def _done_before(self, info: StepInfo) -> int:
         return int(self.loader.samples_done) - info.local_samples  # type: ignore[union-attr]
@@ -91,13 +92,65 @@ class Watched:
             return None
 
 
-def show(bar: tqdm[Any] | None, totals: Totals) -> None:
-    """Show the rates of a record beside a progress bar, if there is one."""
-    if bar is None or bar.disable:
-        return
-    mean = totals.groups()["mean"]
-    shown = {"padding": f"{mean['padding_share']:.1%}"}
-    shown["tokens/s"] = f"{mean['real_tokens_per_s']:,.0f}"
-    if mean.get("loss") is not None:
-        shown["loss"] = f"{mean['loss']:.4g}"
-    bar.set_postfix(shown, refresh=False)
+class RunProgress:
+    """Shows how far a run is: by a bar in a terminal, under `watch`, and elsewhere by lines.
+
+    Args:
+        is_on: whether to show anything.
+        process_group: the ranks, of which the first one shows it.
+    """
+
+    def __init__(self, is_on: bool, process_group: Any) -> None:
+        self._is_on, self._process_group = is_on, process_group
+        self._bar: Bar | None = None
+        self._interval: Interval | None = None
+        self._figures: dict[str, str] = {}
+
+    @property
+    def _is_shown(self) -> bool:
+        return self._is_on and group_rank(self._process_group)[0] == 0
+
+    def begin(self, watched: Watched, first: Any) -> None:
+        """Draw the bar of an epoch, unless it is drawn, or nobody would see it."""
+        if self._bar is None and is_terminal():
+            self._bar = watched.bar(first, is_shown=self._is_shown)
+
+    def end(self) -> None:
+        """Leave the bar as it is: the epoch has ended, or is left."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+    def note(self, totals: Totals) -> None:
+        """Show the figures of a record from now on."""
+        mean = totals.groups()["mean"]
+        shown = {"loss": f"{mean['loss']:.4g}"} if mean.get("loss") is not None else {}
+        shown["tokens/s"] = f"{mean['real_tokens_per_s']:,.0f}"
+        shown["padding"] = f"{mean['padding_share']:.1%}"
+        shown["waiting"] = f"{mean['data_wait_share']:.0%}"
+        self._figures = shown
+
+    def update(self, info: StepInfo, step: int, watched: Watched | None) -> None:
+        """Show that a batch is done.
+
+        Args:
+            info: its `StepInfo`.
+            step: optimizer steps of the run so far.
+            watched: its loader, if it is known.
+        """
+        if self._bar is not None:
+            self._bar.set_postfix({"step": str(step)} | self._figures, refresh=False)
+            self._bar.update(info.local_samples)
+            return
+        if self._interval is None:
+            self._interval = Interval()
+        passed_s = self._interval.due_s()
+        if passed_s is None or is_terminal() or not self._is_shown:
+            return
+        samples = watched.samples() if watched is not None else ""
+        parts = [
+            f"step {step} after {passed_s:.0f} s: epoch {info.epoch}",
+            *[samples] * bool(samples),
+        ]
+        parts += [f"{name} {value}" for name, value in self._figures.items()]
+        logger.warning("%s", ", ".join(parts))

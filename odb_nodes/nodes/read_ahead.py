@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode, Prefetcher
 
-from odb_nodes._compat.torchdata import snapshot_of
+from odb_nodes._compat.torchdata import snapshot_of, thread_of
 from odb_nodes._core.forks import Owner
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import stop_threads
@@ -19,8 +21,9 @@ from odb_nodes.nodes.seeded_collate import DeferredBatch
 
 T = TypeVar("T")
 
-_EXIT_S = 2.0
+_EXIT_S = 5.0  # for all threads to be out of their sources before the interpreter ends
 _live: weakref.WeakSet[ReadAhead[Any]] = weakref.WeakSet()
+_threads: weakref.WeakKeyDictionary[threading.Thread, _Relay[Any]] = weakref.WeakKeyDictionary()
 
 
 class ReadAhead(BaseNode[T]):
@@ -68,6 +71,7 @@ class ReadAhead(BaseNode[T]):
         if not self._reads:
             self._prefetcher.reset(None)
             self._reads, self._owner = True, Owner()
+            _threads[thread_of(self._prefetcher)] = self._relay
         self._owner.check("the read-ahead thread")
         item: Any = self._take() if self._deferred is None else self._deferred
         if isinstance(item, DeferredBatch):
@@ -147,7 +151,13 @@ PARTS = (ReadAhead, Prefetcher, _Relay)
 @atexit.register
 def _stop_all() -> None:
     """Get all threads out of torch: one that is inside at the very end aborts the process."""
+    deadline = time.monotonic() + _EXIT_S
     for node in list(_live):
         if node._reads and node._owner.is_here:
             with suppress(Exception):
-                stop_threads(node, _EXIT_S)
+                stop_threads(node, max(0.0, deadline - time.monotonic()))
+    for thread, relay in list(_threads.items()):  # of nodes that are gone: nobody waits for those
+        if thread.is_alive():
+            with suppress(Exception):
+                stop_threads(relay, max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.progress import Bar, SlowProgress
+from odb_nodes._core.progress import Bar
 from odb_nodes.contract import Count, RowsOf
 from odb_nodes.contract.config import mismatch_is_allowed
 from odb_nodes.contract.later import Later
@@ -43,15 +43,9 @@ T = TypeVar("T")
 
 def with_progress(samples: Iterable[T], total: int) -> Iterator[T]:
     """Yield what is made again for a restore, and show how far it is."""
-    if not total:
-        return
-    logger.info("making %d samples again to restore a state", total)
-    bar = Bar(samples, "restoring samples", total, leave=False, disable=None)
-    progress = SlowProgress("samples made again to restore a state", total)
-    for done, sample in enumerate(bar):
-        if bar.disable:  # where nobody sees it, such as in a file
-            progress.update(done)
-        yield sample
+    if total:
+        logger.info("making %d samples again to restore a state", total)
+        yield from Bar(samples, "samples made again to restore a state", total)
 
 
 class SampleRecords:

@@ -254,7 +254,7 @@ def _read_message(worker: WorkerProcess) -> bool:
     except Exception as error:
         memory = (
             " The trainer is out of memory: lower `in_flight_bytes`, or `chunk_size`."
-            if isinstance(error, MemoryError)
+            if isinstance(error, MemoryError) and "in_flight_bytes" not in str(error)
             else ""
         )
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -28,10 +28,15 @@ __all__ = ["RayPool"]
 _AT_ONCE = 2  # chunks of an actor: one that it processes, and one at hand
 _MOST_LOSSES = 3  # of the actors that process a chunk, or that are to be started for one worker
 _STOP_S = 10.0  # for the thread to be gone, and Ray with it
+_LOOK_S = 1.0  # between two looks of the thread at whether Ray is there
 _ENDED = "the worker pool was closed or reset."
+_SHUT_DOWN = (
+    "Ray was shut down while its actors were in use. Close the loader before `ray.shutdown()`."
+)
 
 _starting = threading.Lock()
-_sharers = 0  # pools that use a Ray that one of them has started
+_sharers = 0  # pools that use the Ray that one of them has started
+_started = ""  # the session of that
 _unused = threading.Event()  # set when none of them is left
 
 
@@ -75,7 +80,8 @@ class RayPool:
 
     # One thread makes all calls to Ray, and has all the state: what others want, and what Ray
     # answers, is put into its inbox. So nothing needs a lock, and only this thread ever waits for a
-    # cluster that does not answer.
+    # cluster that does not answer. Most calls start another Ray where there is none, and no call
+    # fits another session: so it looks whether the session is still that of its actors before each.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         self.owner = Owner()
@@ -93,6 +99,7 @@ class RayPool:
                 f"{type(error).__name__}: {error}. They must be picklable, or use "
                 '`method="thread"`.'
             ) from error
+        self._session = ""  # of Ray, which the actors live in
         self._shares = False  # whether Ray is shut down with the last pool
         self._inbox.put(partial(self._start_all, options.num_workers, setup))
         self._thread = start_thread("ray", self._work)
@@ -140,25 +147,36 @@ class RayPool:
 
     def _work(self) -> None:
         block_interrupt()
-        while (job := self._inbox.get()) is not None:
+        while (job := self._next_job()) is not None:
             try:
+                if self._session != "" and not self._is_connected:
+                    self._break(_SHUT_DOWN)
                 job()
             except Exception as error:  # of Ray, whose cluster may be gone
-                self._break(f"Ray failed: {type(error).__name__}: {error}")
+                failed = f"Ray failed: {type(error).__name__}: {error}"
+                self._break(failed if self._is_connected else _SHUT_DOWN)
         self._break(_ENDED)
         if self._shares:
-            _leave(self._ray)
+            _leave(self._ray, self._session)
+
+    def _next_job(self) -> Callable[[], None] | None:
+        try:
+            return self._inbox.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return _do_nothing
+
+    @property
+    def _is_connected(self) -> bool:
+        return self._session == _session_of(self._ray) != ""
 
     def _start_all(self, count: int, setup: bytes) -> None:
-        self._shares = _join(self._ray)
+        self._session, self._shares = _join(self._ray)
         self._setup = self._ray.put(setup)
         self._actor_class = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(ChunkActor)
         for index in range(count):
             self._start(index, 0)
 
     def _start(self, index: int, losses: int) -> None:
-        if not self._ray.is_initialized():  # It would start a cluster of its own.
-            raise WorkerError("Ray was shut down.")
         worker = _Worker(index, self._actor_class.remote(), losses)
         self._workers.append(worker)
         self._expect(worker.handle.begin.remote(index, self._setup), self._begun, worker)
@@ -246,30 +264,49 @@ class RayPool:
         self._broken = self._broken or message
         self._fail_all(self._broken)
         workers, self._workers = self._workers, []
-        if self._ray.is_initialized():
-            for worker in workers:
+        for worker in workers if self._is_connected else ():
+            with contextlib.suppress(Exception):  # of Ray: the user may shut it down right now
                 self._ray.kill(worker.handle)
 
 
-def _join(ray: Any) -> bool:
-    """Connect to Ray, unless this process is; tell whether it is to be shut down after use."""
-    global _sharers
+def _do_nothing() -> None:
+    pass
+
+
+def _session_of(ray: Any) -> str:
+    """Return what tells a connection of this process to Ray from any other; "" for none."""
+    try:
+        return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else ""
+    except Exception:  # of Ray: it was shut down just now
+        return ""
+
+
+def _join(ray: Any) -> tuple[str, bool]:
+    """Connect to Ray, unless this process is.
+
+    Returns:
+        The session, and whether Ray is to be shut down after use.
+    """
+    global _sharers, _started
     with _starting:
         if not ray.is_initialized():
             _connect(ray)
-            _sharers = 0
-        elif not _sharers:
-            return False
+            _sharers, _started = 0, _session_of(ray)
+        elif not _sharers or _session_of(ray) != _started:
+            return _session_of(ray), False
         _sharers += 1
-        return True
+        return _started, True
 
 
-def _leave(ray: Any) -> None:
+def _leave(ray: Any, session: str) -> None:
     global _sharers
     with _starting:
+        if session != _started:  # The user has shut it down, and pools have started another.
+            return
         _sharers -= 1
         if not _sharers:
-            ray.shutdown()
+            if _session_of(ray) == session:
+                ray.shutdown()
             _unused.set()
 
 

@@ -17,7 +17,8 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, count, islice
 from operator import attrgetter
 from typing import Any
@@ -142,7 +143,11 @@ class PageFile:
                 time.sleep(_RETRY_S)
 
     def pages(self) -> Pages:
-        """Return its memory: a mapping, which has a descriptor, too; a copy where those are few."""
+        """Return its memory: a mapping, which has a descriptor, too; a copy where those are few.
+
+        Raises:
+            MemoryError: there is none for a copy.
+        """
         if self.is_one_of_many:
             return self._read()
         try:
@@ -153,7 +158,8 @@ class PageFile:
         return mapping
 
     def _read(self) -> bytearray:
-        buffer = bytearray(self.size_bytes)
+        with _naming_bytes(self.size_bytes):
+            buffer = bytearray(self.size_bytes)
         rest, at = memoryview(buffer), 0
         while rest:
             count = os.preadv(self._file, [rest], at)
@@ -220,7 +226,7 @@ class FilePool:
         joined = _aligned(parts)
         size_bytes = size_of(joined)
         if size_bytes < least_bytes:
-            return b"".join(joined), NO_FILE
+            return _join(joined), NO_FILE
         fits = [file for file in self._free if size_bytes <= file.capacity_bytes]
         file = min(fits, key=_capacity_of) if fits else None
         if file is not None:
@@ -228,7 +234,7 @@ class FilePool:
             file = file if file.write(joined) else None
         file = file or PageFile.of(joined)
         if file is None:
-            return b"".join(joined), NO_FILE
+            return _join(joined), NO_FILE
         number = next(self._numbers)
         self._lent[number] = file
         return file, number
@@ -246,7 +252,25 @@ class FilePool:
 
 def join_parts(parts: Sequence[memoryview]) -> bytes:
     """Return parts as one, for `split_parts`."""
-    return b"".join(_aligned(parts))
+    return _join(_aligned(parts))
+
+
+def _join(parts: Sequence[bytes | memoryview]) -> bytes:
+    with _naming_bytes(size_of(parts)):
+        return b"".join(parts)
+
+
+@contextmanager
+def _naming_bytes(size_bytes: int) -> Iterator[None]:
+    """Say in a `MemoryError`, which Python raises without a text, what there is no memory for."""
+    try:
+        yield
+    except MemoryError:
+        raise MemoryError(
+            f"there are no {size_bytes} bytes of memory for samples or a batch on the way between "
+            "a worker and the trainer. Lower `in_flight_bytes` or `chunk_size` of `WorkerOptions`, "
+            "or `prefetch`."
+        ) from None
 
 
 def _aligned(parts: Sequence[memoryview]) -> list[bytes | memoryview]:

@@ -45,7 +45,8 @@ def source_of(
 
     Args:
         dataset: map-style or iterable; or a node, which shares its items over the ranks itself.
-        shuffle: whether to shuffle a map-style dataset; `None`: where there is no `sampler`.
+        shuffle: whether to shuffle a map-style dataset, or a `JsonlSource`; `None`: where there is
+            no `sampler`, and the source does not say `shuffle=False`.
         seed: the seed of the shuffling.
         sampler: an iterable of indices into a map-style dataset.
         shard: (index, count) of this rank's shard.
@@ -65,12 +66,19 @@ def source_of(
             "takes over its dataset, order, collate function and workers."
         )
     if isinstance(dataset, JsonlSource):
-        dataset = dataset.copy()  # It stands for its files: each loader reads them by itself.
+        if shuffle and not dataset.fingerprint()["shuffle"]:
+            raise ValueError(
+                f"`shuffle` must not be True for a `{type(dataset).__name__}` with `shuffle=False`."
+                " Leave out one of the two."
+            )
+        # It stands for its files: each loader reads them by itself.
+        dataset, shuffle = dataset.copy(shuffle=shuffle, seed=seed), None
     if isinstance(dataset, BaseNode):
         if sampler is not None or shuffle:
             raise ValueError(
                 f"`sampler` and `shuffle` must not be given for a node (`{type(dataset).__name__}`)"
-                ", whose order is its own."
+                ", whose order is its own. Leave them out, and make the node with the order that "
+                "it is to have."
             )
         _check_share(dataset, shard)
         return dataset, None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
+from torch.utils.data import DistributedSampler
 from torchdata.nodes import Stateful
 
+from odb_nodes._compat.self_splitting import split_by_itself
 from odb_nodes._core.checks import check_bool, check_iterable
 from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
@@ -50,7 +53,8 @@ class IterableSource(EpochNode[T, IterableState]):
     Rank r takes every `world_size`-th item, from the r-th on. An iterable with `set_epoch` is told
     the epoch, and where a mixer begins it again within one, a number of 31 bits instead; one with
     `state_dict` and `load_state_dict` is restored by them, any other by reading it again up to the
-    position. It must yield the same items in the same order when iterated again; a digest of them
+    position, as is one whose `state_dict` takes arguments, such as those of LitData and MosaicML
+    Streaming. It must yield the same items in the same order when iterated again; a digest of them
     tells whether it did.
 
     A streaming dataset of Hugging Face `datasets` is restored by its own state, unless it has a
@@ -69,7 +73,7 @@ class IterableSource(EpochNode[T, IterableState]):
 
     Raises:
         TypeError: `iterable` is an iterator, which can be read only once.
-        ValueError: a streaming dataset was split over ranks already.
+        ValueError: there are several ranks, and `iterable` splits itself over them already.
     """
 
     STATE = IterableState
@@ -88,8 +92,10 @@ class IterableSource(EpochNode[T, IterableState]):
         self._yields_indices = check_bool("yields_indices", yields_indices)
         self._last: Any = None
         self._rank, self._world_size = resolve_rank(rank, world_size)
+        _check_is_whole(iterable, self._world_size)
         self._stream = as_stream(iterable, self._rank, self._world_size)
         self._iterable = iterable if self._stream is None else self._stream
+        self._stateful = _tells_its_state(self._iterable)
         split = self._stream is not None and self._stream.split
         self._offset, self._stride = (0, 1) if split else (self._rank, self._world_size)
         self._position = 0  # items read, other ranks' included
@@ -123,8 +129,8 @@ class IterableSource(EpochNode[T, IterableState]):
         self._forget(retry=False)
         self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
         self._tell_epoch()
-        if isinstance(self._iterable, Stateful) and self._loaded is not None:
-            self._load_own(self._iterable)
+        if self._stateful is not None and self._loaded is not None:
+            self._load_own(self._stateful)
             self._digest = state.digest
             if not self._ended:
                 self._it = iter(self._iterable)
@@ -139,8 +145,8 @@ class IterableSource(EpochNode[T, IterableState]):
             TypeError: the iterable's own state is empty.
         """
         own = self._loaded
-        if own is None and isinstance(self._iterable, Stateful) and self._position:
-            own = self._iterable.state_dict()
+        if own is None and self._stateful is not None and self._position:
+            own = self._stateful.state_dict()
             check_own_state(self._iterable, own)
         return IterableState(
             position=self._position,
@@ -245,3 +251,29 @@ class IterableSource(EpochNode[T, IterableState]):
         """Return what decides the output: a state fits only where it is equal."""
         order = {} if self._stream is None else self._stream.fingerprint()
         return {"rank": self._rank, "world_size": self._world_size, **order}
+
+
+def _check_is_whole(iterable: Any, world_size: int) -> None:
+    """Raise a ValueError for what splits itself over the ranks, and would be split again."""
+    # A rank of several in one process, or of a group alone, may get all that it yields.
+    if world_size == 1 or (by := split_by_itself(iterable)) is None:
+        return
+    if resolve_rank(None, None)[1] > 1 or isinstance(iterable, DistributedSampler):
+        raise ValueError(
+            f"`{type(iterable).__name__}` splits itself over the ranks already ({by}), and would "
+            f"be split again: of {world_size} samples, {world_size - 1} would be lost. Say "
+            "`sharded=True` (`rank=0, world_size=1` for an `IterableSource`)."
+        )
+
+
+def _tells_its_state(iterable: Any) -> Stateful | None:
+    """Return an iterable where it can be restored by its own state, and else `None`."""
+    if not isinstance(iterable, Stateful):  # by the names of its methods
+        return None
+    try:
+        inspect.signature(iterable.state_dict).bind()
+    except TypeError:  # it takes arguments, which only a loader of its own kind knows
+        return None
+    except ValueError:  # it has no signature
+        pass
+    return iterable

@@ -7,9 +7,18 @@ import gzip
 import os
 import stat
 import zlib
+from array import array
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_nodes._core.progress import SlowProgress
+
+_INDEXED_BYTES = 1 << 20  # at a time
 
 CUT = (EOFError, gzip.BadGzipFile, zlib.error)
 """What reading a compressed file raises where it is cut or damaged."""
@@ -60,10 +69,62 @@ def open_lines(path: Path) -> IO[bytes]:
     return opened
 
 
-def count_records_of(path: Path) -> int:
-    """Return the number of lines with anything but white space."""
+@dataclass(frozen=True)
+class LineIndex:
+    """Where the records of a file are.
+
+    Attributes:
+        starts: at which byte each begins, ascending, (n,) int64.
+        blanks: of each blank line, how many records come before it, ascending, (m,) int64.
+        size: bytes of the file's text.
+    """
+
+    starts: NDArray[np.int64]
+    blanks: NDArray[np.int64]
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def span(self, record: int) -> tuple[int, int]:
+        """Return the bytes at which a record begins, and at which the next one does."""
+        is_last = record + 1 == len(self.starts)
+        return int(self.starts[record]), self.size if is_last else int(self.starts[record + 1])
+
+    def line(self, record: int) -> int:
+        """Return the number of the line of a record, from 1."""
+        return record + 1 + int(np.searchsorted(self.blanks, record, "right"))
+
+    def record_at(self, offset: int) -> int | None:
+        """Return the record that begins at a byte; `None` where none does."""
+        record = int(np.searchsorted(self.starts, offset))
+        found = record < len(self.starts) and self.starts[record] == offset
+        return record if found else None
+
+
+def index_lines(path: Path) -> LineIndex:
+    """Return where the records of a file are: the lines with anything but white space.
+
+    Raises:
+        ValueError: it cannot be decompressed, or has a line that is too long.
+    """
+    starts, blanks, offset = array("q"), array("q"), 0
+    progress = SlowProgress(f"bytes of {path} read, to find its records", path.stat().st_size)
     try:
-        with open_lines(path) as lines:
-            return sum(not line.isspace() for line in lines)
+        with open_lines(path) as file:
+            while lines := file.readlines(_INDEXED_BYTES):
+                for line in lines:
+                    if line.isspace():
+                        blanks.append(len(starts))
+                    else:
+                        starts.append(offset)
+                    offset += len(line)
+                progress.update(offset)
     except CUT as error:
         raise ValueError(f"{path} cannot be decompressed: {error}. Put it back whole.") from error
+    except MemoryError as error:
+        raise ValueError(
+            f"{path}, after byte {offset}, has a line that is too long for the memory. A record "
+            "must be on a line of its own: is this JSON Lines?"
+        ) from error
+    return LineIndex(np.frombuffer(starts, np.int64), np.frombuffer(blanks, np.int64), offset)

@@ -5,58 +5,45 @@ from __future__ import annotations
 import copy
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import IO, Any
 
-from odb_nodes._core.checks import check_bool
+from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract import Count, EpochNode
+from odb_nodes.contract import EpochNode
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
 from odb_nodes.sources.jsonl_files import (
     CUT,
+    LineIndex,
     check_files,
-    count_records_of,
     files_of,
+    index_lines,
     is_compressed,
     open_lines,
 )
-from odb_nodes.sources.share import Share, ShareState
+from odb_nodes.sources.sharded_sampler import ShardedOrder
 
 _OFFSET_BITS = 40  # of a key
-_UNKNOWN = 2**63  # bytes of text in a compressed file
+_MOST_OPEN = 64  # files: opening one takes long on a network's disk
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(kw_only=True)
-class JsonlState(ShareState):
-    """Where a `JsonlSource` stands.
+class JsonlSource(ShardedOrder[Any]):
+    """Yields this rank's records of JSON Lines files, shuffled anew in every epoch.
 
-    Attributes:
-        file: the number of the file; the number of files at the end.
-        offset: bytes of that file that are read.
-        line: lines of that file that are read.
-        record: records that are read of all files, those of other ranks included.
-    """
+    The records of all files together are numbered, and read in the order of a `ShardedSampler`: it
+    is the order of a list of these records. A record is a line with anything but white space.
 
-    file: Count = 0
-    offset: Count = 0
-    line: Count = 0
-    record: Count = 0
+    State: as of a `ShardedSampler`, epoch and position. Memory: 8 bytes a record, and one record.
+    All files are read once when the source is made, to find where the records begin.
 
-
-class JsonlSource(EpochNode[Any, JsonlState]):
-    """Yields this rank's records of JSON Lines files, file after file, in each epoch.
-
-    Rank r takes every `world_size`-th record, from the r-th on, over all files together: the shards
-    differ by at most one record and share none. A record is a line with anything but white space.
-
-    State: file and byte offset, whatever the position: restoring seeks there. Memory: one line.
-    A file whose name ends in `.gz` is decompressed while it is read; its offsets are those of the
-    text, and restoring decompresses up to there.
+    A file whose name ends in `.gz` is decompressed while it is read, so it can be read only in its
+    order (`shuffle=False`); restoring decompresses up to the position.
 
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"`; or several in their order. A
@@ -64,18 +51,18 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             pattern are sorted by name. UTF-8.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
-        count_records: whether to count the records at once, which reads all files. Otherwise their
-            number, and so `num_samples` of a loader, is known when an epoch has ended; and ranks
-            share out less at the end of an epoch, since they do not know what is left before.
+        shuffle: permute the records, differently in every epoch; else file after file. An
+            `ODBDataLoader` with `shuffle=False` reads it in the order of the files, too.
+        seed: seed of the order; the same on all ranks. An `ODBDataLoader` adds its own.
 
     Raises:
         FileNotFoundError: a file does not exist, also where a link in a folder leads to it; or a
             folder or pattern has none.
-        ValueError: there is no path; or all files are empty, unless this is one of several ranks
-            that each have files of their own (`rank=0, world_size=1`).
+        ValueError: there is no path; a file is compressed, and `shuffle` is True; it cannot be
+            decompressed; or all files are empty, unless this is one of several ranks that each have
+            files of their own (`rank=0, world_size=1`).
     """
 
-    STATE = JsonlState
     retries_errors = True  # the file may be mended meanwhile
 
     def __init__(
@@ -84,9 +71,9 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         rank: int | None = None,
         world_size: int | None = None,
         *,
-        count_records: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
     ) -> None:
-        super().__init__()
         given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
         is_list = isinstance(given, Sequence)
         if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
@@ -99,120 +86,73 @@ class JsonlSource(EpochNode[Any, JsonlState]):
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
         check_files(self._paths, expanded=any(len(files) > 1 for files in found))
+        compressed = [path for path in self._paths if is_compressed(path)]
+        if check_bool("shuffle", shuffle) and compressed:
+            raise ValueError(
+                "`shuffle` must be False for compressed files, which can be read only in their "
+                f"order, but is True, and {compressed[0]} is one. Decompress it to shuffle its "
+                "records, or pass `shuffle=False`."
+            )
+        rank, world_size = resolve_rank(rank, world_size)
         self._sizes = [path.stat().st_size for path in self._paths]
-        self._rank, self._world_size = resolve_rank(rank, world_size)
-        if not any(self._sizes) and not has_data_elsewhere(self._world_size):
+        self._index = [index_lines(path) for path in self._paths]
+        self._ends = [*accumulate(map(len, self._index))]
+        if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
-        self._open: IO[bytes] | None = None
-        self._mended: set[int] = set()  # files whose size may be another since
-        self._at, self._share = JsonlState(), Share(self._rank, self._world_size)
-        self._last = 0, 0  # file and offset of the last record
-        self._records: int | None = None  # of all files, once they are counted
-        self.learns_length = not check_bool("count_records", count_records)
-        """Whether the length is known once an epoch has ended: not to a process that resumes."""
-        if count_records:
-            self._records = sum(map(count_records_of, self._paths))
+        super().__init__(self._ends[-1], shuffle, seed, rank, world_size)
+        self._open: dict[int, IO[bytes]] = {}
+        self._to_mend: set[int] = set()  # files with a record that is not valid
 
-    def copy(self, rank: int | None = None, world_size: int | None = None) -> JsonlSource:
+    def copy(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+    ) -> JsonlSource:
         """Return a source over the same files, at their beginning, that shares no position.
 
         Args:
             rank: whose records it yields; default: those of the same rank.
             world_size: number of ranks; give both or none.
+            shuffle: whether it shuffles; default: as this one.
+            seed: what is added to its seed.
         """
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
         EpochNode.__init__(source)
-        source._open, source._mended = None, set()
+        source._open, source._to_mend, source._index = {}, set(), [*self._index]
         if rank is not None and world_size is not None:
             source._rank, source._world_size = rank, world_size
-            source._share = Share(rank, world_size)
+        source._shuffle = self._shuffle if shuffle is None else shuffle
+        source._seed += check_integer("seed", seed)
         source.begin_epoch()
         return source
 
-    def __len__(self) -> int:
-        """Return the number of this rank's records in the epoch.
-
-        Raises:
-            TypeError: they are not counted yet.
-        """
-        return self._share.count(self.num_records)
-
     @property
     def num_records(self) -> int:
-        """Number of records of all ranks.
-
-        Raises:
-            TypeError: they are not counted yet.
-        """
-        if self._records is None:
-            raise TypeError(
-                f"`{type(self).__name__}` knows its number of records only when an epoch has "
-                "ended. Pass `count_records=True` to count them before."
-            )
-        return self._records
-
-    def begin_epoch(self) -> None:
-        """Stand at the first record of the first file."""
-        self.close()
-        self._at, self._share = JsonlState(), Share(self._rank, self._world_size)
-
-    def restore(self, state: JsonlState) -> None:
-        """Go to a byte of a file.
-
-        Raises:
-            StateError: it lies beyond the end.
-        """
-        self.close()
-        files = len(self._paths)
-        ends = [
-            _UNKNOWN if is_compressed(path) else size
-            for path, size in zip(self._paths, self._sizes, strict=True)
-        ]
-        if state.file > files or state.offset > [*ends, 0][state.file]:
-            where = self._paths[state.file] if state.file < files else f"file {state.file}"
-            raise StateError(
-                f"the state of {type(self).__name__} stands at byte {state.offset} of {where}, but "
-                f"its {files} files have {self._sizes} bytes. Resume over the files that it was "
-                "saved on."
-            )
-        self._at, self._share = state, Share(self._rank, self._world_size, state)
-        if state.offset:
-            self._check_line_begins()
-
-    def save(self) -> JsonlState:
-        """Return file and byte offset."""
-        return replace(self._at)
+        """Number of records of all ranks."""
+        return self._size
 
     def next(self) -> Any:
         """Return the next record of this rank.
 
         Raises:
-            SampleError: it is not valid JSON, or the file ends before it, though it was longer when
-                this source was made; names file and line. The state stays before it, and it is
-                raised again until the file is mended.
+            SampleError: it is not valid JSON, or the file is another than when this source was
+                made; names file and line. The state stays before it, and it is raised again until
+                the file is mended.
         """
-        at = self._at
-        while at.file < len(self._paths):
-            line = self._read_line()
-            self._check_not_cut(line)
-            if not line:
-                self.close()
-                at.file, at.offset, at.line = at.file + 1, 0, 0
-                continue
-            mine = not line.isspace() and at.record in self._share
-            record = self._parse(line) if mine else None
-            self._last = at.file, at.offset
-            at.offset += len(line)
-            at.line += 1
-            at.record += not line.isspace()
-            if mine:
-                return record
-        self._records = at.record
-        raise StopIteration
+        (number,) = self._take(1)
+        try:
+            return self._record(number)
+        except BaseException:
+            self._position -= 1
+            raise
 
     def item_key(self) -> ItemKey | None:
         """Return file and byte offset of the last record; nothing beyond 1 TiB of a file."""
-        file, offset = self._last
+        file, record = self._place(self._last)
+        offset, _ = self._index[file].span(record)
         if offset >= 1 << _OFFSET_BITS:
             return None
         key = (file << _OFFSET_BITS) + offset
@@ -231,98 +171,110 @@ class JsonlSource(EpochNode[Any, JsonlState]):
             StateError: there is none.
         """
         file, offset = key >> _OFFSET_BITS, key % (1 << _OFFSET_BITS)
-        try:
-            with open(self._paths[file], "rb") as lines:
-                lines.seek(offset)
-                return json.loads(lines.readline().decode("utf-8-sig"))
-        except (IndexError, OSError, ValueError, RecursionError) as error:
-            path = self._paths[file] if file < len(self._paths) else f"file {file}"
-            raise StateError(
-                f"there is no record at byte {offset} of {path}: {error}. Resume over the files "
-                "that the state was saved on."
-            ) from error
+        path = self._paths[file] if file < len(self._paths) else f"file {file}"
+        record = self._index[file].record_at(offset) if file < len(self._paths) else None
+        error: Exception | None = None
+        if record is not None:
+            try:
+                return self._record(self._ends[file] - len(self._index[file]) + record)
+            except (SampleError, OSError) as failed:
+                error = failed
+        raise StateError(
+            f"there is no record at byte {offset} of {path}"
+            f"{'' if error is None else f': {error}'}. Resume over the files that the state was "
+            "saved on."
+        ) from error
 
     def item_location(self) -> ItemLocation:
         """Return file and line of the last record."""
-        return "line %d of %s", self._at.line, self._paths[min(self._at.file, len(self._paths) - 1)]
+        file, record = self._place(self._last)
+        return "line %d of %s", self._index[file].line(record), self._paths[file]
 
     def close(self) -> None:
-        """Close the file that is open. The next record opens it again."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        """Close the files that are open. The next record opens its own again."""
+        while self._open:
+            self._open.popitem()[1].close()
 
-    def _check_line_begins(self) -> None:
-        """Raise a `StateError` unless a line begins at the position, or the file ends there."""
-        path, offset = self._paths[self._at.file], self._at.offset
-        with open_lines(path) as file:
-            file.seek(offset - 1)
-            last, following = file.read(1), file.read(1)
-            if last != b"\n" and (following or not last):
-                raise StateError(
-                    f"the state of {type(self).__name__} stands at byte {offset} of {path}, where "
-                    "no line begins. Resume over the files that it was saved on."
-                )
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
+        files = [path.name for path in self._paths]
+        return {"files": files, "sizes_bytes": list(self._sizes), **super().fingerprint()}
 
-    def _check_not_cut(self, line: bytes) -> None:
-        """Raise a `SampleError` where a file ends, with `line`, before the size that it had."""
-        at, end = self._at, self._at.offset + len(line)
-        is_whole = line.endswith(b"\n") or end >= self._sizes[at.file] or at.file in self._mended
-        if is_whole or is_compressed(self._paths[at.file]):  # which says itself where it is cut
-            return
-        self.close()
-        raise SampleError(
-            f"{self._paths[at.file]} ends at byte {end}, in line {at.line + 1}, but had "
-            f"{self._sizes[at.file]} bytes when the source was made: it was cut or replaced, and "
-            "the rest of it would be left out. Put it back, then iterate again; or make a new "
-            "source, and begin an epoch."
-        )
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the file of a record, and its number in it."""
+        file = bisect_right(self._ends, number)
+        return file, number - (self._ends[file] - len(self._index[file]))
 
-    def _read_line(self) -> bytes:
-        """Return the next line of the present file; nothing at its end."""
-        path = self._paths[self._at.file]
+    def _record(self, number: int) -> Any:
+        file, record = self._place(number)
+        if file in self._to_mend:
+            self._index_again(file)
         try:
-            if self._open is None:
-                self._open = open_lines(path)
-                self._open.seek(self._at.offset)
-            return self._open.readline()
-        except CUT as error:
-            self.close()
-            raise SampleError(
-                f"{path}, line {self._at.line + 1}, cannot be decompressed: {error}. The file is "
-                "cut or damaged: put it back whole, then iterate again."
-            ) from error
-        except MemoryError as error:
-            self.close()
-            raise SampleError(
-                f"{path}, line {self._at.line + 1}, is too long for the memory. A record must be "
-                "on a line of its own: is this JSON Lines?"
-            ) from error
-
-    def _parse(self, line: bytes) -> Any:
-        try:
+            line = self._line(file, record)
             return json.loads(line.decode("utf-8-sig"))  # of bytes, it would guess the encoding
+        except SampleError:
+            self.close()  # It may be put back before the next call.
+            raise
         except (ValueError, RecursionError) as error:
-            self.close()  # It may be mended before the next call.
-            self._mended.add(self._at.file)
+            self.close()
+            self._to_mend.add(file)
             what = f"{error}"
             if isinstance(error, json.JSONDecodeError):  # whose own line number is within the line
                 what = f"{error.msg} at character {error.pos + 1}"
             shown = line[:80].decode(errors="replace").strip()
-            where = f"{self._paths[self._at.file]}, line {self._at.line + 1}"
+            where = f"{self._paths[file]}, line {self._index[file].line(record)}"
             raise SampleError(
                 f"{where}, is not valid JSON in UTF-8: {what}. It begins with "
                 f"{shown!r}. Mend it, then iterate again; or resume, with "
                 "`strict=False` if the size of the file has changed."
             ) from error
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
-        return {
-            "files": [path.name for path in self._paths],
-            "sizes_bytes": list(self._sizes),
-            "rank": self._rank,
-            "world_size": self._world_size,
-            # The last groups of an epoch depend on it.
-            **({} if self.learns_length else {"count_records": True}),
-        }
+    def _line(self, file: int, record: int) -> bytes:
+        """Return the line of a record.
+
+        Raises:
+            SampleError: no such line is there any more.
+        """
+        path, index = self._paths[file], self._index[file]
+        start, stop = index.span(record)
+        # A line begins where another ends, which is not read of what cannot go back.
+        before = 1 if start and not is_compressed(path) else 0
+        try:
+            lines = self._opened(file)
+            lines.seek(start - before)
+            found = lines.read(stop - start + before)
+        except CUT as error:
+            raise SampleError(
+                f"{path}, line {index.line(record)}, cannot be decompressed: {error}. The file is "
+                "cut or damaged: put it back whole, then iterate again."
+            ) from error
+        line, newline, rest = found[before:].partition(b"\n")
+        is_whole = len(found) == stop - start + before and (newline or stop == index.size)
+        if is_whole and found[:before] in (b"", b"\n") and not rest.strip():
+            return line
+        end = start - before + len(found)
+        raise SampleError(
+            f"{path} {f'ends at byte {end}' if end < stop else 'is another'}, in line "
+            f"{index.line(record)}, but had {index.size} bytes when the source was made: it was "
+            "cut or replaced, and records would be left out. Put it back, then iterate again; or "
+            "make a new source, and begin an epoch."
+        )
+
+    def _opened(self, file: int) -> IO[bytes]:
+        if file not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()  # the one that is open the longest
+            self._open[file] = open_lines(self._paths[file])
+        return self._open[file]
+
+    def _index_again(self, file: int) -> None:
+        """Find the lines of a file whose lines may be of another length since it was mended."""
+        index: LineIndex = index_lines(self._paths[file])
+        if len(index) != len(self._index[file]):
+            raise SampleError(
+                f"{self._paths[file]} has {len(index)} records now, but had "
+                f"{len(self._index[file])} when the source was made. Put it back, then iterate "
+                "again; or make a new source, and begin an epoch."
+            )
+        self._index[file] = index
+        self._to_mend.remove(file)

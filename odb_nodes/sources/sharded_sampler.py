@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
@@ -14,6 +14,8 @@ from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey, keys_of
 from odb_nodes.sources.permutation import Permutation
 from odb_nodes.sources.share import Share, ShareState
+
+T = TypeVar("T")
 
 _BLOCK = 1024  # indices computed at a time
 _MAX_SIZE = 2**62  # they are computed in 64 bits
@@ -32,26 +34,10 @@ class SamplerState(ShareState):
             raise ValueError(f"`position` must be at least {self.done}, but is {self.position}.")
 
 
-class ShardedSampler(EpochNode[int, SamplerState]):
-    """Yields this rank's indices into `range(size)`, shuffled anew in every epoch.
+class ShardedOrder(EpochNode[T, SamplerState]):
+    """The base of nodes that yield this rank's items of `size`, shuffled anew in every epoch.
 
-    Rank r takes every `world_size`-th element of the epoch's permutation, from the r-th on: the
-    shards differ by at most one index and share none.
-
-    State: epoch and position, whatever the size; in an epoch that another number of ranks has
-    begun, also 8 bytes for each index that some of them had read beyond others. Memory: constant.
-
-    Args:
-        size: number of samples, or anything with a length (a dataset).
-        shuffle: permute the indices, differently in every epoch; else 0, 1, 2, ...
-        seed: any integer; the same on all ranks.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
-        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
-
-    Raises:
-        TypeError: `size` is neither an integer nor sized, or `shuffle` is no bool.
-        ValueError: `rank` is not in `range(world_size)`; or `size` is 0, unless this is one of
-            several ranks that each have data of their own (`rank=0, world_size=1`).
+    A class that derives from it takes numbers with `_take`, and defines `next` and `item_key`.
     """
 
     STATE = SamplerState
@@ -117,17 +103,6 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         seed = hash_ints(self._seed, self._epochs.shuffle_key)
         self._permutation = Permutation(self._size, seed) if self._shuffle else None
 
-    def next(self) -> int:
-        """Return the next index of this rank."""
-        (index,) = self._take(1)
-        return index
-
-    def next_items(self, count: int) -> tuple[list[int], list[ItemKey | None]]:
-        """Return some of the next indices of this rank, and their keys."""
-        indices, cycle = self._take(count), self._epochs.cycle
-        n = len(indices)
-        return indices, [*keys_of(([""] * n, indices, [self._world_size] * n, [cycle] * n))]
-
     def _take(self, count: int) -> list[int]:
         offset = self._position - self._block_start
         if offset >= len(self._block):
@@ -140,6 +115,56 @@ class ShardedSampler(EpochNode[int, SamplerState]):
         self._position += len(indices)
         self._last = indices[-1]
         return indices
+
+    def _indices(self, start: int, stop: int) -> list[int]:
+        places = self._share.at(start, stop)
+        elements = places if self._permutation is None else self._permutation(places)
+        indices: list[int] = elements.tolist()
+        return indices
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
+        return {
+            "size": self._size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "rank": self._rank,
+            "world_size": self._world_size,
+        }
+
+
+class ShardedSampler(ShardedOrder[int]):
+    """Yields this rank's indices into `range(size)`, shuffled anew in every epoch.
+
+    Rank r takes every `world_size`-th element of the epoch's permutation, from the r-th on: the
+    shards differ by at most one index and share none.
+
+    State: epoch and position, whatever the size; in an epoch that another number of ranks has
+    begun, also 8 bytes for each index that some of them had read beyond others. Memory: constant.
+
+    Args:
+        size: number of samples, or anything with a length (a dataset).
+        shuffle: permute the indices, differently in every epoch; else 0, 1, 2, ...
+        seed: any integer; the same on all ranks.
+        rank: this rank; by default that of torch.distributed, or of `RANK`.
+        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+
+    Raises:
+        TypeError: `size` is neither an integer nor sized, or `shuffle` is no bool.
+        ValueError: `rank` is not in `range(world_size)`; or `size` is 0, unless this is one of
+            several ranks that each have data of their own (`rank=0, world_size=1`).
+    """
+
+    def next(self) -> int:
+        """Return the next index of this rank."""
+        (index,) = self._take(1)
+        return index
+
+    def next_items(self, count: int) -> tuple[list[int], list[ItemKey | None]]:
+        """Return some of the next indices of this rank, and their keys."""
+        indices, cycle = self._take(count), self._epochs.cycle
+        n = len(indices)
+        return indices, [*keys_of(([""] * n, indices, [self._world_size] * n, [cycle] * n))]
 
     def item_key(self) -> ItemKey:
         """Return the last index."""
@@ -157,19 +182,3 @@ class ShardedSampler(EpochNode[int, SamplerState]):
                 "that the state was saved on."
             )
         return key
-
-    def _indices(self, start: int, stop: int) -> list[int]:
-        places = self._share.at(start, stop)
-        elements = places if self._permutation is None else self._permutation(places)
-        indices: list[int] = elements.tolist()
-        return indices
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
-        return {
-            "size": self._size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "rank": self._rank,
-            "world_size": self._world_size,
-        }

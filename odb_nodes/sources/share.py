@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -56,7 +55,6 @@ class Share:
         self._extra: Numbers = _NONE
         if state is not None and state.extra is not None:
             self._extra = np.frombuffer(state.extra, "<i8").astype(np.int64)
-        self._named = frozenset(self._extra.tolist())
 
     def put_into(self, state: ShareState) -> None:
         """Let a state say what this rank takes."""
@@ -75,23 +73,12 @@ class Share:
         turns = np.arange(max(first - len(self._extra), 0), max(stop - len(self._extra), 0))
         return np.concatenate((named, self._start + self._rank + turns * self._world_size))
 
-    def __contains__(self, number: int) -> bool:
-        if number < self._start:
-            return number in self._named
-        return (number - self._start) % self._world_size == self._rank
-
     def after(self, samples: int) -> Left:
         """Return what is left once so many samples are read, those that are `done` included."""
         read = max(0, samples - self.done)
         turns = max(0, read - len(self._extra))
         first = self._start + self._rank + turns * self._world_size
         return Left(self._extra[read:], first - self._rank)
-
-    def from_number(self, number: int, samples: int) -> Left:
-        """Return what is left once all below `number`, and then so many samples, are read."""
-        before = bisect_left(self._extra, number)
-        turns = -(-max(0, number - self._start - self._rank) // self._world_size)
-        return self.after(self.done + before + turns + samples)
 
 
 class Left(NamedTuple):
@@ -106,7 +93,7 @@ class Left(NamedTuple):
     start: int
 
 
-def dealt(left: Sequence[Left], world_size: int, size: int | None = None) -> list[ShareState]:
+def dealt(left: Sequence[Left], world_size: int, size: int) -> list[ShareState]:
     """Deal what is left of an epoch to another number of ranks.
 
     What none of the ranks has come to is dealt out in turn. What comes before that, since some
@@ -115,12 +102,12 @@ def dealt(left: Sequence[Left], world_size: int, size: int | None = None) -> lis
     Args:
         left: what each rank has not read.
         world_size: number of ranks from now on.
-        size: how many numbers there are; `None` where that is not known.
+        size: how many numbers there are.
     """
     start = max(one.start for one in left)
     behind = [np.arange(one.start + rank, start + rank, len(left)) for rank, one in enumerate(left)]
     named = np.sort(np.concatenate([*behind, *(one.named for one in left)]))
-    named = named[: None if size is None else int(np.searchsorted(named, size))]
+    named = named[: int(np.searchsorted(named, size))]
     return [
         ShareState(start=start, extra=named[rank::world_size].astype("<i8").tobytes() or None)
         for rank in range(world_size)

@@ -93,5 +93,8 @@ def as_stream(dataset: Iterable[Any], rank: int, world_size: int) -> Stream | No
     """Return the `Stream` of a dataset; `None` for anything but an `IterableDataset`."""
     if not is_stream(dataset):
         return None
-    restorable = hf_datasets.consists_of(hf_datasets.stages_of(dataset), hf_datasets.RESTORABLE)
+    stages = hf_datasets.stages_of(dataset)
+    restorable = (
+        hf_datasets.consists_of(stages, hf_datasets.RESTORABLE) and hf_datasets.restores_exactly()
+    )
     return (RestorableStream if restorable else Stream)(dataset, rank, world_size)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._core.checks import check_choice, check_count, check_type
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
@@ -116,7 +116,7 @@ class GradNorm:
 
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
-                not follow the optimizer step before.
+                not follow the optimizer step before; or it comes after `backward`.
             TypeError: an argument is of another type.
             ValueError: see `TaskWeights.loss`; or a task does not use the shared parameters, or its
                 losses have no graph.
@@ -184,13 +184,14 @@ class GradNorm:
             ValueError: it is of other tasks.
         """
         try:
-            steps, first = int(state_dict["steps"]), dict(state_dict["first"])
+            steps, first = state_dict["steps"], state_dict["first"]
+            check_count("steps", steps, 0)
+            check_type("first", first, Mapping)
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(
-                f"the state has no valid {error}: load what `GradNorm.state_dict` returned."
-            ) from error
+            reason = f"the state has no {error}." if isinstance(error, KeyError) else f"{error}"
+            raise StateError(f"{reason} Load what `GradNorm.state_dict` returned.") from error
         self._weights.load_state_dict(state_dict)
-        self._steps, self._first = steps, first
+        self._steps, self._first = int(steps), dict(first)
         self._gradients.begin()
 
     def _ratio(self, norms: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odb_nodes._compat.torch import is_dtensor
+from odb_nodes._compat.torch import is_dtensor, is_freed_graph
 from odb_nodes._core.checks import check_type, describe
 from odb_nodes.step_info import StepInfo
 from odb_nodes.tasks.step_meeting import StepMeeting
@@ -88,7 +88,7 @@ class TaskGradients:
         """Add the gradients of a batch; its graph is kept.
 
         Raises:
-            RuntimeError: see `follow`.
+            RuntimeError: see `follow`; or `backward` has freed the graph.
             TypeError: an argument is of another type.
             ValueError: see `TaskWeights.loss`; or the losses of a task use no parameter, or have
                 no graph.
@@ -112,7 +112,18 @@ class TaskGradients:
                 f"`losses` must have a graph, but those of {task!r} have none: they were detached, "
                 "or computed under `torch.no_grad()`."
             )
-        grads = torch.autograd.grad(total, self.parameters, retain_graph=True, allow_unused=True)
+        try:
+            grads = torch.autograd.grad(
+                total, self.parameters, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            if not is_freed_graph(error):
+                raise
+            raise RuntimeError(
+                f"`{self._method}` must come before `backward` of the same losses, which frees "
+                f"their graph, but came after it for those of {task!r}. Call "
+                f"`{self._method}(losses, info)` first."
+            ) from error
         if all(grad is None for grad in grads):
             raise ValueError(
                 f"`{self._option}` must hold parameters that the losses of all tasks depend on, "

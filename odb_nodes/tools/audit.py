@@ -12,15 +12,21 @@ from collections.abc import Sequence
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.command_line import OneLineParser
 from odb_nodes._core.counts import counted
-from odb_nodes.ledger import audit
 
 __all__ = ["main"]
 
-_DESCRIPTION = "Audit a ledger: which samples have no fate, or several. Exits with 1 on a hole."
+_DESCRIPTION = (
+    "Audit a ledger: which samples have no fate, or several. Exits with 1 on a hole, and with 3 "
+    "where nothing is wrong, but no end of the run is recorded."
+)
+_CODES = {"ended": 0, "damaged": 1, "open": 3}
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.audit") -> int:
-    """Audit a ledger, print a report, and return 1 where a sample has no fate or several, else 0.
+    """Audit a ledger, print a report, and return an exit code.
+
+    It is 1 where a sample has no fate or several; else 0 where the run has ended, and 3 where no
+    end is recorded.
 
     Args:
         arguments: of the command line; default: those of this process.
@@ -41,13 +47,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.au
     )
     args = parser.parse_args(arguments)
     try:
-        return 0 if _print_audit(args.folder, _sizes_of(args.size), args.steps) else 1
+        return _print_audit(args.folder, _sizes_of(args.size), args.steps)
     except (OSError, ValueError) as error:  # Exit code 2: it says nothing of the samples.
         parser.error(str(error))
 
 
-def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | None) -> bool:
-    """Audit a ledger, print a report, and return whether each sample has one fate.
+def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | None) -> int:
+    """Audit a ledger, print a report, and return the exit code.
 
     Args:
         folder: the folder that the ranks have written to.
@@ -57,17 +63,20 @@ def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | N
     Raises:
         OSError, ValueError: there is no ledger in the folder, or `sizes` does not fit it.
     """
+    from odb_nodes.ledger import audit  # which takes seconds: the help needs no torch
+
     found = audit(folder, sizes)
     print(found)
+    code = _CODES[found.state]
     if steps is None:
-        return found.ok
+        return code
     for epoch in found.epochs:
         digest = epoch.digest_of_first(steps)
         which = f"first {counted(steps, 'step')}"
         if steps > epoch.steps:
             which = f"all {counted(epoch.steps, 'step')}, of {steps:,} asked for"
         print(f"epoch {epoch.epoch}, {which}: digest {digest}")
-    return found.ok
+    return code
 
 
 def _sizes_of(given: Sequence[str] | None) -> int | dict[str, int] | None:

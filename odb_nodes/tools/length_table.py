@@ -40,7 +40,7 @@ class LengthTable:
         keys: which sample of its source each is, (n,) int64; -1 where nobody knows.
         names: names of the sources; `("",)` where they have none.
         sizes: number of samples that each source has; more than rows where some were drawn.
-        streams: names of the sources that a loader reads in their order, as files and iterables.
+        streams: names of the sources that a loader reads in their order, such as iterables.
         made_by: what the lengths depend on, such as the name of `process_fn`.
     """
 

@@ -25,6 +25,7 @@ from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
+from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
 from odb_nodes.sources.streams import is_stream
 from odb_nodes.tools.length_table import NO_KEY, LengthTable
@@ -151,7 +152,7 @@ class _Rows:
         rng: np.random.Generator,
     ) -> None:
         """Add some samples of one dataset, drawn at random."""
-        if _is_stream(dataset):  # whose order is lost by drawing
+        if _is_stream(dataset) or isinstance(dataset, BaseNode):  # whose keys are lost by drawing
             items, keys, size = _drawn(dataset, samples, rng)
             self.read(items, options, name, keys, size)
         else:
@@ -183,6 +184,8 @@ class _Rows:
 
 def _is_stream(dataset: Any) -> bool:
     """Tell whether a loader reads a dataset in its order."""
+    if isinstance(dataset, JsonlSource):
+        return not dataset.fingerprint()["shuffle"]
     is_known = isinstance(dataset, (BaseNode, IterableDataset)) or is_stream(dataset)
     return is_known or not hasattr(dataset, "__getitem__")
 
@@ -201,7 +204,7 @@ def _drawn(
     dataset: Any, samples: int, rng: np.random.Generator
 ) -> tuple[list[Any], list[int | None], int]:
     """Return items drawn from what is not map-style, the key of each, and how many it has."""
-    source, _ = source_of(dataset, None, 0, None, (0, 1))
+    source, _ = source_of(dataset, False, 0, None, (0, 1))
     key_of = member(source, "item_key")
     drawn: list[tuple[int, Any, int | None]] = []
     size = 0
@@ -223,7 +226,4 @@ def _with_bar(node: BaseNode[Any], name: str) -> Iterable[Any]:
         total: int | None = length_of(node)
     except TypeError:  # a stream
         total = None
-    bar: Iterable[Any] = Bar(
-        node, f"lengths{name and f' of {name}'}", total, leave=False, disable=None
-    )
-    return bar
+    return Bar(node, f"lengths{name and f' of {name}'}", total)

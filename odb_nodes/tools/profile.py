@@ -24,10 +24,14 @@ from odb_nodes.tools.figures import Figures
 from odb_nodes.tools.histogram import histogram
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.profile_page import render_page
+from odb_nodes.tools.svg import Level
 from odb_nodes.tools.table_epoch import TableEpoch
 from odb_nodes.tools.tables import markdown_table
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
+
+AS_GOOD = 0.01
+"""Of windows whose efficiencies differ by no more than this share, the smallest one is taken."""
 
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 32
@@ -142,9 +146,38 @@ class Profile:
                 self.about,
                 markdown_table([one.as_row() for one in self.lengths]),
                 self.heading,
-                markdown_table([one.as_row() for one in self.comparisons]),
+                markdown_table(self.rows()),
+                self.why,
             ]
         )
+
+    @property
+    def why(self) -> str:
+        """What the arrow of the table marks."""
+        return (
+            f"The arrow marks the window to take on each number of ranks: the smallest one within "
+            f"{AS_GOOD:.0%} of the best efficiency."
+        )
+
+    @property
+    def best(self) -> tuple[Comparison, ...]:
+        """The comparison to take on each number of ranks."""
+        of_ranks: dict[int, list[Comparison]] = {}
+        for one in self.comparisons:
+            if one.strategy == "odb_nodes":
+                of_ranks.setdefault(one.world_size, []).append(one)
+        found = []
+        for own in of_ranks.values():
+            least = (1 - AS_GOOD) * max(one.figures.efficiency for one in own)
+            near = [one for one in own if one.figures.efficiency >= least]
+            found.append(min(near, key=lambda one: one.window or 0))
+        return tuple(found)
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the comparisons as rows of a table, the best ones first and marked."""
+        best = self.best
+        rows = [*best, *(one for one in self.comparisons if one not in best)]
+        return [{"": "->" if one in best else ""} | one.as_row() for one in rows]
 
     @property
     def heading(self) -> str:
@@ -170,9 +203,25 @@ class Profile:
             about=self.about,
             heading=self.heading,
             lengths=[one.as_row() for one in self.lengths],
-            comparisons=[one.as_row() for one in self.comparisons],
+            why=self.why,
+            comparisons=self.rows(),
+            efficiencies=self._efficiencies(),
             histograms=[(one.source, one.edges, one.counts) for one in self.lengths],
         )
+
+    def _efficiencies(self) -> dict[str, list[Level]]:
+        """Return the bars of the chart: those of each number of ranks."""
+        best = self.best
+        groups: dict[str, list[Level]] = {}
+        for one in self.comparisons:
+            level = Level(
+                f"{one.strategy} {one.as_row()['window']}".rstrip(),
+                one.figures.efficiency,
+                one.strategy == "odb_nodes",
+                "<- take" if one in best else "",
+            )
+            groups.setdefault(counted(one.world_size, "rank"), []).append(level)
+        return groups
 
 
 def profile(
@@ -185,6 +234,7 @@ def profile(
     batch_size: int | None = None,
     weights: Weights | Mixing = None,
     seed: int = SimulationOptions.seed,
+    **options: Any,
 ) -> Profile:
     """Return what a dataset is like, and what batches of it come to.
 
@@ -197,6 +247,8 @@ def profile(
         batch_size: samples of a fixed batch; default: as many of the longest as the budget holds.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
+        options: further fields of `SimulationOptions`: `round_size`, `uneven`, `dearest_first` and
+            `diversity`.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
@@ -215,13 +267,14 @@ def profile(
         for window in (windows if strategy in WINDOWED else (None,))
     ]
     comparisons = []
-    for world_size, strategy, window in Bar(wanted, "comparing", leave=False, disable=None):
+    for world_size, strategy, window in Bar(wanted, "comparing", len(wanted)):
         job = SimulationOptions(
             world_size=world_size,
             budget=budget,
             window=SimulationOptions.window if window is None else window,
             accumulate=accumulate,
             seed=seed,
+            **options,
         )
         figures = baselines.figures(strategy, job)
         comparison = Comparison(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from odb_nodes._core.counts import counted
 from odb_nodes._core.extras import import_extra
-from odb_nodes.tools.svg import bars
+from odb_nodes.tools.svg import Level, bars, levels
 
 __all__ = ["render_page"]
 
@@ -30,15 +30,19 @@ tr.own td{font-weight:600}
 {% for row in rows %}<tr{% if row.batches == "odb_nodes" %} class="own"{% endif %}>
 {%- for cell in row.values() %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table>{% endmacro %}
+<h2>Batches</h2>
+<p>{{ heading }}</p>
+<div>{{ chart | safe }}</div>
+<p>{{ why }}</p>
+<details><summary>All figures</summary>
+{{ table(comparisons) }}
+<p>Padding: share of all tokens. Fill: tokens of a batch / budget, padding included. Efficiency:
+real tokens / (ranks &times; sum over the steps of the largest batch).</p>
+</details>
 <h2>Lengths, in tokens</h2>
 {{ table(lengths) }}
 {% for figure in figures %}<div>{{ figure | safe }}</div>
 {% endfor %}
-<h2>Batches</h2>
-<p>{{ heading }}</p>
-{{ table(comparisons) }}
-<p>Padding: share of all tokens. Fill: tokens of a batch / budget, padding included. Efficiency:
-real tokens / (ranks &times; sum over the steps of the largest batch).</p>
 </body></html>
 """
 
@@ -48,7 +52,9 @@ def render_page(
     about: str,
     heading: str,
     lengths: Sequence[dict[str, str]],
+    why: str,
     comparisons: Sequence[dict[str, str]],
+    efficiencies: Mapping[str, Sequence[Level]],
     histograms: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> str:
     """Return the page.
@@ -57,7 +63,9 @@ def render_page(
         about: which table it is of.
         heading: what the comparisons are of.
         lengths: rows of the first table.
+        why: what the mark of a comparison means.
         comparisons: rows of the second one.
+        efficiencies: of the comparisons on each number of ranks.
         histograms: name, edges and counts of each picture.
 
     Raises:
@@ -68,14 +76,33 @@ def render_page(
         bars(
             counts,
             [f"{edge:,}" for edge in edges],
-            title=f"Lengths of {name}, in tokens",
+            axes=("tokens of a sample", "samples"),
+            title=f"Lengths of {name}",
             text=_words(edges, counts),
         )
         for name, edges, counts in histograms[:_MOST_HISTOGRAMS]
     ]
+    marked = [
+        f"{name}: {one.name}, {one.value:.3f}"
+        for name, group in efficiencies.items()
+        for one in group
+        if one.mark
+    ]
+    chart = levels(
+        efficiencies,
+        axis="efficiency: real tokens / (ranks x largest batch of each step)",
+        title="Efficiency by ranks, batches and window",
+        text=f"To take: {'; '.join(marked)}",
+    )
     environment = jinja2.Environment(autoescape=True)
     page = environment.from_string(_PAGE).render(
-        about=about, heading=heading, lengths=lengths, comparisons=comparisons, figures=figures
+        about=about,
+        heading=heading,
+        chart=chart,
+        why=why,
+        comparisons=comparisons,
+        lengths=lengths,
+        figures=figures,
     )
     return str(page)
 

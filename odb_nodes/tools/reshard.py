@@ -16,7 +16,7 @@ from odb_nodes.tools.rank_states import RANK_FILE, states_in
 
 __all__ = ["reshard_folder"]
 
-_FIELDS = {"checkpoint", "parts", "generators"}  # of a file of `Checkpoints`
+_FIELDS = {"checkpoint", "parts", "replicated", "generators"}  # of a file of `Checkpoints`
 
 
 def reshard_folder(
@@ -64,13 +64,14 @@ def reshard_folder(
 
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
+    for rank, state in enumerate(states):
+        held = [state.get(name) if isinstance(state, Mapping) else None for name in _FIELDS]
+        if not all(isinstance(one, Mapping) for one in held):
+            raise StateError(f"the file of rank {rank} is damaged. Use an earlier checkpoint.")
     if len(states) == world_size:
         return [*states]
-    shared = {
-        name: part
-        for name, part in states[0]["parts"].items()
-        if len(states) > 1 and not any(name in one["parts"] for one in states[1:])
-    }
+    replicated = states[0]["replicated"]
+    shared = {name: part for name, part in states[0]["parts"].items() if name in replicated}
     own = [
         {name: one for name, one in state["parts"].items() if name not in shared}
         for state in states
@@ -85,6 +86,7 @@ def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, An
         {
             "checkpoint": states[0]["checkpoint"] | {"rank": rank, "world_size": world_size},
             "parts": parts[rank],
+            "replicated": replicated,
             "generators": states[rank % len(states)]["generators"],
         }
         for rank in range(world_size)

@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_count
-from odb_nodes._core.command_line import OneLineParser
+from odb_nodes._core.checks import check_count, check_type
 from odb_nodes._core.named_function import load_function
-from odb_nodes._core.writable_path import check_is_writable
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
@@ -43,10 +41,10 @@ from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo
 from odb_nodes.tools.rank_states import states_in
 from odb_nodes.tools.remade_step import RemadeStep
+from odb_nodes.tools.step_arguments import parse_arguments
 
 __all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
 
-_DESCRIPTION = "Make a step of a run again, of all its ranks: its samples, and its batches."
 _TIMEOUT_S = 600.0
 
 N = TypeVar("N", bound=BaseNode[Any])
@@ -214,6 +212,7 @@ class _Graph:
 @contextmanager
 def _graph(make_loader: MakeLoader, exchange: Exchange) -> Iterator[_Graph]:
     loader = make_loader(exchange)
+    check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
     root = loader.root
     try:
         collator = _only(root, GroupCollator)
@@ -304,25 +303,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.st
         arguments: of the command line; default: those of this process.
         prog: what the command is called.
     """
-    parser = OneLineParser(prog=prog, description=_DESCRIPTION)
-    parser.add_argument(
-        "make_loader", metavar="MODULE:FUNCTION", help="makes the loader for a `process_group`"
-    )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--ledger", help="folder of a ledger; with --epoch and --step")
-    where.add_argument("--checkpoint", help="folder of a checkpoint; the step that follows it")
-    parser.add_argument("--epoch", type=int, default=0, help="number of the epoch (0)")
-    parser.add_argument("--step", type=int, help="number of the step in it")
-    parser.add_argument("--further", type=int, default=0, help="steps after that of a checkpoint")
-    parser.add_argument("--out", help="file to write the steps of all ranks to, by `torch.save`")
-    args = parser.parse_args(arguments)
-    if args.out:
-        check_is_writable(args.out)
+    args = parse_arguments(arguments, prog)
     make_loader = load_function(args.make_loader)
     if args.checkpoint:
         remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
-    elif args.step is None:
-        parser.error("--ledger needs --step.")
     else:
         remade = remake_from_ledger(make_loader, args.ledger, epoch=args.epoch, step=args.step)
     print(*remade, sep="\n")

@@ -8,6 +8,17 @@ __all__ = ["markdown_table"]
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Return rows as a table in markdown, with the keys of the first row as titles."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return rows as a table in markdown whose columns are aligned, numbers to the right.
+
+    Args:
+        rows: title -> cell, all with the titles of the first one.
+    """
+    columns = []
+    for title in rows[0]:
+        cells = [row[title] for row in rows]
+        width = max(3, *map(len, (title, *cells)))
+        is_numeric = any(cells) and all(cell[:1].isdecimal() for cell in cells if cell)
+        rule = "-" * (width - 1) + (":" if is_numeric else "-")
+        pad = str.rjust if is_numeric else str.ljust
+        columns.append([pad(title, width), rule, *(pad(cell, width) for cell in cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from odb_nodes._core.checks import check_count
@@ -14,7 +13,7 @@ from odb_nodes._core.counts import counted
 from odb_nodes._core.progress import Bar
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions, TokenBudget
-from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW
+from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
@@ -34,7 +33,7 @@ _MOST_SAMPLES = 20_000  # of a simulation
 _LEAST_OF_RANK = 2_048  # samples; more where there are many ranks
 _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
 _ROUNDS = (16, 32, 64)
-_MOST_BUDGETS = 5  # of at most 64 choices with 4 windows and 3 rounds
+_MOST_BUDGETS = 5  # of at most 60 choices with 4 windows and 3 rounds, and those that are given
 _AT_ONCE = 2
 
 
@@ -51,7 +50,7 @@ class Tuning:
         best: the one that is proposed.
         why: why that one.
         weights: how the sources of the table are mixed.
-        seed: seed of the order of the samples.
+        job: options that were not chosen.
     """
 
     about: str
@@ -62,32 +61,37 @@ class Tuning:
     best: Outcome
     why: str
     weights: Weights | Mixing
-    seed: int
+    job: SimulationOptions
 
     def __str__(self) -> str:
         return "\n\n".join([self.about, markdown_table(self.rows()), self.why, self.code()])
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the front as rows of a table, the best one marked: title -> cell."""
-        return [one.as_row() | {"": "<-" if one is self.best else ""} for one in self.front]
+        """Return the front as rows of a table, the best one first and marked: title -> cell."""
+        rows = [self.best, *(one for one in self.front if one is not self.best)]
+        return [{"": "->" if one is self.best else ""} | one.as_row() for one in rows]
 
     def code(self) -> str:
         """Return code to paste: a loader, and the configuration of a `Trainer`."""
         choice, samples = self.best.choice, round(self.best.samples_per_step)
         budget = budget_code(choice.budget)
         options = f"token_budget={budget}, window={choice.window}, round_size={choice.round_size}"
+        for name in ("uneven", "dearest_first", "diversity"):
+            if (value := getattr(self.job, name)) != getattr(SimulationOptions, name):
+                options += f", {name}={value!r}"
+        of_trainer = options.replace(", uneven='join'", "")  # which a `Trainer` has not
         order = "" if self.weights is None else f", weights={self.weights!r}"
         arguments = f"gradient_accumulation_steps={choice.accumulate}"
-        if self.seed != SimulationOptions.seed:
-            order += f", seed={self.seed}"
-            arguments += f", data_seed={self.seed}"
+        if (seed := self.job.seed) != SimulationOptions.seed:
+            order += f", seed={seed}"
+            arguments += f", data_seed={seed}"
         return f"""\
 loader = ODBDataLoader(dataset, {options}, accumulate={choice.accumulate}{order})
 
 # Or under the `Trainer`, with `{arguments}`. A step has
 # {counted(samples, "sample")} on average: put the number that your learning rate was tuned for.
 scaling = LrScaling(reference_samples={samples}, rule="sqrt")
-config = ODBConfig({options}, lr_scaling=scaling)
+config = ODBConfig({of_trainer}, lr_scaling=scaling)
 """
 
 
@@ -100,8 +104,9 @@ def tune(
     log: str | os.PathLike[str] | None = None,
     weights: Weights | Mixing = None,
     seed: int = SimulationOptions.seed,
+    **options: Any,
 ) -> Tuning:
-    """Simulate an epoch with at most 64 choices of options, and propose one.
+    """Simulate an epoch with up to 100 choices of options, and propose one.
 
     Tried are budgets, with the accumulation that goes with them, windows that hold 8 to 64 budgets,
     and rounds. Time is an estimate; the rest is what will be, for the lengths of the table.
@@ -118,6 +123,8 @@ def tune(
             `StepTime.fitted`.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
+        options: further fields of `SimulationOptions`: `uneven`, `dearest_first` and `diversity` of
+            all choices; `window` and `round_size`, which are tried, too.
 
     Raises:
         OSError: `log` cannot be read.
@@ -132,14 +139,15 @@ def tune(
     if table.is_whole and len(table) > samples:
         known = replace(table.drawn(samples, seed), sizes=table.sizes)
     epoch = TableEpoch(table=known, weights=weights, most_drawn=samples, least_windows=0)
+    job = SimulationOptions(world_size=world_size, budget=limits, seed=seed, **options)
     pairs = [*_budgets(limits, table, world_size, tokens_per_step)][:_MOST_BUDGETS]
-    rounds = _ROUNDS if world_size > 1 else (SimulationOptions.round_size,)
+    rounds = sorted({*(_ROUNDS if world_size > 1 else ()), job.round_size})
     choices = [
         Choice(budget=budget, window=window, accumulate=accumulate, round_size=round_size)
         for budget, accumulate in pairs
-        for window, round_size in product(_windows(budget, table), rounds)
+        for window in _windows(budget, table, job.window)
+        for round_size in rounds
     ]
-    job = SimulationOptions(world_size=world_size, budget=limits, seed=seed)
     epoch.order(job)  # once, and not in each process
     tried = [*_outcomes(Simulator(epoch=epoch, job=job, step_time=step_time), choices)]
     front = sorted(_front(tried), key=lambda one: one.epoch_s)
@@ -162,7 +170,7 @@ def tune(
         best=best,
         why=why,
         weights=weights,
-        seed=seed,
+        job=job,
     )
 
 
@@ -212,12 +220,13 @@ def _budgets(
         accumulate *= 2
 
 
-def _windows(budget: TokenBudget, table: LengthTable) -> list[int]:
-    """Return numbers of samples that are some budgets, on average."""
+def _windows(budget: TokenBudget, table: LengthTable, given: WindowSize) -> list[int]:
+    """Return numbers of samples that are some budgets, on average, and the one that is given."""
     lengths = table.lengths()
     mean = (lengths + lengths**2 / (budget.attention_tokens or math.inf)).mean()
     windows = [2 ** round(math.log2(pool * budget.tokens / mean)) for pool in _POOLS]
-    return sorted({min(max(one, LEAST_WINDOW), MOST_WINDOW) for one in windows})
+    own = () if given == AUTO else (given,)
+    return sorted({*(min(max(one, LEAST_WINDOW), MOST_WINDOW) for one in windows), *own})
 
 
 def _outcomes(simulator: Simulator, choices: list[Choice]) -> Iterator[Outcome]:
@@ -226,6 +235,6 @@ def _outcomes(simulator: Simulator, choices: list[Choice]) -> Iterator[Outcome]:
     node: Any = ParallelProcessor(IterableSource(choices, 0, 1), simulator, workers=workers)
     try:
         node.reset(None)
-        yield from Bar(node, "simulating", len(choices), leave=False, disable=None)
+        yield from Bar(node, "simulating", len(choices))
     finally:
         node.close()

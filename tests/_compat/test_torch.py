@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 
+import pytest
 import torch
 from canary import relies_on
 
@@ -56,3 +57,15 @@ def test_a_compiled_model_has_the_one_that_it_was_made_of():
         model = torch.nn.Linear(2, 2)
         assert uncompiled(torch.compile(model)) is model
         assert uncompiled(model) is model
+
+
+def test_a_graph_that_backward_has_freed_is_told_by_its_error():
+    with relies_on("torch", "the text of a second backward", "_compat/torch.py"):
+        from odb_nodes._compat.torch import is_freed_graph
+
+        square = torch.ones(2, requires_grad=True).square().sum()
+        square.backward()
+        with pytest.raises(RuntimeError) as caught:
+            square.backward()
+        assert is_freed_graph(caught.value)
+        assert not is_freed_graph(RuntimeError("CUDA out of memory"))

@@ -149,7 +149,7 @@ def test_a_kept_object_outlives_its_names():
 
     group = Group()
     before = sys.getrefcount(group)
-    compat.keep_group(group)
+    compat.keep(group)
     assert sys.getrefcount(group) == before + 1
-    compat.release_group(group)
+    compat.release(group)
     assert sys.getrefcount(group) == before

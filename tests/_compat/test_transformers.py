@@ -11,12 +11,16 @@ from canary import relies_on
 from torch.utils.data import IterableDataset
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes.errors import StateError
 
 pytest.importorskip("transformers")
 
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    HubertConfig,
+    HubertForCTC,
+    HubertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -300,10 +304,31 @@ def test_the_last_log_has_the_speed(tmp_path):
         assert other == {"loss": 1.0}
 
 
+def test_weights_that_a_trainer_does_not_load_are_known(tmp_path):
+    what = "_issue_warnings_after_load, called by _load_from_checkpoint and _load_best_model"
+    with relies_on("transformers", what, USED_IN.format("trainer")):
+        trainer_of(tmp_path).save_model()
+        trainer = trainer_of(tmp_path, model=Told())
+        trainer.state.best_model_checkpoint = str(tmp_path)
+        for load in (
+            lambda: trainer._load_from_checkpoint(str(tmp_path)),
+            trainer._load_best_model,
+        ):
+            trainer.model = Plain()
+            with compat.loading_whole(trainer, str(tmp_path)):
+                load()
+            trainer.model.new = torch.nn.Parameter(torch.zeros(()))
+            with compat.loading_whole(trainer, str(tmp_path)):
+                with pytest.raises(StateError, match="1 are missing from it, such as `new`"):
+                    load()
+
+
 @pytest.mark.parametrize(
     "name, parameters",
     [
         ("train", ["resume_from_checkpoint"]),
+        ("_load_from_checkpoint", ["resume_from_checkpoint"]),
+        ("_load_best_model", []),
         ("get_train_dataloader", []),
         ("get_batch_samples", ["epoch_iterator", "num_batches", "device"]),
         ("training_step", ["model", "inputs", "num_items_in_batch"]),
@@ -359,6 +384,11 @@ def test_the_collator_of_a_trainer_without_one_is_known(tmp_path):
     with relies_on("transformers", "Trainer.data_collator by default", USED_IN.format("checks")):
         assert compat.is_default_collator(trainer_of(tmp_path).data_collator)
         assert not compat.is_default_collator(list)
+    with relies_on("transformers", "PreTrainedModel.main_input_name", USED_IN.format("columns")):
+        for model, pads in ((next(models())[0], True), (speech(HubertForCTC), False)):
+            for keeps_all in (True, False):
+                trainer = trainer_of(tmp_path, model=model, remove_unused_columns=not keeps_all)
+                assert compat.pads_by_default(trainer) is pads
 
 
 def test_the_columns_are_those_of_the_trainer(tmp_path):
@@ -403,6 +433,24 @@ def test_labels_are_shifted_where_the_trainer_counts_them_shifted(tmp_path):
             assert getattr(trainer, "_loss_shifts_labels", shifts) is shifts
             assert compat.is_encoder_decoder(model) is ("T5" in type(model).__name__)
         assert compat.shifts_labels(Plain())
+
+
+def speech(kind):
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_conv_pos_embedding_groups": 1}
+    sizes |= {"conv_dim": (4,), "conv_kernel": (2,), "conv_stride": (2,)}
+    return kind(HubertConfig(**sizes, classifier_proj_size=4, ctc_loss_reduction="mean"))
+
+
+def test_a_model_for_ctc_says_how_its_loss_is_reduced(tmp_path):
+    what = "the classes *ForCTC, or config.ctc_loss_reduction"
+    with relies_on("transformers", what, USED_IN.format("weighing")):
+        trainer = trainer_of(tmp_path, model=speech(HubertForCTC))
+        assert compat.ctc_reduction(trainer) == "mean"
+        trainer.compute_loss_func = len
+        assert compat.ctc_reduction(trainer) is None
+        other = trainer_of(tmp_path, model=speech(HubertForSequenceClassification))
+        assert compat.ctc_reduction(other) is None
 
 
 def test_an_adapter_tells_its_base_model():

@@ -1,24 +1,26 @@
 import logging
+import sys
 import time
 
 import pytest
+from tqdm import std
 
 from odb_nodes._core import progress
-from odb_nodes._core.progress import SlowProgress
+from odb_nodes._core.progress import Bar, SlowProgress
 
 
 def seconds_of(caplog):
     return [int(record.getMessage().split()[-2]) for record in caplog.records]
 
 
-def test_lines_come_at_growing_intervals_and_say_how_far_it_is(monkeypatch, caplog):
+def test_lines_come_soon_and_then_each_minute_and_say_how_far_it_is(monkeypatch, caplog):
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     slow = SlowProgress("samples read", 200)
     for done in range(1, 201):
         now_s += 1.0
         slow.update(done)
-    assert seconds_of(caplog) == [10, 20, 40, 80, 160]
+    assert seconds_of(caplog) == [10, 20, 40, 80, 140, 200]
     assert caplog.messages[1] == "samples read: 20 of 200 after 20 s"
     assert {(one.name, one.levelno) for one in caplog.records} == {("odb_nodes", logging.WARNING)}
 
@@ -39,3 +41,30 @@ def test_the_first_line_waits_for_an_item(monkeypatch, caplog, before_s):
     now_s = before_s
     slow.update(1)
     assert seconds_of(caplog) == ([] if before_s < 5 else [25])
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 3), (1, 0)])
+def test_a_bar_without_a_terminal_is_lines_of_rank_0(monkeypatch, caplog, capsys, rank, lines):
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert [*Bar(iter("ab"), "letters", 2)] == ["a", "b"]
+    with Bar(None, "trials", None) as bar:
+        bar.set_postfix_str("8 x 16 fits", refresh=False)
+        bar.update()
+    expected = ["letters: 1 of 2 after 0 s", "letters: 2 of 2 after 0 s"]
+    assert caplog.messages == [*expected, "trials: 1 after 0 s; 8 x 16 fits"][:lines]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("size", [(-1, -1), (-1, 23), (79, -1)])
+def test_a_terminal_without_a_size_has_a_bar(monkeypatch, caplog, capsys, size):
+    """tqdm takes one off the rows and columns that the terminal tells: of 0, -1 are left."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(std, "_screen_shape_wrapper", lambda: lambda file: size)
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    assert [*Bar(range(3), "numbers", 3, mininterval=0)] == [0, 1, 2]
+    shown = capsys.readouterr().err
+    assert "3/3" in shown and "█" * 20 in shown
+    assert caplog.messages == []

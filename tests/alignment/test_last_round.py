@@ -44,9 +44,7 @@ def sample(index, ranks):
     return {"input_ids": [1] * random.Random(index).randint(1, most), "id": index}
 
 
-def loader_of(
-    exchange, kind="keys", budget=100, process=sample, counted=True, exclude=None, **options
-):
+def loader_of(exchange, kind="keys", budget=100, process=sample, exclude=None, **options):
     rank, ranks = exchange.rank, exchange.world_size
 
     def shard(size, make):
@@ -69,7 +67,7 @@ def loader_of(
             world_size=ranks,
         )
     elif isinstance(kind, Path):
-        lines = JsonlSource(kind, rank, ranks, count_records=counted)
+        lines = JsonlSource(kind, rank, ranks)
         source = LengthObserver(ParallelProcessor(lines, dict, rank=rank, world_size=ranks))
     elif kind == "iterable":
         found = [process(index, ranks) for index in range(rank, SAMPLES, ranks)]
@@ -145,19 +143,17 @@ def test_every_step_resumes_with_the_same_groups(ranks, options, sampled):
         assert on_ranks(ranks, run) == [(True, True)] * ranks
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_records_of_files_are_given_away_too(counted, tmp_path):
+def test_records_of_files_are_given_away_too(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"{json.dumps(sample(index, 2))}\n" for index in range(SAMPLES)))
-    options = {"kind": path, "counted": counted}
-    whole = epoch(2, **options)
-    assert given_away(whole)  # Where they are not counted, once all ranks have read them.
+    whole = epoch(2, kind=path)
+    assert given_away(whole)
     found = Counter(index for steps, _ in whole for index in ids_of(steps))
     assert found == Counter(range(SAMPLES))
     place = len(whole[0][0]) - 9
 
     def run(exchange):
-        loader = loader_of(exchange, **options)
+        loader = loader_of(exchange, kind=path)
         loader.load_state_dict(whole[exchange.rank][1][place])
         return [*map(described, loader)]
 

@@ -32,6 +32,20 @@ def test_the_commands_are_listed(capsys):
     assert list(COMMANDS) == sorted(COMMANDS)
 
 
+USERS = """
+def nothing(*_): return None
+def value(*_): raise ValueError("my value")
+def key(*_): return {}["my key"]
+def budget(*_):
+    from odb_nodes import ODBDataLoader
+    return ODBDataLoader([{"input_ids": [1]}], token_budget=0)
+class Dataset:
+    def __len__(self): return 4
+    def __getitem__(self, index): return {"input_ids": {}["my key"]}
+number = 3
+"""
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -41,6 +55,11 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "odd.npz").write_bytes(b"odd")
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "link.jsonl").symlink_to("ids.jsonl")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    (tmp_path / "users.py").write_text(USERS)
+    monkeypatch.delitem(sys.modules, "users", raising=False)
     return tmp_path
 
 
@@ -109,7 +128,7 @@ def files(tmp_path, monkeypatch):
         (["report"], "Missing argument 'folders'"),
         (["inspect", "nowhere"], "there is no `nowhere`"),
         (["inspect", "text.jsonl"], "not a state file"),
-        (["inspect", "."], "has no states: pass the folder of a checkpoint"),
+        (["inspect", "."], "has no states, but folders ['data']"),
         (["inspect", "text.jsonl", "--diff", "nowhere"], "not a state file"),
         (["audit", "nowhere"], "nowhere"),
         (["audit", "nowhere", "--size", "x"], "--size"),
@@ -120,13 +139,66 @@ def files(tmp_path, monkeypatch):
         (["step", "json:loads", "--ledger", "x"], "--step"),
         (["step", "json", "--checkpoint", "x"], "module:function"),
         (["step", "json:loads", "--checkpoint", "nowhere"], "nowhere"),
+        (["step", "users:number", "--checkpoint", "."], "no function `number`"),
+        (["simulate", "users:nothing"], "`users:nothing` must return a dataset or a loader"),
+        (["simulate", "users:value"], "ValueError: my value ({here}/users.py, line 3)"),
+        (["simulate", "users:key"], "KeyError: 'my key' ({here}/users.py, line 4)"),
+        (["simulate", "users:Dataset"], "KeyError: 'my key' ({here}/users.py, line 10)"),
+        (["simulate", "users:budget"], "instead. ({here}/users.py, line 7)"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(capsys, files, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert line.startswith(f"odb-nodes {arguments[0]}: ") and words in line
+    assert line.startswith(f"odb-nodes {arguments[0]}: ") and words.format(here=files) in line
+
+
+def test_what_is_wrong_with_the_library_itself_is_a_traceback(monkeypatch):
+    monkeypatch.setattr("odb_nodes.tools.inspection.read_inspections", {}.__getitem__)
+    with pytest.raises(KeyError):
+        main(["inspect", "."])
+
+
+READ_OR_TWICE = [
+    "profile ids.jsonl --save-lengths ids.jsonl",
+    "profile ids.jsonl --json link.jsonl",
+    "profile ids.jsonl --html ./ids.jsonl",
+    "profile *.jsonl --html ids.jsonl",
+    "profile data --html data/ids.jsonl",
+    "profile ids.jsonl --json new --html ./new",
+    "profile text.jsonl --tokenizer odd.npz --json odd.npz",
+    "simulate --lengths odd.npz --timeline odd.npz",
+    "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
+    "report data --html data/ids.jsonl",
+    "step json:loads --checkpoint data --out data/ids.jsonl",
+]
+EXISTS = [
+    "profile ids.jsonl --json odd.npz",
+    "simulate --cv 1 --timeline odd.npz",
+    "tune ids.jsonl --save-lengths odd.npz",
+    "report data --csv odd.npz",
+    "step json:loads --checkpoint data --out odd.npz",
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        *((f"{line} --force", "is also read, or written twice") for line in READ_OR_TWICE),
+        *((line, "exists: name another file, or pass --force") for line in EXISTS),
+    ],
+)
+def test_no_file_is_lost(capsys, files, line, words):
+    before = {path: path.read_bytes() for path in files.rglob("*.*") if path.is_file()}
+    code, _, err = run(capsys, *line.split())
+    assert code == 2 and words in err
+    assert {path: path.read_bytes() for path in files.rglob("*.*") if path.is_file()} == before
+
+
+def test_a_file_is_replaced_where_that_is_asked_for(capsys, files):
+    assert run(capsys, "profile", "ids.jsonl", "--json", "odd.npz", "--force")[0] == 0
+    assert (files / "odd.npz").read_text().startswith("{")
 
 
 def test_a_command_that_does_not_exist_is_an_error_in_one_line(capsys):

@@ -1,5 +1,6 @@
 """What each command does, apart from the figures, which have tests of their own."""
 
+import gzip
 import json
 import re
 import sys
@@ -11,6 +12,7 @@ from step_logs import write_log
 from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state, save_state
 from odb_nodes.cli import main
 from odb_nodes.memory import MemoryModel
+from odb_nodes.tools.estimate import table_of_loader
 from odb_nodes.tools.inspection import read_inspections
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.lengths import observe_lengths
@@ -37,7 +39,7 @@ def table(tmp_path):
 
 def cells(text):
     """The rows of the last table in markdown, by their titles."""
-    last = text.rstrip().split("\n\n")[-1]
+    *_, last = (part for part in text.split("\n\n") if "\n|" in f"\n{part}")
     lines = [line for line in last.splitlines() if line.startswith("|")]
     titles, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return [dict(zip(titles, row, strict=True)) for row in rows]
@@ -107,11 +109,50 @@ def test_lengths_come_from_json_lines_and_their_tokenizer(capsys, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)))
     saved = tmp_path / "lengths.npz"
-    options = ["--tokenizer", tmp_path / "tokenizer.json", "--save-lengths", saved]
+    options = ["--tokenizer", tmp_path / "tokenizer.json", "--save-lengths", saved, "--force"]
     assert run("simulate", data, *options) == 0
     assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
+    assert LengthTable.load(saved).streams == ()
+    compressed = tmp_path / "data.jsonl.gz"
+    compressed.write_bytes(gzip.compress(data.read_bytes()))
+    assert run("simulate", compressed, *options) == 0
+    assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
+    assert LengthTable.load(saved).streams == ("",)
     assert run("simulate", data, *options, "--field", "title") == 0
     assert LengthTable.load(saved).tokens.tolist() == [1, 1, 1]
+
+
+CHAT = [{"messages": [{"role": "user", "content": "word " * n}], "text": "word"} for n in (1, 2)]
+TEMPLATE = "{% for one in messages %}{{ one.content }} word {% endfor %}"
+
+
+@pytest.mark.frameworks
+def test_chat_records_take_the_template_of_a_tokenizer(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "word": 1}, unk_token="?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    plain = transformers.PreTrainedTokenizerFast(tokenizer_object=model)
+    plain.save_pretrained(tmp_path / "plain")
+    plain.chat_template = TEMPLATE
+    plain.save_pretrained(tmp_path / "chat")
+    data, saved = tmp_path / "data.jsonl", tmp_path / "lengths.npz"
+    data.write_text("\n".join(map(json.dumps, CHAT)))
+
+    def simulated(tokenizer, *options):
+        return run("simulate", data, "--tokenizer", tmp_path / tokenizer, *options)
+
+    assert simulated("chat", "--save-lengths", saved) == 0
+    assert LengthTable.load(saved).tokens.tolist() == [2, 3]
+    assert simulated("chat/tokenizer.json") == 2
+    assert "has no chat template: pass the folder or the name of the tokenizer" in (
+        capsys.readouterr().err
+    )
+    assert simulated("plain") == 2
+    assert "plain` has no chat template: pass a folder with a `chat_template.jinja`" in (
+        capsys.readouterr().err
+    )
+    assert simulated("chat/tokenizer.json", "--field", "text") == 0
 
 
 def make_dataset():
@@ -133,6 +174,73 @@ def test_lengths_come_from_a_function_that_is_named(capsys, tmp_path, monkeypatc
     assert run("simulate", f"jobs:{function.__name__}", "--save-lengths", saved) == 0
     expected = [-(-length // 2) for length in LENGTHS] if function is make_loader else LENGTHS
     assert LengthTable.load(saved).tokens.tolist() == expected
+
+
+MIXED = {
+    "token_budget": TokenBudget(800, layout="packed", max_samples=30, oversize="drop"),
+    "window": 48,
+    "accumulate": 2,
+    "seed": 7,
+    "dearest_first": 1,
+    "weights": {"a": 1, "b": 2},
+}
+
+
+def make_mixed(process_group=None):
+    halves = {"a": DATASET[:200], "b": DATASET[200:]}
+    return ODBDataLoader(halves, process_group=process_group, **MIXED)
+
+
+def test_the_options_of_a_loader_are_the_defaults(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    of_job = {
+        name: value for name, value in MIXED.items() if name not in ("token_budget", "weights")
+    }
+    table = table_of_loader(make_mixed())
+    for given, changed in (([], {}), (["--window", 32, "--seed", 1], {"window": 32, "seed": 1})):
+        assert run("simulate", "jobs:make_mixed", *given) == 0
+        done = capsys.readouterr()
+        assert "from the loader, where not given here: token_budget=TokenBudget(800" in done.err
+        (row,) = cells(done.out)
+        job = of_job | changed
+        report = simulate(
+            table, world_size=1, budget=MIXED["token_budget"], weights=MIXED["weights"], **job
+        )
+        assert row == {"ranks": "1", "window": str(job["window"])} | report.as_row()
+        assert run("profile", "jobs:make_mixed", *given) == 0
+        windows = [job.pop("window")]
+        expected = profile(
+            table, budget=MIXED["token_budget"], weights=MIXED["weights"], windows=windows, **job
+        )
+        assert capsys.readouterr().out == f"{expected}\n"
+    assert run("simulate", "jobs:make_mixed", "--weight", "a=9", "--weight", "b=1") == 0
+    report = simulate(
+        table, world_size=1, budget=MIXED["token_budget"], weights={"a": 9, "b": 1}, **of_job
+    )
+    assert cells(capsys.readouterr().out) == [{"ranks": "1", "window": "48"} | report.as_row()]
+
+
+@pytest.mark.workers
+def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    assert run("tune", "jobs:make_mixed", "--ranks", 2) == 0
+    out = capsys.readouterr().out
+    job = {name: MIXED[name] for name in ("window", "seed", "dearest_first", "weights")}
+    expected = tune(
+        table_of_loader(make_mixed()),
+        world_size=2,
+        limit=MIXED["token_budget"],
+        tokens_per_step=2 * 2 * 800,  # as many as a step has now
+        **job,
+    )
+    assert out == str(expected)
+    assert 48 in {one.choice.window for one in expected.tried}
+    code = expected.code().partition("\n")[0]
+    names = {"dataset": DATASET, "ODBDataLoader": ODBDataLoader, "TokenBudget": TokenBudget}
+    exec(code.replace("(dataset", "({'a': dataset, 'b': dataset}"), names)
+    options = names["loader"].options
+    assert (options.weights, options.seed, options.dearest_first) == ({"a": 1, "b": 2}, 7, 1)
+    assert (options.budget.layout, options.budget.max_samples) == ("packed", 30)
 
 
 @pytest.mark.frameworks
@@ -175,6 +283,17 @@ def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch
     assert out.exists()
 
 
+def test_step_says_what_the_function_must_return(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    save_rank_state(make_loader_of_group(None).state_dict(), tmp_path)
+    assert run("step", "jobs:nothing", "--checkpoint", tmp_path) == 2
+    assert "`make_loader(process_group)` must be an `ODBDataLoader`" in capsys.readouterr().err
+
+
+def nothing(process_group):
+    return None
+
+
 def make_loader_of_group(process_group):
     return ODBDataLoader(DATASET, token_budget=1500, window=32, process_group=process_group)
 
@@ -187,7 +306,7 @@ def test_profile_writes_its_files(capsys, table, tmp_path):
     expected = profile(LengthTable.load(table), budget=1500, world_sizes=(1, 2), windows=(32,))
     assert (tmp_path / "p.json").read_text() == expected.to_json()
     assert (tmp_path / "p.html").read_text() == expected.to_html()
-    assert cells(out)[-1] == expected.comparisons[-1].as_row()
+    assert out == f"{expected}\n" and cells(out) == expected.rows()
 
 
 @pytest.mark.workers
@@ -216,7 +335,7 @@ def test_tune_takes_a_model_of_memory(capsys, table, tmp_path):
     options = ["--memory-model", tmp_path / "model.json", "--memory-gib", 4]
     assert run("tune", "--lengths", table, *options) == 0
     largest = model.budget(4 * 2**30).tokens
-    assert f"| {largest:,} |" in capsys.readouterr().out
+    assert f" {largest:,} |" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,11 @@ from odb_nodes.contract.state import add_digest, seal, seal_whole, unseal, unsea
 @dataclass(kw_only=True)
 class OneField(NodeState):
     x: int
+
+
+@dataclass(kw_only=True)
+class AnyField(NodeState):
+    x: Any
 
 
 def resealed(state):
@@ -63,6 +69,17 @@ def test_a_whole_state_is_refused_after_any_change():
         unseal_whole({**state, "x": "7"}, "Node", OneField)
     with pytest.raises(StateError, match="must be a state saved by a Node"):
         unseal_whole([state], "Node", OneField)
+
+
+@pytest.mark.parametrize("place", ["whole", "node", "config", "x", "digest", "unknown"])
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_a_state_that_is_nested_too_deeply_is_refused(place, kind):
+    deep = 1
+    for _ in range(2000):
+        deep = {"a": deep} if kind is dict else kind([deep])
+    state = deep if place == "whole" else {**seal_whole("Node", AnyField(x=7)), place: deep}
+    with pytest.raises(StateError, match="the state (of|for) Node|this odb_nodes reads"):
+        unseal_whole(state, "Node", AnyField)
 
 
 def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
@@ -119,6 +136,15 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, value):
     with pytest.raises(StateError, match="`state` must hold plain data .* but holds `"):
         save_state({"loss": value}, path)
     assert load_state(path) == {"step": 1}
+
+
+def test_what_is_nested_too_deeply_is_not_saved(tmp_path):
+    deep = []
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(StateError, match="`state` is nested too deeply"):
+        save_state({"step": deep}, tmp_path / "state.pt")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_state_and_a_path_that_are_swapped_are_told_apart(tmp_path):

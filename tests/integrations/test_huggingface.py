@@ -694,6 +694,9 @@ def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
         def get_train_dataloader(self):
             return [lm.sample_of(0)]
 
+    class Derived(Stock):
+        pass
+
     class Above(ODBTrainer):
         def get_train_dataloader(self):
             return [lm.sample_of(0)]
@@ -711,6 +714,10 @@ def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
     assert type(stock) is Stock
     with pytest.raises(ValueError, match="`Stock` must not override `get_train_dataloader`"):
         t.make_trainer(tmp_path, kind=Below)
+    derived = Derived(lm.Normalizing(), t.arguments(tmp_path), train_dataset=t.Texts(SIZE))
+    message = "`Derived` must not .* base class `Stock` does.*`ODBDataLoader`: see docs/pytorch.md"
+    with pytest.raises(ValueError, match=message):
+        configure_trainer(derived, token_budget=64)
     with pytest.raises(ValueError, match="`get_train_dataloader` of `Above` must return"):
         t.make_trainer(tmp_path, kind=Above).train()
     t.make_trainer(tmp_path, kind=Asking, max_steps=1).train()

@@ -27,7 +27,9 @@ def run(code):
 
 def test_the_library_alone_imports_no_framework():
     code = f"""
-import sys, odb_nodes, odb_nodes.integrations, odb_nodes.testing
+import sys
+from odb_nodes import *
+import odb_nodes.integrations, odb_nodes.testing
 import odb_nodes.monitor, odb_nodes.integrations.learning_rate
 import odb_nodes.integrations.step_estimate
 print([name for name in {FRAMEWORKS} if name in sys.modules])

@@ -75,7 +75,7 @@ def test_a_step_of_a_trainer_that_failed_is_not_recorded(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert len(keys_of(tmp_path / "ledger")) == 4
-    assert audit(tmp_path / "ledger", SIZE).ok
+    assert audit(tmp_path / "ledger", SIZE).state == "open"
 
 
 # --- Accelerate -----------------------------------------------------------------------------------
@@ -109,6 +109,7 @@ def test_accelerate_records_a_step_that_is_done(tmp_path):
             if number == 4:
                 break
     assert len(rows_of(tmp_path / "ledger")) == 5  # the loop was left after the step
+    assert audit(tmp_path / "ledger").state == "ended"
     with (
         pytest.raises(KeyboardInterrupt),
         loader_of(Accelerator(cpu=True), tmp_path / "failed") as loader,
@@ -117,6 +118,7 @@ def test_accelerate_records_a_step_that_is_done(tmp_path):
             if number == 4:
                 raise KeyboardInterrupt
     assert len(rows_of(tmp_path / "failed")) == 4
+    assert audit(tmp_path / "failed").state == "open"
 
 
 def test_accelerate_records_a_step_before_it_is_saved_and_an_attempt_after_it_is_loaded(tmp_path):
@@ -166,3 +168,4 @@ def test_a_step_of_lightning_that_failed_is_not_recorded(tmp_path):
     with pytest.raises(SystemExit):
         l.fit(module=Failing(), odb=[ODBCallback(ledger=tmp_path)], max_epochs=1)
     assert len(keys_of(tmp_path)) == 4
+    assert audit(tmp_path).state == "open"

@@ -12,7 +12,13 @@ sys.path.insert(0, str(HERE))
 
 import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
-from transformers import BertConfig, BertForSequenceClassification, Trainer  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    DefaultDataCollator,
+    Trainer,
+    default_data_collator,
+)
 
 from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget  # noqa: E402
 from odb_nodes._compat import transformers as compat  # noqa: E402
@@ -189,18 +195,62 @@ def test_labels_are_renamed_only_where_they_can_be():
         rename_labels({"label_ids": [[1, 2], [3]]}, set())
 
 
-def test_samples_without_a_length_are_told_what_to_do(tmp_path):
-    class Pairs(Trainer):
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (["chosen_ids", "rejected_ids"], "For pairs.*`observe=lambda s: 2 .*sample_mean"),
+        (["labels", "pixel_values"], r"the patches .*`observe=lambda s: s\[.pixel_values"),
+        (["input_values", "labels"], r"the frames .*`observe=lambda s: len\(s\[.input_values"),
+        (["input_features", "labels"], r"the frames .*`observe=lambda s: len\(s\[.input_features"),
+        (["video"], r"`observe=lambda s: len\(s\["),
+    ],
+)
+def test_samples_without_a_length_are_told_what_to_do(tmp_path, keys, message):
+    class Other(Trainer):
         def _set_signature_columns_if_needed(self):
-            self._signature_columns = ["chosen_ids", "rejected_ids"]
+            self._signature_columns = keys
 
-    pairs = [{"chosen_ids": [1] * (n + 2), "rejected_ids": [2] * (n + 3)} for n in range(8)]
-    trainer = configure_trainer(make(Pairs, tmp_path, list, pairs), token_budget=64)
-    message = (
-        r"of `ODBPairs` has no `input_ids`.*'chosen_ids', 'rejected_ids'.*`observe=lambda s: 2"
-    )
-    with pytest.raises(SampleError, match=message):
+    data = [dict.fromkeys(keys, [1] * (n + 2)) for n in range(8)]
+    trainer = configure_trainer(make(Other, tmp_path, list, data), token_budget=64)
+    names = ", ".join(f"'{key}'" for key in keys)
+    with pytest.raises(SampleError, match=f"of `ODBOther` has no `input_ids`.*{names}.*{message}"):
         trainer.train()
+
+
+class Looks(torch.nn.Module):
+    """Takes images."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.head(pixel_values.flatten(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+
+
+IMAGES = [{"pixel_values": torch.full((1, 2, 2), n / 9), "label": n % 3} for n in range(20)]
+
+
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_images_of_one_size_are_stacked_by_the_default_collator(tmp_path, keeps_all):
+    def weights(collate, data=IMAGES):
+        args = {"remove_unused_columns": not keeps_all}
+        odb = t.config(observe=lambda _: 4)
+        trainer = make(ODBTrainer, tmp_path, collate, data, Looks(), args, odb=odb)
+        trainer.train()
+        assert trainer.evaluate(data)["eval_loss"] > 0
+        return lm.weights_of(trainer.model)
+
+    expected = weights(lambda samples: default_data_collator(samples))
+    for collate in (None, default_data_collator, DefaultDataCollator()):
+        assert torch.equal(weights(collate), expected)
+    other = [{"pixel_values": torch.zeros(1, 2, n + 1), "label": 0} for n in range(20)]
+    with pytest.raises(ValueError, match="must have one size.*Give it a `data_collator`"):
+        weights(None, other)
 
 
 def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(tmp_path):

@@ -1,5 +1,6 @@
 """What the loss of a batch is a mean over, under a `Trainer`, and how that is found out."""
 
+import copy
 import sys
 import warnings
 from collections import defaultdict
@@ -14,7 +15,12 @@ sys.path.insert(0, str(HERE))
 import language_models as lm  # noqa: E402
 import trainer_jobs as t  # noqa: E402
 from rank_jobs import run_ranks  # noqa: E402
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    Trainer,
+    TrainerCallback,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
 
 from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin  # noqa: E402
 from odb_nodes.integrations.huggingface.loss import count_targets  # noqa: E402
@@ -129,6 +135,103 @@ def test_a_mean_over_tokens_without_labels_may_be_said_to_be_one(tmp_path, accum
         if loss != losses[-1]:  # which repeats batches
             mean = sum(loss * items for loss, items in step) / sum(items for _, items in step)
             assert loss == pytest.approx(mean, abs=1e-4)  # logs before version 5 are rounded
+
+
+def spoken():
+    """Utterances of many lengths, with transcripts of many lengths; the long ones are silent."""
+    rng = torch.Generator().manual_seed(0)
+    for n in range(SIZE):
+        frames, letters = 40 + 8 * (n % 11), 0 if n % 11 > 5 else n % 7
+        labels = torch.randint(0, 8, (letters,), generator=rng) if letters else torch.tensor([-100])
+        yield {"input_values": torch.randn(frames, generator=rng).double(), "labels": labels}
+
+
+def collate_spoken(samples):
+    pad, given = torch.nn.utils.rnn.pad_sequence, {"batch_first": True}
+    values = [one["input_values"] for one in samples]
+    return {
+        "input_values": pad(values, **given),
+        "attention_mask": pad([torch.ones(len(one), dtype=torch.long) for one in values], **given),
+        "labels": pad([one["labels"] for one in samples], padding_value=-100, **given),
+    }
+
+
+def ctc_trainer(folder, reduction, odb=(), **options):
+    """A trainer of a small model whose blank token is its last."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    convolutions = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    zero = ("hidden", "activation", "attention", "feat_proj", "feat_extract", "final")
+    sizes |= convolutions | positions | {f"{name}_dropout": 0.0 for name in zero}
+    config = Wav2Vec2Config(
+        **sizes,
+        num_attention_heads=2,
+        layerdrop=0.0,
+        mask_time_prob=0.0,
+        feat_extract_norm="layer",
+        pad_token_id=8,
+        ctc_loss_reduction=reduction,
+    )
+    return ODBTrainer(
+        Wav2Vec2ForCTC(config).double(),
+        t.arguments(folder, max_steps=5, **options),
+        train_dataset=[*spoken()],
+        data_collator=collate_spoken,
+        odb=t.config(
+            token_budget=256,
+            window=8,
+            observe=lambda one: len(one["input_values"]) // 2,
+            **dict(odb),
+        ),
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_mean_of_ctc_is_over_samples(tmp_path, accumulate):
+    trainer = ctc_trainer(tmp_path, "mean", gradient_accumulation_steps=accumulate)
+    model, batches, errors, silent = trainer.model, [], [], []
+    reference = copy.deepcopy(model)
+
+    class Check(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            reference.load_state_dict(model.state_dict())
+            self.fillers = [step.factor == 0 for step in trainer.odb_run.losses.waiting]
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            reference.zero_grad()
+            seen = zip(batches, self.fillers, strict=True)
+            seen = [batch for batch, is_filler in seen if not is_filler]
+            rows = sum(len(batch["labels"]) for batch in seen)
+            for batch in seen:
+                for row in range(len(batch["labels"])):
+                    one = {key: value[row : row + 1] for key, value in batch.items()}
+                    (reference(**one).loss / rows).backward()
+            expected, found = (lm.gradient_of(one) for one in (reference, model))
+            errors.append((found - expected).norm() / expected.norm())
+            batches.clear()
+
+    def keep(module, args, kwargs):
+        if module.training:
+            batches.append(
+                {key: kwargs[key] for key in ("input_values", "attention_mask", "labels")}
+            )
+            silent.append(bool((kwargs["labels"] == -100).all()))
+
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    trainer.add_callback(Check())
+    trainer.train()
+    assert len(errors) == 5
+    assert max(errors) < 1e-6  # the loss is computed in fp32
+    assert any(silent)  # which the model got as they are
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_sum_of_ctc_is_refused_unless_it_is_said_to_be_a_mean(tmp_path, reduction):
+    with pytest.raises(ValueError, match=f"is '{reduction}'.*`model.config.ctc_loss_reduction = "):
+        ctc_trainer(tmp_path, reduction).train()
+    if reduction == "sum":
+        ctc_trainer(tmp_path, reduction, odb={"loss_is": "sample_mean"}).train()
 
 
 def test_batches_of_which_only_some_have_labels_are_refused(tmp_path):

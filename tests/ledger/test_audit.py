@@ -48,10 +48,10 @@ def test_a_partial_epoch_is_said_to_be_partial(tmp_path):
     for rank, end in ((0, 4), (1, 6)):
         record(tmp_path / "cut", *epoch_of(rank, 2)[:end], rank=rank, world_size=2, is_killed=True)
     found = audit(tmp_path / "cut", SIZE)
-    assert found.ok
+    assert found.state == "open"
     assert not found.epochs[0].is_complete
     assert "epoch 0: partial, to step 5;" in str(found)
-    assert found.notes == (
+    assert found.notes[1:] == (
         "epoch 0: not all ranks have recorded as many steps: rank 0 4, rank 1 6.",
     )
 
@@ -60,9 +60,9 @@ def test_a_rank_may_be_killed_before_its_first_step_of_an_epoch(tmp_path):
     record(tmp_path, *epoch_of(0, 2), rank=0, world_size=2, is_killed=True)
     record(tmp_path, *epoch_of(1, 2), *epoch_of(1, 2, 1)[:1], rank=1, world_size=2, is_killed=True)
     found = audit(tmp_path, SIZE)
-    assert found.ok, found.problems
+    assert found.state == "open", found.problems
     assert [one.is_complete for one in found.epochs] == [True, False]
-    assert found.notes == (
+    assert found.notes[1:] == (
         "epoch 1: not all ranks have recorded as many steps: rank 0 0, rank 1 1.",
     )
 
@@ -93,11 +93,11 @@ def test_fillers_are_counted(tmp_path):
 
 
 def test_a_rank_may_be_killed_before_its_last_step_where_another_has_gone_on(tmp_path):
-    record(tmp_path, *epoch_of(0, 2)[:-1], rank=0, world_size=2)
+    record(tmp_path, *epoch_of(0, 2)[:-1], rank=0, world_size=2, is_killed=True)
     steps = [*epoch_of(1, 2), *epoch_of(1, 2, 1)[:2]]
     record(tmp_path, *steps, rank=1, world_size=2, is_killed=True)
     found = audit(tmp_path, SIZE)
-    assert found.ok, found.problems
+    assert found.state == "open", found.problems
     assert [one.is_complete for one in found.epochs] == [False, False]
     record(tmp_path, *epoch_of(1, 2, 1)[2:], *epoch_of(1, 2, 2), rank=1, world_size=2)
     problems = audit(tmp_path, SIZE).problems  # an epoch later, that is no excuse
@@ -114,12 +114,13 @@ def test_a_rank_may_have_been_killed_a_few_steps_before_another(tmp_path, behind
     record(tmp_path, *steps[1][: 50 - behind], rank=1, world_size=2, is_killed=True)
     found = audit(tmp_path, SIZE)
     assert not found.epochs[0].is_complete
+    assert found.open_ranks == ((0, 1) if is_killed else (1,))
     if is_killed and behind <= MOST_STEPS_BEHIND:
-        assert found.ok, found.problems
+        assert found.state == "open", found.problems
     else:
         (problem,) = found.problems
         assert problem.startswith("epoch 0: rank 1: the epoch has no end: it was left, or its last")
-        assert f"rank 0 50, rank 1 {50 - behind}" in found.notes[0]
+        assert f"rank 0 50, rank 1 {50 - behind}" in found.notes[1]
 
 
 @pytest.mark.parametrize("steps", [MOST_STEPS_BEHIND, MOST_STEPS_BEHIND + 1])
@@ -129,7 +130,7 @@ def test_a_rank_may_have_been_killed_before_its_first_record(tmp_path, steps):
     found = audit(tmp_path, SIZE)
     assert "rank 1: nothing is recorded." in found.notes
     if steps <= MOST_STEPS_BEHIND:
-        assert found.ok, found.problems
+        assert found.state == "open", found.problems
     else:
         assert "epoch 0: rank 1 of 2 has no record" in found.problems[0]
 
@@ -142,7 +143,7 @@ def test_a_rank_has_all_steps_before_a_checkpoint_that_another_has_resumed_from(
     record(tmp_path / "hole", *steps[0][20:22], rank=0, world_size=2, is_killed=True)
     record(tmp_path, *steps[1][:20], rank=1, world_size=2, is_killed=True)
     record(tmp_path / "hole", *steps[1][:19], rank=1, world_size=2, is_killed=True)
-    assert audit(tmp_path, SIZE).ok
+    assert audit(tmp_path, SIZE).state == "open"
     assert "rank 1: the epoch has no end" in audit(tmp_path / "hole", SIZE).problems[0]
 
 
@@ -153,7 +154,7 @@ def test_a_block_that_raises_leaves_the_attempt_as_a_kill_does(tmp_path):
                 ledger.record(info)
             raise KeyboardInterrupt
     found = audit(tmp_path, SIZE)
-    assert found.ok, found.problems
+    assert found.state == "open", found.problems
 
 
 # --- what is wrong --------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def test_what_a_rank_leaves_out_before_its_first_sample_is_its_own_too(tmp_path)
         left = info_of(0, is_filler=True, left_out=[(0, "empty")])
         rest = [left] if rank else [left, info_of(1, [1], own=[""], ends=True)]
         record(tmp_path, *rest, rank=rank, world_size=2, is_killed=True)
-    assert audit(tmp_path).ok
+    assert audit(tmp_path).state == "open"
 
 
 def test_a_step_that_is_missing_or_double_is_named(tmp_path):
@@ -311,17 +312,25 @@ def test_a_ledger_that_begins_late_is_partial(tmp_path):
 def test_no_ledger_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file `rank-00000.ledger`"):
         audit(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"new` has no ledger: there is no such folder"):
+        audit(tmp_path / "new")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"`folder` must be a folder, but `.*file` is a file"):
+        audit(tmp_path / "file")
+    (tmp_path / "rank-00000 (1).ledger").touch()
+    with pytest.raises(ValueError, match=r"`.*rank-00000 \(1\).ledger` must be named as"):
+        audit(tmp_path)
 
 
 def test_a_ledger_without_a_record_is_said_to_be_empty(tmp_path):
     Ledger(tmp_path).close()
     found = audit(tmp_path)
-    assert found.ok and not found.epochs
-    assert found.notes == ("rank 0: nothing is recorded.",)
+    assert found.state == "open" and not found.epochs
+    assert found.notes[0] == "rank 0: nothing is recorded."
     assert "rank 0: 0 attempts\n" in str(found)
     problems = ("no sample has a fate, of 5: nothing is recorded.",)
     assert audit(tmp_path, 5).problems == audit(tmp_path, {"a": 2, "b": 3}).problems == problems
-    assert audit(tmp_path, 0).ok
+    assert not audit(tmp_path, 0).problems
 
 
 # --- another number of ranks ----------------------------------------------------------------------

@@ -4,7 +4,7 @@ import os
 import random
 
 import pytest
-from ledgers import SIZE, epoch_of, pieces_of, write_run
+from ledgers import SIZE, epoch_of, info_of, pieces_of, write_run
 
 from odb_nodes import Ledger, audit
 from odb_nodes.ledger.records import END, HEAD, MAGIC, NAME
@@ -73,14 +73,14 @@ def test_a_change_of_one_record_is_found(intact, tmp_path, mutate, exhaustive):
     for _ in range(MUTATIONS if exhaustive else MUTATIONS // 5):
         ranks = [list(pieces) for pieces in intact]
         rank = draw.randrange(WORLD_SIZE)
-        # Without the very last record, which says that a run was closed, it is as a killed one.
-        index = draw.randrange(len(ranks[rank]) - 1)
+        index = draw.randrange(len(ranks[rank]))
         mutate(draw, ranks, rank, index)
         write(tmp_path, ranks)
         found = audit(tmp_path)
         what = (mutate.__name__, rank, index, kind_of(intact[rank][index]))
         # The last record of a killed process whose size was changed looks as if it were torn.
-        said = found.problems or (mutate is flipped and found.notes)
+        # So does the last of a run that has ended; without it, the run is as one that goes on.
+        said = found.problems or ((mutate is flipped or not found.ok) and found.notes)
         assert any(f"rank {rank}" in text for text in said), (what, found)
 
 
@@ -119,7 +119,7 @@ def test_a_torn_last_record_is_ignored_and_said(tmp_path):
     for size in range(1, len(last)):
         path.write_bytes(b"".join(before) + last[:size])
         found = audit(tmp_path)
-        assert found.ok, (size, found.problems)
+        assert found.state == "open", (size, found.problems)
         assert not found.epochs[0].is_complete
         assert found.epochs[0].last_step == 6
         assert any("torn record" in text for text in found.notes), size
@@ -146,9 +146,91 @@ def test_a_record_torn_in_mid_run_is_ignored_too(tmp_path, monkeypatch):
                         ledger.record(steps[end])
             ledger._file.forget()
         found = audit(folder)
-        assert found.ok, found.problems
+        assert found.state == "open", found.problems
         assert sum("a torn record" in note for note in found.notes) == 2
         assert found.epochs[0].digest == expected
+
+
+def attempts_of(folder, *jobs):
+    """Ledgers of jobs one after the other, of (ranks, first step, stop, whether it is killed)."""
+    last = max(stop for _, _, stop, _ in jobs) - 1
+    for world_size, first, stop, is_killed in jobs:
+        for rank in range(world_size):
+            ledger = Ledger(folder, rank=rank, world_size=world_size)
+            for step in range(first, stop):
+                ledger.record(info_of(step, [step * 4 + rank], sources="a", ends=step == last))
+            if is_killed:
+                ledger._file.forget()
+            ledger.close()
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [(1, 0, 3, False)],
+        [(1, 0, 2, False), (1, 2, 4, False)],  # it ended twice
+        [(1, 0, 2, True), (1, 1, 4, False)],
+        [(2, 0, 2, False)],
+        [(1, 0, 2, False), (2, 2, 4, False)],
+        [(2, 0, 2, False), (1, 2, 4, False)],
+    ],
+    ids=str,
+)
+def test_no_cut_of_a_run_that_ended_reads_ok(tmp_path, jobs):
+    attempts_of(tmp_path, *jobs)
+    assert audit(tmp_path).state == "ended"
+    for path in sorted(tmp_path.iterdir())[: jobs[-1][0]]:  # of a rank that goes on
+        whole = path.read_bytes()
+        for size in range(len(whole)):
+            path.write_bytes(whole[:size])
+            found = audit(tmp_path)
+            assert not found.ok, (path.name, size)
+            if found.state == "open":
+                assert any("no end of the run is recorded" in note for note in found.notes)
+        path.write_bytes(whole)
+
+
+def test_a_run_that_ended_and_goes_on_is_open_again(tmp_path):
+    attempts_of(tmp_path, (1, 0, 2, False))
+    assert audit(tmp_path).state == "ended"
+    with pytest.raises(KeyError), Ledger(tmp_path) as ledger:
+        assert audit(tmp_path).state == "ended"  # nothing is recorded
+        ledger.record(info_of(2, [3]))
+        raise KeyError
+    found = audit(tmp_path)
+    assert found.state == "open"
+    assert str(found).startswith(f"{tmp_path}: OPEN, no problem so far; no end is recorded")
+    assert not any("attempt 1" in text for text in found.notes)
+
+
+def test_a_bit_of_a_name_is_damage_and_no_error(tmp_path):
+    attempts_of(tmp_path, (1, 0, 2, False), (1, 2, 4, False))  # which name the source again
+    path = tmp_path / "rank-00000.ledger"
+    name, data = next((one, pieces_of(path)) for one in pieces_of(path) if kind_of(one) == NAME)
+    at = b"".join(data).index(name)
+    for bit in range(8 * len(name)):
+        changed = bytearray(b"".join(data))
+        changed[at + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        found = audit(tmp_path, 64)
+        assert found.state == "damaged" and found.problems[0].startswith("rank 0: attempt 1"), bit
+
+
+def test_a_bit_of_the_name_of_a_file_is_no_raw_error(tmp_path):
+    attempts_of(tmp_path, (2, 0, 2, False))
+    path = os.fsencode(tmp_path / "rank-00000.ledger")
+    for bit in range(8 * len("rank-00000.ledger")):
+        name = bytearray(os.path.basename(path))
+        name[bit // 8] ^= 1 << bit % 8
+        other = os.path.join(os.path.dirname(path), bytes(name))
+        if b"/" in name or os.path.exists(other):
+            continue
+        os.rename(path, other)
+        try:
+            assert audit(tmp_path, 64).state == "damaged", name
+        except ValueError as error:
+            assert "must be named as `rank-00000.ledger`" in str(error)
+        os.rename(other, path)
 
 
 def test_zeros_at_the_end_are_a_loss_of_power(tmp_path):
@@ -156,7 +238,7 @@ def test_zeros_at_the_end_are_a_loss_of_power(tmp_path):
     path = tmp_path / "rank-00000.ledger"
     path.write_bytes(b"".join(pieces_of(path)[:-2]) + bytes(5000))
     found = audit(tmp_path)
-    assert found.ok
+    assert found.state == "open"
     assert "a torn record of 5000 bytes" in found.notes[0]
 
 

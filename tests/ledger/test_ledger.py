@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledgers import epoch_of, info_of, pieces_of, rows_of
 
-from odb_nodes import Ledger, ODBDataLoader, Skipped, TokenBudget, audit, pop_step_info
+from odb_nodes import (
+    Ledger,
+    ODBDataLoader,
+    Skipped,
+    StateError,
+    TokenBudget,
+    audit,
+    pop_step_info,
+)
 from odb_nodes._core.checks import MAX_KEY
 from odb_nodes.ledger.reading import RankFile
 from odb_nodes.ledger.steps import read_steps
@@ -168,8 +176,8 @@ def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch, free):
     ledger.close()
     found = audit(tmp_path, 90)
     assert "rank 0, epoch 0: not recorded: step 2 to 4." in found.problems
-    text = "3 steps before attempt 2 (epoch 0 step 5) could not be"
-    assert any(text in one for one in found.problems)
+    text = "rank 0: 3 steps from epoch 0 step 2 on could not be written: see the disk."
+    assert text in found.problems
 
 
 def test_a_disk_that_is_full_from_the_beginning_stops_no_run(tmp_path, monkeypatch):
@@ -185,7 +193,97 @@ def test_a_disk_that_is_full_from_the_beginning_stops_no_run(tmp_path, monkeypat
     ledger.record(info_of(1, [1]))
     ledger.close()
     found = audit(tmp_path / "ledger")
-    assert any("1 steps before attempt 1 (epoch 0 step 1)" in one for one in found.problems)
+    assert found.problems[0].startswith("rank 0: 1 step from epoch 0 step 0 on could not be")
+
+
+def lose(ledger, monkeypatch, *steps, on_close=False):
+    """Record steps while the disk is full; and close, before it has space again."""
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="No space") as caught:
+        patch.setattr(os, "write", full)
+        for info in steps:
+            ledger.record(info)
+        if on_close:
+            ledger.close()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_tail_that_could_not_be_written_is_recorded_on_close(tmp_path, monkeypatch, first, ended):
+    steps = epoch_of(0, 1)
+    ledger = Ledger(tmp_path)
+    for info in steps[:first]:
+        ledger.record(info)
+    lose(ledger, monkeypatch, *steps[first:])
+    ledger.close(ended=ended)
+    found = audit(tmp_path)
+    assert found.state == "damaged" and found.open_ranks == ((), (0,))[not ended]
+    lost = f"{len(steps) - first} steps from epoch 0 step {first} on could not be written"
+    assert found.problems == (f"rank 0: {lost}: see the disk.",)
+    assert found.attempts == {0: ((0, 0),) * (first > 0)}
+    assert f"PROBLEM: rank 0: {lost}" in str(found)
+    with pytest.raises(StateError, match=lost):
+        read_steps(tmp_path, 0, [0])
+    with Ledger(tmp_path) as ledger:  # the run goes on from a checkpoint before the gap
+        for info in steps[max(0, first - 1) :]:
+            ledger.record(info)
+    found = audit(tmp_path, 90)
+    assert found.ok and found.epochs[0].is_complete, found
+
+
+def test_a_tail_that_is_lost_on_a_disk_that_stays_full_is_not_ok(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path)
+    ledger.record(info_of(0, [0]))
+    lose(ledger, monkeypatch, info_of(1, [1]), on_close=True)
+    assert audit(tmp_path).state == "open"
+    with Ledger(tmp_path / "end") as ledger:
+        ledger.record(info_of(0, [0]))
+        lose(ledger, monkeypatch, on_close=True)
+    assert audit(tmp_path / "end").state == "open"
+
+
+def test_going_back_behind_a_gap_fills_it(tmp_path, monkeypatch):
+    steps = epoch_of(0, 1)
+    with Ledger(tmp_path) as ledger:
+        for info in steps[:4]:
+            ledger.record(info)
+        lose(ledger, monkeypatch, *steps[4:6])
+        ledger.begin_attempt()
+        for info in steps[3:]:
+            ledger.record(info)
+    assert audit(tmp_path, 90).ok
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("syncs", [False, True])
+def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, what, syncs):
+    folder = tmp_path / "ledger"
+    ledger = Ledger(folder)
+    steps = epoch_of(0, 1)
+    for info in steps[:3]:
+        ledger.record(info)
+    ledger.path.unlink()
+    if what == "folder":
+        folder.rmdir()
+    if syncs:
+        ledger.sync()
+    with pytest.warns(UserWarning, match=r"rank-00000.ledger` cannot be written.*deleted"):
+        ledger.record(steps[3])
+    for info in steps[4:]:
+        ledger.record(info)
+    ledger.close()
+    found = audit(folder)
+    assert found.problems[0].startswith("rank 0: 1 step from epoch 0 step 3 on could not be")
+    assert "epoch 0: what was before step 4 is not recorded." in found.notes
+
+
+def test_a_file_that_is_deleted_before_the_end_is_noticed(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.record(info_of(0, [0]))
+    ledger.path.unlink()
+    with pytest.warns(UserWarning, match="deleted"):
+        ledger.close()
+    assert not ledger.path.exists()
 
 
 @pytest.mark.slow
@@ -208,13 +306,15 @@ print("done")
     assert done.stdout == "done\n", done.stderr
     assert done.stderr.count("cannot be written") == 1
     found = audit(tmp_path)
-    assert found.ok and 10 < found.epochs[0].last_step < 60  # the rest of the epoch is not there
+    assert found.state == "open" and 10 < found.epochs[0].last_step < 60
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(ValueError, match="`folder` must be a folder, but `.*file` is a file"):
         Ledger(tmp_path / "file")
+    with pytest.raises(OSError, match="file"):
+        Ledger(tmp_path / "file" / "ledger")
 
 
 def test_two_ledgers_do_not_write_one_file(tmp_path):

@@ -1,10 +1,14 @@
 """What processes that host virtual ranks record: the same, on any number of them."""
 
+import os
+
 import pytest
 from aligned_ranks import on_ranks
 from elastic import EXCLUDED, SAMPLES, make
+from ledgers import info_of
 
 from odb_nodes import Ledger, audit, pop_step_info, reshard
+from odb_nodes.ledger.records import MAGIC
 from odb_nodes.ledger.steps import read_steps
 
 VIRTUAL = 4
@@ -61,6 +65,37 @@ def test_the_audit_is_the_same_on_any_number_of_processes(processes, expected, t
     run(tmp_path, processes)
     assert facts(tmp_path) == expected
     assert sum(expected[2].values()) == SAMPLES and expected[2]["excluded"] == len(EXCLUDED)
+
+
+def test_no_cut_of_a_process_that_hosts_them_reads_ok(tmp_path):
+    saved = run(tmp_path, 2, batches=4, is_killed=True)
+    run(tmp_path, 1, states=reshard([of_process[1] for of_process in saved], 1))
+    assert audit(tmp_path).ok
+    path = tmp_path / "rank-00000.ledger"
+    whole = path.read_bytes()
+    begin = whole.rindex(MAGIC)
+    for size in [*range(begin, begin + 300, 11), *range(len(whole) - 100, len(whole))]:
+        path.write_bytes(whole[:size])
+        assert not audit(tmp_path).ok, size
+
+
+def test_what_could_not_be_written_is_said_of_each_virtual_rank(tmp_path, monkeypatch):
+    """Of a process that hosts 2 of 2, the batches of step 1's second rank and of step 2."""
+    steps = [info_of(at, [at], ends=at == 7, hosted=2) for at in range(8)]
+    with Ledger(tmp_path) as ledger:
+        for info in steps[:3]:
+            ledger.record(info)
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be written"):
+            patch.setattr(os, "write", lambda file, data: 0)
+            for info in steps[3:6]:
+                ledger.record(info)
+        for info in steps[6:]:
+            ledger.record(info)
+    texts = [text for text in audit(tmp_path).problems if "could not be written" in text]
+    assert [text.partition(" could")[0] for text in texts] == [
+        "rank 0: 1 step from epoch 0 step 2 on",
+        "rank 1: 2 steps from epoch 0 step 1 on",
+    ]
 
 
 @pytest.mark.parametrize("further", [0, 1, 3])

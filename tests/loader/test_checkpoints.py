@@ -82,7 +82,7 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path):
 def test_a_file_is_plain_data(tmp_path):
     (folder,) = Job(tmp_path).save(1)
     state = load_state(folder / "rank00000-of-00001.pt")
-    assert state["checkpoint"] == {"version": 1, "step": 1, "rank": 0, "world_size": 1}
+    assert state["checkpoint"] == {"version": 2, "step": 1, "rank": 0, "world_size": 1}
     assert state["parts"].keys() == {"model", "optimizer", "loader", "done"}
 
 

@@ -121,13 +121,13 @@ def errors_of(job_folder, body, *args, world_size=2):
 
 def test_what_is_equal_on_all_ranks_is_written_once(tmp_path):
     body = """
-        def checkpoints(value):
+        def checkpoints(value, **options):
             parts = {"model": {"value": value}, "own": {"value": value}}
-            return parts, Checkpoints(sys.argv[1], parts, replicated=["model"])
-        _, before = checkpoints(rank)
+            return parts, Checkpoints(sys.argv[1], parts, **options)
+        _, before = checkpoints(rank, replicated=["model"])
         folder = before.save(4)
         dist.barrier()
-        parts, after = checkpoints(None)
+        parts, after = checkpoints(None)  # it knows what was replicated
         assert after.load() == 4
         path = folder / f"rank{rank:05d}-of-00002.pt"
         saved = torch.load(path, weights_only=True)["parts"]

@@ -3,14 +3,16 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 
 import psutil
 import pytest
-from worker_functions import Program, Texts, dataloader
+from worker_functions import Endless, Program, Texts, dataloader
 
-from odb_nodes import WorkerError
+from odb_nodes import Loader, WorkerError
+from odb_nodes.nodes.read_ahead import ReadAhead
 
 START_METHODS = ["fork", "spawn", "forkserver"]
 ORPHAN_LIMIT_S = 5.0
@@ -339,6 +341,48 @@ def test_a_loader_that_is_forgotten_is_freed(when, method, prefetch):
     gc.collect()
     assert wait_until(lambda: own_threads() == threads), own_threads()
     assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_forgotten_loader_may_be_collected_on_the_thread_that_reads_ahead(monkeypatch):
+    unraisable, go, done = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: unraisable.append(one.exc_value))
+
+    def collect():
+        assert go.wait(20)
+        gc.collect()
+        done.set()
+
+    threads = own_threads()
+    loader = Loader(ReadAhead(Endless(collect), 4))
+    loader.itself = loader  # garbage for the collector alone
+    gc.disable()
+    try:
+        next(iter(loader))
+        del loader
+        go.set()
+        assert done.wait(20)
+    finally:
+        gc.enable()
+    assert wait_until(lambda: own_threads() == threads), own_threads()
+    assert unraisable == []
+
+
+def test_a_program_ends_while_the_thread_of_a_forgotten_loader_is_inside_torch(run):
+    program = run(
+        """
+        from odb_nodes.nodes.read_ahead import ReadAhead
+        def compute():
+            end, row = time.monotonic() + 1.5, torch.ones(20_000)
+            while time.monotonic() < end:
+                row.add(1)
+        next(iter(Loader(ReadAhead(w.Endless(compute), 4))))
+        time.sleep(0.2)
+        print("done", flush=True)
+        """
+    )
+    program.line()
+    code, _, errors = program.finish(EXIT_LIMIT_S)
+    assert (code, errors) == (0, "")
 
 
 def divide_by_zero(index):

@@ -25,6 +25,7 @@ from odb_nodes import (
     SampleError,
     ShardedSampler,
     SourceCount,
+    SourceMixer,
     StateError,
     TokenBudget,
     WorkerOptions,
@@ -131,8 +132,11 @@ def test_a_source_node_is_a_dataset(tmp_path):
     path = write_chats(tmp_path / "chats.jsonl", 9)
     loader = ODBDataLoader(JsonlSource(path), token_budget=400, process_fn=chat)
     assert sum(pop_step_info(batch).local_samples for batch in loader) == 9
+    node = SourceMixer({"chat": JsonlSource(path)})
+    with pytest.raises(ValueError, match=r"must not be given for a node \(`SourceMixer`\)"):
+        ODBDataLoader(node, token_budget=400, shuffle=True)
     with pytest.raises(ValueError, match=r"must not be given for a node \(`JsonlSource`\)"):
-        ODBDataLoader(JsonlSource(path), token_budget=400, shuffle=True)
+        ODBDataLoader(JsonlSource(path), token_budget=400, sampler=[0])
 
 
 def test_a_file_may_be_in_many_loaders_and_under_many_names(tmp_path):
@@ -205,7 +209,7 @@ def no_labels(text):
         ),
         (
             no_labels,
-            r"a sample \(source 'b', key 0\), `id` 'yyy': .* the same keys, but sample \d+ has",
+            r"a sample \(source 'b', key 0\), `id` 'yyy': .* the same keys, but sample \d+ also has",
         ),
     ],
 )
@@ -247,7 +251,7 @@ def broken_chat(record):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_of_processing_names_file_and_line(datasets, num_workers):
     functions = {**FUNCTIONS, "chat": broken_chat}
-    where = r"sample 11 of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'"
+    where = r"sample \d+ of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'"
     with make(datasets, process_fn=functions, num_workers=num_workers) as loader:
         with pytest.raises(SampleError, match=where):
             list(loader)
@@ -329,7 +333,7 @@ def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
     data = {
         "a": [{"input_ids": [1]}] * 100,
         "b": [{"input_ids": [2]}] * 300,
-        "c": JsonlSource(path, count_records=True),
+        "c": JsonlSource(path),
     }
     loader = ODBDataLoader(data, weights="proportional", token_budget=45, window=9)
     counts = Counter()
@@ -351,7 +355,8 @@ class Stream:
     ("data", "options", "error", "message"),
     [
         ([{"input_ids": [1]}], {"sharded": True}, ValueError, "`sharded` False. Pass weights"),
-        (Stream(), {}, TypeError, "source 'a': .* has no len"),
+        (Stream(), {}, TypeError, "source 'a': .* has no len.*pass weights"),
+        (JsonlSource(__file__), {}, TypeError, "source 'a': .*`count_records=True`.*pass weights"),
         (ShardedSampler(4), {}, TypeError, "which a node does not tell"),
     ],
 )

@@ -1,6 +1,8 @@
 """States that cannot be those of other ranks, and what stands beside those of a loader."""
 
+import copy
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from odb_nodes import (
     reshard,
 )
 from odb_nodes.contract import NodeState
-from odb_nodes.contract.state import seal_whole, unseal_whole
+from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.monitor import Monitor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,6 +86,35 @@ def test_states_of_all_ranks_are_needed():
         reshard([], 2)
     with pytest.raises(StateError, match="hold none of a loader"):
         reshard([{"step": 3}], 2)
+
+
+RANK = ("rank", "world_size")
+
+
+def ranks_in(state):
+    """The configurations in a state that say which rank it is of."""
+    for key, one in state.items():
+        if key == "config" and "world_size" in one:
+            yield one
+        elif isinstance(one, dict):
+            yield from ranks_in(one)
+
+
+@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4}], ids=["ranks", "virtual"])
+def test_a_damaged_rank_or_number_of_ranks_is_refused(options):
+    first, second = states_at(job(2, steps=2, **options), 2)
+    places = [(n, name) for n, one in enumerate(ranks_in(second)) for name in one if name in RANK]
+    for (place, name), value in product(places, (None, [], "x", 1.5, 10**30)):
+        damaged = copy.deepcopy(second)
+        [*ranks_in(damaged)][place][name] = value
+        for world_size in (1, 2):
+            with pytest.raises(StateError, match="digest"):
+                reshard([first, damaged], world_size)
+            if place == 0:  # which says whose the state is, also where its digest was made again
+                del damaged["digest"]
+                with pytest.raises(StateError):
+                    reshard([first, damaged := add_digest(damaged)], world_size)
+                damaged["digest"] += 1
 
 
 def test_states_of_other_steps_or_arguments_are_refused():

@@ -91,15 +91,16 @@ def check_rest(begun, step, world_size, make, expected=None, **options):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (4, 2)])
-def test_of_files_each_record_comes_once(files, before, after, sampled):
-    make = read(files)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_of_files_each_record_comes_once(files, before, after, shuffle, sampled):
+    make = read(files, shuffle=shuffle)
     begun = job(before, make=make)
     for step in range(0, len(begun[0][1]), sampled(every=7).get("every", 1)):
         check_rest(begun, step, after, make, range(RECORDS))
 
 
 def test_of_files_in_a_chain_and_in_the_next_epoch(files):
-    make = read(files, count_records=True)
+    make = read(files)
     first = job(3, make=make, steps=3)
     second = job(2, resharded(first, -1, 2), make=make, steps=2)
     third = job(4, resharded(second, -1, 4), make=make, epochs=2)
@@ -121,7 +122,7 @@ def test_of_files_in_a_chain_and_in_the_next_epoch(files):
 def test_compressed_files_are_refused_within_an_epoch(tmp_path):
     with gzip.open(tmp_path / "0.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(text(index)) + "\n" for index in range(RECORDS))
-    make = read(tmp_path)
+    make = read(tmp_path, shuffle=False)
     begun = job(2, make=make)
     with pytest.raises(StateError, match="cannot read samples by keys"):
         resharded(begun, 3, 3)

@@ -334,6 +334,7 @@ def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
     for key in (3, 10**6, 1 << 40):
         with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
             source.read(key)
+    source.close()
     path.unlink()
     with pytest.raises(StateError, match="there is no record at byte 0 of .*No such file"):
         source.read(0)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import weakref
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from small_lm import SmallLM, assert_same, make_batch, make_training, snapshot
 
+from odb_nodes._core import progress
 from odb_nodes.memory import (
     MemoryModel,
     ShapeTooLargeError,
@@ -81,6 +83,19 @@ def test_everything_is_as_it_was_wherever_steps_fail(fails_in, fresh):
     found = find_budget(training.train_step, make_batch, meter=meter, widths=WIDTHS)
     assert any(f"in the {fails_in} pass" in trial.error for trial in found.points)
     assert_same(before, snapshot(training))
+
+
+def test_without_a_terminal_lines_say_which_steps_were_tried(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    meter = SavedTensorMeter(2 * MIB)
+    found = find_budget(make_training().train_step, make_batch, meter=meter, widths=WIDTHS)
+    expected = [
+        rf"steps tried to find the budget: {number} of 24 after 0 s; {one.rows} x {one.width} "
+        + (r"fits, 0.00 GiB" if one.fits else "does not fit")
+        for number, one in enumerate(found.points, 1)
+    ]
+    assert [re.sub(r"after \d+", "after 0", one) for one in caplog.messages] == expected
 
 
 class HalfDone(torch.optim.AdamW):
@@ -315,6 +330,11 @@ def test_the_result_holds_no_tensors_and_goes_on_learning():
     found = find_budget(
         training.train_step, make_batch, meter=SavedTensorMeter(2 * MIB), widths=WIDTHS
     )
+    shown = repr(found)
+    assert (
+        f"budget=TokenBudget(tokens={found.budget.tokens}" in shown and "max_samples" not in shown
+    )
+    assert f"{len(found.points)} trials" in shown and shown.count("\n") < 8 > len(shown) / 80
     model = MemoryModel.from_json(found.model.to_json())
     predicted = model.predict(5, 50)
     model.add(5, 50, 0, predicted)

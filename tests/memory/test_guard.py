@@ -208,6 +208,30 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
         epoch(loader_of(), FailingModel(above(tokens - 1)))
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_does_not_go_on_where_no_sample_fits_any_more(accumulate):
+    model, done = FailingModel(never), []
+    guard = OomGuard(loader_of(accumulate=accumulate), on_oom="skip")
+    with pytest.raises(StepMemoryError, match="none of the last [34][0-9] samples of all ranks"):
+        for step in guard:
+            step.backward(model, loss_of(model))
+            model.zero_grad()
+            done.append(step.infos[0].optimizer_targets)
+            model.fails = above(0)
+    assert done[0] > 0 == sum(done[1:])
+    assert 0 < guard.skipped_samples < SAMPLES
+
+
+def test_a_step_without_its_backward_is_warned_of_once():
+    model = FailingModel(never)
+    with pytest.warns(UserWarning, match="not called for step 1 of epoch 0") as caught:
+        for number, step in enumerate(OomGuard(loader_of())):
+            if number not in (1, 2):
+                step.backward(model, loss_of(model))
+                model.zero_grad()
+    assert [one.filename for one in caught] == [__file__]
+
+
 def test_the_models_own_error_is_raised_where_that_is_asked_for():
     guard = OomGuard(loader_of(), on_oom="raise")
     model = FailingModel(above(40))

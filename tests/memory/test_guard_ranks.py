@@ -132,6 +132,12 @@ def test_where_a_sample_does_not_fit_alone_all_ranks_say_so(tmp_path):
         assert "does not fit into memory alone" in text
 
 
+def test_where_no_sample_fits_any_more_all_ranks_end_at_the_same_step(tmp_path):
+    errors, _ = ends_of(tmp_path, TRAIN, 2, above=1, on_oom="skip", accumulate=2)
+    ends = [text.partition("StepMemoryError: ")[2].partition(" fits into")[0] for text in errors]
+    assert ends[0] == ends[1] and "none of the last" in ends[0]
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("model", ["ddp", "fsdp"])
 def test_what_cannot_be_taken_back_ends_all_ranks_and_a_resume_completes_the_epoch(

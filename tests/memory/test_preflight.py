@@ -23,6 +23,7 @@ def shapes_tried(budget, **options):
     ("budget", "widths", "expected"),
     [
         (TokenBudget(100), None, [(1, 100), (100, 1)]),  # both are as full as can be
+        (100, [8, 64], [(1, 64), (2, 50), (12, 8)]),
         (TokenBudget(100), [8, 64], [(1, 64), (2, 50), (12, 8)]),
         (TokenBudget(100), [64, 8, 20], [(1, 64), (2, 50), (12, 8)]),
         (TokenBudget(100), [30], [(3, 30)]),
@@ -45,6 +46,7 @@ def shapes_tried(budget, **options):
 def test_it_tries_the_widest_the_fullest_and_the_most_numerous_batch(budget, widths, expected):
     tried = shapes_tried(budget, widths=widths)
     assert (tried[0], tried[-1]) == (expected[0], expected[-1])
+    budget = TokenBudget.of(budget)
     costs = {budget.batch_cost(shape, []) for shape in tried}
     assert max(costs) == max(budget.batch_cost(shape, []) for shape in expected)
     assert len(tried) <= 3
@@ -152,7 +154,8 @@ def test_nothing_has_changed_where_all_fits_and_where_a_step_raises():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 100}, "`budget` must be a `TokenBudget`"),
+        ({"budget": 0}, "`budget` must be in 1"),
+        ({"budget": None}, "`budget` must be an integer"),
         ({"meter": None}, "`meter` must have"),
         ({"widths": []}, "`widths` must have one length or more"),
         ({"widths": [0]}, "`widths` must be in 1"),

@@ -1,6 +1,7 @@
 """What a monitor writes: exact values, and nothing that is not told."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 from monitors import DATA, check_steps_follow, composed_loader, loader_of, loss_of, train
 from torch.utils.data import IterableDataset
 
+import odb_nodes
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
+from odb_nodes._core import progress
 from odb_nodes.monitor import Monitor, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
@@ -78,7 +81,7 @@ def test_the_loss_by_source_the_gradient_and_the_learning_rate(tmp_path):
                 loss_by_source=by_source,
                 grad_norm=torch.tensor([3.0, 1.0][number % 2]),
                 lr=number / 10,
-                ooms=number == 1,
+                ooms=int(number == 1),
                 wait_s=0.5,
             )
             if number == 1:
@@ -184,12 +187,48 @@ def test_an_error_in_the_block_loses_the_rest_and_nothing_else(tmp_path):
     assert [one["step"] for one in read_run(tmp_path).steps] == [2]
 
 
+def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
+    config = {"lr": 0.1, "data": tmp_path, "layers": (1, 2)}
+    budget = TokenBudget(96, layout="packed")
+    weights = {"web": 1.0, "code": 3.0}
+    loader = loader_of(
+        token_budget=budget, seed=3, weights=weights, exclude={"web": [1]}, observe=observe
+    )
+    with Monitor(tmp_path, config=config) as monitor:
+        config["lr"] = 0.2
+        train(monitor, loader, steps=2)
+    (attempt,) = read_run(tmp_path).attempts
+    assert attempt["config"] == {"lr": 0.1, "data": str(tmp_path), "layers": [1, 2]}
+    assert attempt["loader"] == {
+        "token_budget": {"tokens": 96, "layout": "packed"},
+        **{"window": 12, "seed": 3, "accumulate": 2},
+        **{"observe": "observe", "weights": weights},
+    }
+    assert attempt["versions"]["torch"] == torch.__version__
+    assert attempt["versions"]["odb_nodes"] == odb_nodes.__version__
+    given = {"token_budget": 96, "window": 12, "sampler": [*range(60)] * 2}
+    with Monitor(tmp_path / "long") as monitor:
+        train(monitor, ODBDataLoader(DATA["web"], **given), steps=2)
+    (attempt,) = read_run(tmp_path / "long").attempts
+    assert attempt["loader"] == given | {"seed": 0, "accumulate": 1, "sampler": "120 items"}
+    with Monitor(tmp_path / "composed") as monitor:
+        train(monitor, composed_loader())
+    assert read_run(tmp_path / "composed").attempts[0]["loader"] == {}
+
+
+def observe(sample):
+    return len(sample["input_ids"])
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"every": 0}, "`every`"),
         ({"timeout_s": 0}, "`timeout_s`"),
         ({"progress": None}, "`progress`"),
+        ({"config": [("lr", 0.1)]}, "`config` must be a `Mapping`"),
+        ({"config": {1: 0.1}}, "`config` must have names as keys, but has 1"),
+        ({"config": {"lr": float("nan")}}, "`config` must be data that JSON can hold"),
     ],
 )
 def test_an_argument_that_is_not_valid_is_refused(tmp_path, options, error):
@@ -206,6 +245,29 @@ def test_a_bar_shows_the_samples_and_the_rates_on_a_terminal(tmp_path, monkeypat
     with Monitor(tmp_path / "other", every=1, progress=False) as monitor:
         train(monitor, loader_of())
     assert "100/100" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplog, is_watched):
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monitor, loader = Monitor(tmp_path, every=2), loader_of(accumulate=1)
+    for batch in monitor.watch(loader) if is_watched else loader:
+        told = batch, pop_step_info(batch)
+        monitor.step(*told, loss=2.5)
+        if told[1].step == 4:
+            break
+    first, _, third, *_ = [one for one in caplog.messages if one.startswith("step")]
+    samples = r", \d+ of 100 samples" if is_watched else ""
+    assert re.fullmatch(f"step 1 after 0 s: epoch 0{samples}", first)
+    figures = r", loss 2.5, tokens/s [\d,]+, padding [\d.]+%, waiting \d+%"
+    assert re.fullmatch(f"step 3 after 0 s: epoch 0{samples}{figures}", third)
+    caplog.clear()
+    train(Monitor(tmp_path / "off", progress=False), loader_of())
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    Monitor(tmp_path / "rank 1", every=100).step(*told)
+    assert not [one for one in caplog.messages if one.startswith("step")]
 
 
 def test_a_loss_of_several_numbers_and_a_file_for_a_folder_are_refused(tmp_path):

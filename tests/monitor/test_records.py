@@ -1,6 +1,8 @@
 """The file of a run: one writer, torn lines, full disks, runs that begin anew."""
 
+import json
 import os
+import shutil
 import warnings
 
 import pytest
@@ -36,6 +38,27 @@ def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch):
             train(monitor, loader_of(), steps=6, after=after)
     assert sum("cannot be written" in str(one.message) for one in caught) == 1
     assert [one["step"] for one in read_run(tmp_path).steps] == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("writers", [("jsonl",), ("tensorboard",), ("jsonl", "tensorboard")])
+def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
+    if "tensorboard" in writers:
+        pytest.importorskip("tensorboard")
+    folder = tmp_path / "run"
+
+    def after(step):
+        if step == 2:
+            shutil.rmtree(folder)
+
+    monitor = Monitor(folder, every=1, writers=writers, losses_by_sample=True)
+    with monitor, pytest.warns(UserWarning, match="deleted") as caught:
+        train(monitor, loader_of(), steps=5, after=after)
+    assert 1 <= sum("deleted" in str(one.message) for one in caught) <= 3
+    if "jsonl" in writers:
+        run = read_run(folder)
+        assert [one["step"] for one in run.steps] == [4, 5] and len(run.attempts) == 1
+    if "tensorboard" in writers:
+        assert any((folder / "tensorboard").iterdir())
 
 
 def test_a_run_that_begins_anew_hides_the_one_before_and_says_so(tmp_path):
@@ -74,7 +97,8 @@ def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
     train(monitor, loader, steps=5, after=lambda _: states.append(monitor.state_dict()))
     monitor.close()
     write = os.write
-    for room in (0, 10, 200):  # bytes that are written of the attempt and the record
+    attempt = len((tmp_path / "monitor.jsonl").read_bytes().splitlines()[0])
+    for room in (0, 10, attempt + 20):  # bytes that are written of the attempt and the record
         again = Monitor(tmp_path, every=1)
         again.load_state_dict(states[1])
         monkeypatch.setattr(os, "write", lambda file, data, room=room: write(file, data[:room]))
@@ -89,6 +113,45 @@ def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
             run = read_run(tmp_path)
         assert [one["step"] for one in run.steps] == [1, 2, 4, 5]
     assert [one["step"] for one in run.attempts] == [0, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "value", "said"),
+    [
+        (
+            2,
+            ("mean", "loss"),
+            "2.5",
+            r"line 2 of `.*monitor.jsonl` \(step 1\): `mean.loss` .*'2.5'",
+        ),
+        (2, ("sum", "tokens"), None, r"line 2 .*\(step 1\): `sum.tokens` must .* is None"),
+        (2, ("sum",), [1], r"damaged"),
+        (3, ("peak",), "high", r"line 3 .*\(step 2\): `peak` must be a number, but is 'high'"),
+        (3, ("step",), "two", r"line 3 .*\(step 'two'\): `step` must be a number"),
+        (3, ("shapes", "8x16"), True, r"line 3 .*\(step 2\): `shapes.8x16` must .* is True"),
+        (3, ("shapes", "wide"), 1, r"line 3 .*\(step 2\): `shapes` must name .* has 'wide'"),
+        (1, ("version",), "one", r"line 1 .*\(step 0\): `version` must be a number, .*'one'"),
+        (1, ("world_size",), "2", r"line 1 .*: `world_size` must be a number, but is '2'"),
+        (5, ("last", "epoch"), {}, r"line 5 .*: `last.epoch` must be a number, but is {}"),
+    ],
+)
+def test_text_in_place_of_a_number_is_named(tmp_path, line, path, value, said):
+    with Monitor(tmp_path, every=1) as monitor:
+        train(monitor, loader_of(), steps=4)
+    file = tmp_path / "monitor.jsonl"
+    lines = file.read_text().splitlines()
+    changed = json.loads(lines[line - 1])
+    *groups, last = path
+    (changed[groups[0]] if groups else changed)[last] = value
+    lines[line - 1] = json.dumps(changed)
+    file.write_text("\n".join(lines) + "\n")
+    for read in (read_run, report):
+        if said == "damaged":
+            with pytest.warns(UserWarning, match="1 lines of .* are damaged"):
+                read_run(tmp_path)
+        else:
+            with pytest.raises(ValueError, match=said):
+                read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,4 +180,4 @@ def test_a_run_whose_attempt_is_lost_is_reported_on(tmp_path):
         train(monitor, loader_of(), steps=4)
     path = tmp_path / "monitor.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    assert report(tmp_path).runs[0].ranks == 1
+    assert report(tmp_path).runs[0].ranks() == [(1, 1)]

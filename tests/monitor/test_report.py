@@ -3,10 +3,12 @@
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -16,7 +18,7 @@ from monitors import loader_of, loss_of, train
 from odb_nodes import Ledger, pop_step_info
 from odb_nodes.monitor import Monitor, read_run, report
 from odb_nodes.monitor.reporting.summary import thinned
-from odb_nodes.monitor.reporting.svg import HEIGHT, WIDTH, Axis, Curve, line_chart, number
+from odb_nodes.monitor.reporting.svg import HEIGHT, WIDTH, Axis, Curve, line_chart, number, scatter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
 
@@ -142,6 +144,71 @@ def test_a_curve_is_drawn_at_the_values_of_the_records():
     for (x, y), (at_x, at_y) in zip(points, drawn, strict=True):
         assert at_x == pytest.approx(between(x_at, x), abs=0.2)
         assert at_y == pytest.approx(between(y_at, y), abs=0.2)
+
+
+def test_a_curve_that_lies_on_another_is_drawn_with_gaps_and_others_are_not(tmp_path, runs):
+    shutil.copytree(runs[0], tmp_path / "again")
+    text = page_of(tmp_path, [runs[0], tmp_path / "again", runs[1]])
+    (loss,) = re.findall("<figure><h3>Loss, .*?</figure>", text, re.DOTALL)
+    lines = re.findall("<polyline[^>]*>", loss)
+    assert ["dasharray" in one for one in lines] == [False, True, False]
+    assert re.search(r"again \(dashed, on .*a &lt;b&gt;\): from", loss)
+    for figure in re.findall("<figure>.*?</figure>", text, re.DOTALL):
+        colors = {one[-1] for one in re.findall(r'class="(?:c\d)', figure)}
+        assert colors == {one[-1] for one in re.findall("swatch s[0-9]", figure)} != set()
+
+
+def test_labels_of_an_axis_do_not_touch():
+    points = [(2.0**power, 1.0) for power in range(3, 12)]
+    picture = xml.fromstring(
+        scatter("t", "d", ("x", "y"), [(Curve(0, [one]), 3) for one in points])
+    )
+    ends = []
+    for one in picture.iter("text"):
+        if one.get("y") == str(HEIGHT - 44 + 17):
+            x, wide = float(one.get("x")), 7.5 * len(one.text)
+            ends.append(
+                (x - wide, x) if one.get("text-anchor") == "end" else (x - wide / 2, x + wide / 2)
+            )
+    ends.sort()
+    assert len(ends) >= 6 and ends[-1][1] <= WIDTH
+    assert all(right < left for (_, right), (left, _) in pairwise(ends))
+
+
+@pytest.fixture
+def resumed(tmp_path, runs):
+    """The folder of a run of 4 ranks that goes on with 2 after step 3, in the second attempt."""
+    first, *records = (runs[1] / "monitor.jsonl").read_text().splitlines()
+    attempt = json.loads(first) | {"world_size": 4, "config": {"lr": 0.1}}
+    other = attempt | {"world_size": 9, "step": 5, "resumed_at": 5}
+    last = attempt | {"world_size": 2, "step": 3, "resumed_at": 3, "config": {"lr": 0.2}}
+    lines = [json.dumps(attempt), *records[:5], json.dumps(other), records[5]]
+    lines += [json.dumps(last), *records[3:]]
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "resumed/monitor.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "resumed"
+
+
+def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, resumed):
+    summary = report(resumed).runs[0]
+    assert summary.facts()["ranks"] == "4, then 2 from step 4"
+    assert summary.facts()["resumed after step"] == "3"
+    assert summary.settings()["lr (config)"] == "0.1, then 0.2 from step 4"
+    assert summary.settings()["token_budget"] == "96"
+    text = page_of(tmp_path, [resumed])
+    (loss,) = re.findall("<figure><h3>Loss, .*?</figure>", text, re.DOTALL)
+    (mark,) = re.findall('<line class="c0" x1="([0-9.]+)"', loss)
+    points = re.search('<polyline[^>]*points="([^"]*)"', loss)[1].split()
+    assert points[2].split(",")[0] == mark  # of the third record, which ends with step 3
+    assert "Balance of the ranks" in text  # of the part with several
+    assert ">0.1, then 0.2 from step 4<" in text and "lr (config)" in str(report(resumed))
+
+
+def test_shares_are_percentages(tmp_path, runs):
+    share = report(runs[1]).runs[0].whole["mean"]["padding_share"]
+    text = str(report(runs[1]))
+    assert re.search(f"padding share +{100 * share:.1f} %\n", text)
+    assert re.search(r"share of tokens.*\ncode .* [\d.]+ %\n", text)
 
 
 def between(places, value):

@@ -89,7 +89,7 @@ def test_a_report_shows_the_tasks(tmp_path, run):
     (line,) = [line for line in str(found).splitlines() if line.startswith("long ")]
     assert line.split()[1] == str(sources["long"]["samples"])
     page = (tmp_path / "r.html").read_text()
-    for text in ("Loss of long", "weight/long, of the last step", '<th scope="row">short</th>'):
+    for text in ("Loss of long", "<h3>weight/long</h3>", '<th scope="row">short</th>'):
         assert text in page
 
 

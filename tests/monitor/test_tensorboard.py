@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from monitors import loader_of, train
 
-from odb_nodes.monitor import Monitor, read_run
+from odb_nodes.monitor import Monitor, read_run, scalars
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
 
@@ -70,7 +70,39 @@ Monitor("x", writers=["tensorboard"])
     assert "pip install 'odb-nodes[tools]'" in done.stderr
 
 
-@pytest.mark.parametrize("writers", ["jsonl", ("wandb",)])
+class Service:
+    """A writer such as one for a tracking service."""
+
+    def __init__(self):
+        self.attempts, self.values, self.closed = [], [], 0
+
+    def begin(self, attempt):
+        self.attempts.append(attempt)
+
+    def write(self, record):
+        self.values.append((record["step"], scalars(record)))
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_writer_of_the_user_is_told_what_is_in_the_file(tmp_path):
+    service, loader, state = Service(), loader_of(), None
+    for _ in range(2):
+        monitor = Monitor(tmp_path, every=2, writers=("jsonl", service), config={"lr": 0.1})
+        with monitor:
+            if state is not None:
+                monitor.load_state_dict(state)
+            train(monitor, loader, steps=4)
+            state = monitor.state_dict()
+    run = read_run(tmp_path)
+    assert service.attempts == run.attempts and len(run.attempts) == 2
+    assert service.closed == 2
+    found = {(name, step): value for step, one in service.values for name, value in one.items()}
+    assert {key: float(np.float32(value)) for key, value in found.items()} == values_of(tmp_path)
+
+
+@pytest.mark.parametrize("writers", ["jsonl", ("wandb",), (Service,), ("jsonl", print)])
 def test_writers_that_are_not_there_are_refused(tmp_path, writers):
     with pytest.raises((TypeError, ValueError), match="`writers`"):
         Monitor(tmp_path, writers=writers)

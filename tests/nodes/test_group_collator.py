@@ -105,7 +105,17 @@ def test_rows_of_different_dtypes_lose_nothing():
         (
             [{"input_ids": [1], "id": 5}, {"input_ids": [1], "id": 6, "labels": [1]}],
             SampleError,
-            r"sample 1 has \['id', 'input_ids', 'labels'\] and sample 0",
+            r"sample 0 lacks \['labels'\]: 1 of 2 have \['id', 'input_ids', 'labels'\]",
+        ),
+        (
+            [{"input_ids": [1]}] * 5 + [{"input_ids": [1], "zz": 1}, {"input_ids": [1]}],
+            SampleError,
+            r"sample 5 also has \['zz'\]: 6 of 7 have \['input_ids'\]",
+        ),
+        (
+            [{"input_ids": [1], "a": 1}] + [{"input_ids": [1], "b": 1}] * 2,
+            SampleError,
+            r"sample 0 also has \['a'\] and lacks \['b'\]: 2 of 3 have",
         ),
         (
             [{"input_ids": [1], "id": 5}, {"input_ids": ["x"], "id": 6}],

@@ -52,6 +52,28 @@ def test_ray_is_shut_down_with_the_last_pool_that_uses_what_a_pool_has_started(t
         wait_for(lambda: children(program.process.pid), 0)
 
 
+def test_ray_that_is_shut_down_in_mid_run_is_an_error_and_no_other_is_started(tmp_path):
+    body = """
+    import ray
+    node = w.processor(w.same, method="ray", num_workers=1)
+    node.reset()
+    next(node)
+    ray.shutdown()
+    try:
+        list(node)
+    except WorkerError as error:
+        print(error)
+    node.close()
+    print(ray.is_initialized(), flush=True)
+    """
+    with Program(tmp_path, body) as program:
+        code, out, errors = program.finish(100)
+    assert code == 0
+    assert "Ray was shut down while its actors were in use" in out
+    assert out.endswith("False\n")
+    assert "Traceback" not in errors
+
+
 def test_a_killed_trainer_leaves_no_actor_of_the_ray_that_it_has_started(tmp_path):
     with Program(tmp_path, TRAIN) as program:
         assert program.line() == "trains"

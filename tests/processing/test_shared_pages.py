@@ -1,6 +1,7 @@
 """Large buffers come from workers as pages of memory, which nothing else holds."""
 
 import ctypes
+import errno
 import gc
 import os
 import socket
@@ -58,6 +59,17 @@ def check(found):
         assert sample["mask"].equal(expected["mask"])
         assert (sample["ids"] == expected["ids"]).all()
         sample["image"][0] = sample["mask"][0] = 77  # writable, as all that arrives
+
+
+def test_what_there_is_no_memory_for_is_said_in_bytes(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    size_bytes = 1 << 62
+    file = PageFile(os.memfd_create("odb_nodes"), size_bytes)
+    monkeypatch.setattr(shared_pages, "_Mapping", refuse)
+    with pytest.raises(MemoryError, match=rf"no {size_bytes} bytes .* Lower `in_flight_bytes`"):
+        file.pages()
 
 
 @pytest.mark.slow

@@ -156,6 +156,32 @@ def source_at(epoch):
     return node
 
 
+class OfItsLoader(Shuffled):
+    """Has a state that only a loader of its own kind can ask for, as LitData's and MosaicML's."""
+
+    def state_dict(self, num_samples_yielded, num_workers, batch_size):
+        raise AssertionError
+
+    load_state_dict = state_dict
+
+
+def test_an_iterable_whose_state_takes_arguments_is_read_again():
+    assert_resumes_exactly(lambda: Loader(source(OfItsLoader())), epochs=3)
+
+
+def test_what_splits_itself_over_the_ranks_is_not_split_again(monkeypatch):
+    name = {"__module__": "litdata.streaming.dataset"}
+    streaming = type("StreamingDataset", (Shuffled,), name)()
+    assert len(epoch_of(source(streaming, 1, 2))) == 3  # of ranks within one process
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"`StreamingDataset` splits itself .* `sharded=True`"):
+        source(streaming, 1, 2)
+    assert len(epoch_of(source(streaming))) == 6
+    sampler = DistributedSampler(range(20), 2, 0)
+    with pytest.raises(ValueError, match=r"`DistributedSampler` splits itself"):
+        IterableSource(sampler, 0, 2, yields_indices=True)
+
+
 def test_a_stock_sampler_is_an_iterable_with_epochs():
     sampler = DistributedSampler(range(20), num_replicas=1, rank=0, seed=3)
     epochs = [epoch_of(node) for node in [source(sampler)] for _ in range(3)]

@@ -467,10 +467,22 @@ def test_a_rank_that_is_no_integer_is_refused_by_name(rank, world_size):
         sampler(5, rank=rank, world_size=world_size)
 
 
-def test_a_rank_of_the_environment_that_is_no_integer_is_refused_by_name(environment):
-    environment.setenv("RANK", "first")
-    environment.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="RANK"):
+@pytest.mark.parametrize(
+    ("rank", "world_size", "rule"),
+    [
+        ("first", "2", "`RANK` must be an integer in 0..1, but is 'first'"),
+        ("-1", "2", "`RANK` must be an integer in 0..1, but is '-1'"),
+        ("2", "2", "`RANK` must be an integer in 0..1, but is '2'"),
+        ("1", None, "`RANK` must be an integer in 0..0, but is '1'"),
+        ("0", "0", "`WORLD_SIZE` must be an integer in 1.*, but is '0'"),
+        ("0", "", "`WORLD_SIZE` must be an integer in 1.*, but is ''"),
+    ],
+)
+def test_a_variable_that_names_no_rank_is_refused_by_name(environment, rank, world_size, rule):
+    environment.setenv("RANK", rank)
+    if world_size is not None:
+        environment.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match=f"the environment variable {rule}"):
         ShardedSampler(5)
 
 

@@ -243,6 +243,27 @@ def test_shared_parameters_that_the_losses_do_not_use_are_refused():
         balance.observe(model.losses(batch), pop_step_info(batch))
 
 
+@pytest.mark.parametrize(("kind", "method"), [(GradNorm, "observe"), (PCGrad, "backward")])
+def test_losses_whose_graph_a_backward_has_freed_are_refused(kind, method):
+    model, weights = Model(), TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))
+    batch = next(iter(loader_of(regression(120))))
+    info, losses = pop_step_info(batch), model.losses(batch)
+    weights.loss(losses, info).backward()
+    with pytest.raises(RuntimeError, match=f"`{method}` must come before `backward` of the same"):
+        getattr(kind(weights, model.trunk.parameters()), method)(losses, info)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, "2", None, True])
+def test_a_state_whose_steps_are_no_count_is_refused(steps):
+    balance = GradNorm(TaskWeights(dict.fromkeys(NEAR_FAR, 1.0)), Model().trunk.parameters())
+    state = balance.state_dict()
+    with pytest.raises(StateError, match=f"`steps` must be .* is {steps!r}"):
+        balance.load_state_dict({**state, "steps": steps})
+    with pytest.raises(StateError, match="the state has no 'first'"):
+        balance.load_state_dict({"steps": 1})
+    assert balance.state_dict() == state
+
+
 @pytest.mark.parametrize("kind", [GradNorm, PCGrad])
 def test_a_step_without_its_batches_is_an_error(kind):
     weights = TaskWeights(dict.fromkeys(NEAR_FAR, 1.0))

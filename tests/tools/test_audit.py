@@ -24,6 +24,16 @@ def test_it_exits_with_1_on_a_hole(tmp_path):
     assert "PROBLEM: rank 1: attempt 2, after epoch 1 step 6: the end of the attempt" in done.stdout
 
 
+def test_a_run_without_an_end_has_an_exit_code_of_its_own(tmp_path, capsys):
+    ledger = Ledger(tmp_path)
+    ledger.record(info_of(0, [0], ends=True))
+    assert main([str(tmp_path), "--size", "1"]) == 3
+    assert "OPEN, no problem so far" in capsys.readouterr().out
+    assert main([str(tmp_path), "--size", "2"]) == 1
+    ledger.close()
+    assert main([str(tmp_path), "--size", "1", "--steps", "1"]) == 0
+
+
 def test_sizes_are_those_of_the_sources(tmp_path, capsys):
     with Ledger(tmp_path) as ledger:
         ledger.record(info_of(0, [0, 1, 0], sources=["a", "a", "b=c"], ends=True))

@@ -108,10 +108,11 @@ def test_the_loader_and_the_generators_stay_where_they_are():
     assert take(estimates=True) == take(estimates=False)
 
 
-def test_lines_of_json_are_read_anew(tmp_path):
+@pytest.mark.parametrize("shuffle", [None, False])
+def test_lines_of_json_are_read_anew(shuffle, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS[:100].tolist()))
-    loader = ODBDataLoader(JsonlSource(path), **OPTIONS)
+    loader = ODBDataLoader(JsonlSource(path), shuffle=shuffle, **OPTIONS)
     batches = iter(loader)
     next(batches)
     estimate = estimate_epoch(loader, samples=None)

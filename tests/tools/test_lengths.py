@@ -102,6 +102,9 @@ def test_sources_are_kept_apart(tmp_path):
     assert len(table.lengths("list")) == 300
     some = observe_lengths(dataset, samples=2)
     assert (some.names, some.sizes, len(some)) == (("list", "lines"), (300, 3), 4)
+    assert table.streams == some.streams == ()
+    dataset = JsonlSource(path, shuffle=False)
+    assert observe_lengths(dataset).streams == ("",)  # which a loader reads in its order
 
 
 def test_a_table_that_is_drawn_has_all_rows_about_equally_often():

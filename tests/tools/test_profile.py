@@ -1,4 +1,5 @@
 import json
+import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -14,6 +15,11 @@ from odb_nodes.tools.simulate import lognormal_lengths
 from odb_nodes.tools.table_epoch import TableEpoch
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
+
+
+def plain(made):
+    """The text of a profile, whose tables are not aligned."""
+    return re.sub(" +", " ", str(made))
 
 
 def mixed_table():
@@ -65,7 +71,7 @@ def test_an_auto_window_is_shown_in_samples():
     windows = {name: one.window for name, one in by_name.items()}
     assert windows["odb_nodes"] == windows["sorted windows"] == samples
     assert windows["random"] is None and not by_name["random"].is_auto
-    assert f"| 2 | odb_nodes | auto ({samples}) |" in str(made)
+    assert f"| 2 | odb_nodes | auto ({samples}) |" in plain(made)
     report = TableEpoch(table=mixed_table()).report(SimulationOptions(world_size=2, budget=1500))
     assert by_name["odb_nodes"].figures.steps == report.steps
 
@@ -82,7 +88,26 @@ def test_of_some_samples_the_steps_are_those_of_all():
 
 def test_the_text_has_both_tables_and_the_digest(made):
     assert mixed_table().digest in str(made)
-    assert "| 2 | odb_nodes | 64 |" in str(made) and "| text |" in str(made)
+    assert "| 2 | odb_nodes | 64 |" in plain(made) and "| text |" in plain(made)
+    tables = [one.splitlines() for one in str(made).split("\n\n") if one.startswith("|")]
+    assert [len({*map(len, lines)}) for lines in tables] == [1, 1]  # aligned
+
+
+def test_the_window_to_take_comes_first(made):
+    for one in made.best:
+        own = [
+            other
+            for other in made.comparisons
+            if (other.world_size, other.strategy) == (one.world_size, "odb_nodes")
+        ]
+        best = max(other.figures.efficiency for other in own)
+        near = [other for other in own if other.figures.efficiency >= 0.99 * best]
+        assert one.window == min(other.window for other in near)
+    rows = made.rows()
+    assert [row[""] for row in rows] == ["->", "->", *[""] * (len(rows) - 2)]
+    assert [row["ranks"] for row in rows[:2]] == ["1", "2"]
+    shown = sorted(str({**row, "": ""}) for row in rows)
+    assert shown == sorted(str({"": ""} | one.as_row()) for one in made.comparisons)
 
 
 def test_the_json_has_all_of_it(made):
@@ -120,8 +145,12 @@ def test_the_page_needs_no_other_file(made):
 def test_pictures_have_their_content_in_words(made):
     text = made.to_html()
     pictures = [part.partition("</svg>")[0] for part in text.split("<svg")[1:]]
-    assert len(pictures) == 3
+    chart, *pictures = pictures
+    assert chart.count("<rect") == len(made.comparisons) and chart.count("&lt;- take") == 2
+    assert "efficiency: real tokens" in chart and ">2 ranks</text>" in chart
+    assert f"To take: 1 rank: odb_nodes {made.best[0].window}, " in chart
     for picture, summary in zip(pictures, made.lengths, strict=True):
+        assert ">samples</text>" in picture and ">tokens of a sample</text>" in picture
         root = ElementTree.fromstring(f"<svg{picture}</svg>")
         assert root.get("role") == "img"
         assert f"{summary.samples:,} samples from" in root.get("aria-label")
@@ -149,6 +178,7 @@ def test_a_profile_of_many_sources_stays_small():
         ({"batch_size": 0}, "`batch_size`"),
         ({"accumulate": 0}, "`accumulate`"),
         ({"weights": {"a": 1}}, "`weights`"),
+        ({"uneven": "odd"}, "`uneven`"),
     ],
 )
 def test_errors_name_what_is_wrong(change, words):

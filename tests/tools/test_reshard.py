@@ -63,7 +63,7 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     file.unlink()
     for rank, state in enumerate(states):
         own = saved | {"checkpoint": saved["checkpoint"] | {"rank": rank, "world_size": 3}}
-        own["parts"] = {"loader": state, "done": {"epoch": 1}}
+        own |= {"parts": {"loader": state, "done": {"epoch": 1}}, "replicated": ["model"]}
         if rank == 0:
             own["parts"]["model"] = {"weight": torch.ones(3)}
         save_state(own, folder / f"rank{rank:05d}-of-00003.pt")
@@ -73,7 +73,7 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
         reshard_folder(folder, 1, tmp_path / "after")
     reshard_folder(folder, 1, tmp_path / "after" / folder.name)
     parts = {"loader": Part(), "done": {}, "model": Part()}
-    assert Checkpoints(tmp_path / "after", parts, replicated=["model"]).load() == 6
+    assert Checkpoints(tmp_path / "after", parts).load() == 6
     assert [parts["loader"].state] == reshard(states, 1)
     assert parts["done"] == {"epoch": 1}
     assert parts["model"].state["weight"].equal(torch.ones(3))
@@ -83,8 +83,9 @@ def save_parts(folder, states):
     """Save what `Checkpoints` does of each rank."""
     folder.mkdir(parents=True)
     for rank, state in enumerate(states):
-        about = {"version": 1, "step": 2, "rank": rank, "world_size": len(states)}
-        saved = {"checkpoint": about, "parts": {"loader": state}, "generators": {}}
+        about = {"version": 2, "step": 2, "rank": rank, "world_size": len(states)}
+        saved = {"checkpoint": about, "parts": {"loader": state}}
+        saved |= {"replicated": [], "generators": {}}
         save_state(saved, folder / f"rank{rank:05d}-of-{len(states):05d}.pt")
     return folder
 
@@ -108,6 +109,15 @@ def test_files_that_were_mixed_up_are_refused(tmp_path, states):
     save_state({"other": 1}, both / "other-rank00000-of-00003.pt")
     with pytest.raises(StateError, match="of several kinds"):
         reshard_folder(both, 2, tmp_path / "new")
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "parts", "generators"])
+def test_a_file_without_its_parts_is_damaged(tmp_path, states, name):
+    folder = save_parts(tmp_path / "saved", states)
+    file = folder / "rank00001-of-00003.pt"
+    save_state(load_state(file) | {name: None}, file)
+    with pytest.raises(StateError, match="file of rank 1 is damaged"):
+        reshard_folder(folder, 2, tmp_path / "new" / "saved")
 
 
 def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
@@ -146,8 +156,9 @@ def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, mon
     ]
     of_checkpoints = [
         {
-            "checkpoint": {"version": 1, "step": 3, "rank": rank, "world_size": 2},
+            "checkpoint": {"version": 2, "step": 3, "rank": rank, "world_size": 2},
             "parts": {"loader": states[rank], "monitor": monitored[rank]},
+            "replicated": [],
             "generators": {},
         }
         for rank in range(2)

@@ -283,7 +283,7 @@ def test_errors_name_what_is_wrong(change, error, words):
 def test_the_command_line_prints_a_line_for_each_combination(capsys):
     main(["--ranks", "2", "3", "--window", "8", "16", "--samples-per-rank", "50"])
     titles, rule, *lines = capsys.readouterr().out.splitlines()
-    assert "efficiency" in titles and set(rule) == set("| -")
+    assert "efficiency" in titles and set(rule) == set("| -:")
     assert "extra padding" not in titles
     main(["--ranks", "2", "--samples-per-rank", "50", "--attention-tokens", "128"])
     with_attention = capsys.readouterr().out.splitlines()[2]

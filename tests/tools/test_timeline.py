@@ -54,7 +54,9 @@ def test_the_picture_has_a_cell_for_each_rank_and_step():
 
 
 def test_bars_are_as_high_as_their_counts():
-    root, found = pictures(bars([1, 4, 0], ["a", "b", "c", "<d>"], title="T", text="t"), "rect")
+    root, found = pictures(
+        bars([1, 4, 0], ["a", "b", "c", "<d>"], axes=("x", "y"), title="T", text="t"), "rect"
+    )
     heights = [float(one.get("height")) for one in found]
     assert heights == [40.0, 160.0, 0.0]
     assert [one[0].text for one in found] == ["a to b: 1", "b to c: 4", "c to <d>: 0"]

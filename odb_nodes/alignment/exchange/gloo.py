@@ -23,13 +23,17 @@ from odb_nodes.alignment.exchange.store import (
     StoreLost,
     answer_of,
     first_line,
+    settle_calls,
 )
 from odb_nodes.errors import PeerError, StateError
 
 _SLICE = timedelta(milliseconds=50)  # of a wait, between two looks at `interrupt`
 _POLL_S = 1.0  # between two looks at the store, whether another rank has reported a failure
 _GRACE_S = 5.0  # for all ranks to report, so that an error can name those that do not
-_EXIT_S = 1.0  # for a thread to leave gloo, or the store, before the interpreter ends
+_LEAST_GRACE_S = 2.0  # the same where `timeout_s` is short: else it would name one that is slow
+_EXIT_S = 5.0  # for a thread to leave gloo, or the store, before the interpreter ends
+_UNDO_S = 1.0  # for the store to take back that this rank has come
+_LOST = "lost a connection"
 _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
 
 _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
@@ -64,16 +68,17 @@ class GlooExchange:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.timeout_s = timeout_s
-        self._grace_s = min(_GRACE_S, timeout_s / 4)
+        self._grace_s = min(_GRACE_S, max(_LEAST_GRACE_S, timeout_s / 4))
+        store_s = max(timeout_s, self._grace_s)
         self.ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         # The n-th exchange of one rank meets the n-th of the others. They are counted here, in the
         # order of the program. `connect` is called by threads, whose order may differ between
         # ranks: it would connect ranks of one loader to those of another.
         ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
         try:
-            self._store = BoundedStore(timeout_s)
+            self._store = BoundedStore(store_s)
             key = f"odb_nodes/{ranks}/{self.rank}"
-            count = self._store.call("add", key, 1, limit_s=timeout_s)
+            count = self._store.call("add", key, 1, limit_s=store_s)
         except StoreLost as error:
             raise PeerError(f"{error}: {_HOST_ENDED}. Restart all ranks.") from error
         self._store.use_prefix(f"odb_nodes/{ranks}/{count}")
@@ -84,8 +89,8 @@ class GlooExchange:
         self._look: Call | None = None  # asks the store whether another rank has failed
         self._group: Any = None
         self._pending: Any = None  # the work of a call that was interrupted
-        # What the last call reads and writes. If gloo's thread were the last to hold it, deleting
-        # it would need the interpreter, and abort a process that is ending.
+        # The group, and what the last call reads and writes. If gloo's thread were the last to hold
+        # that, deleting it would need the interpreter, and abort a process that is ending.
         self._held: Any = None
         self._broken: str | None = None
         self._interrupted = threading.Event()
@@ -107,10 +112,11 @@ class GlooExchange:
     def _meet(self, size: int) -> None:
         deadline = time.monotonic() + self.timeout_s
         try:
-            self._call("set", f"size/{self.rank}", str(size), limit_s=self.timeout_s)
+            limit_s = max(self.timeout_s, self._grace_s)
+            self._call("set", f"size/{self.rank}", str(size), limit_s=limit_s)
             missing = self._wait_for("size", deadline)
         except Interrupted:
-            self._store.begin("delete_key", f"size/{self.rank}").done.wait(_EXIT_S)
+            self._store.begin("delete_key", f"size/{self.rank}").done.wait(_UNDO_S)
             raise
         gave_up = self._ranks_with("gone")
         if missing or gave_up:
@@ -146,14 +152,16 @@ class GlooExchange:
             if self._broken is not None:
                 raise PeerError(self._broken)
             self._check_interrupted()
-            # The grace is for `_fail`, so that the whole call takes `timeout_s` at most.
-            deadline = time.monotonic() + self.timeout_s - self._grace_s
+            # The grace is for `_fail`, so that the whole call takes `timeout_s` at most; a short
+            # timeout is for the ranks to come, and finding out who did not takes longer.
+            waits_s = max(self.timeout_s - self._grace_s, 0.75 * self.timeout_s)
+            deadline = time.monotonic() + waits_s
             if self._pending is not None:
                 self._await(self._pending, deadline)
             rows = torch.empty((self.world_size, len(row)), dtype=torch.int64)
             parts, own = list(rows.unbind()), torch.from_numpy(row.copy())
             work = compat.begin_all_gather(self._group, parts, own)
-            self._held = (work, parts, own)
+            self._held = (self._group, work, parts, own)
             self._set_pending(work)
             self._await(work, deadline)
             gathered: IntArray = rows.numpy()
@@ -168,10 +176,9 @@ class GlooExchange:
         self._interrupted.clear()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no thread is inside a call, of gloo or of the store."""
+        """Wait until no thread is inside a call of gloo."""
         if self._idle.acquire(timeout=timeout_s):
             self._idle.release()
-            self._store.settle(timeout_s)
 
     def _await(self, work: Any, deadline: float) -> None:
         """Wait in slices until a call is done, since gloo itself cannot be interrupted.
@@ -192,7 +199,7 @@ class GlooExchange:
                 # only if the error is its own.
                 if work.is_completed() and not compat.is_wait_timeout(error):
                     self._set_pending(None)
-                    self._fail(f"lost a connection ({first_line(error)})")
+                    self._fail(f"{_LOST} ({first_line(error)})")
             now = time.monotonic()
             if now > deadline:
                 self._fail("waited in vain")
@@ -226,18 +233,26 @@ class GlooExchange:
                 self._call("set", key, value, limit_s=self._grace_s)
             missing = self._wait_for("report", time.monotonic() + self._grace_s)
             present = [rank for rank in range(self.world_size) if self.ranks[rank] not in missing]
-            reports = zip(present, self._texts("report", present), strict=True)
+            texts = self._texts("report", present)
+            reports = zip(present, texts, strict=True)
             seen = "; ".join(f"rank {self.ranks[rank]} {text}" for rank, text in reports)
             lost = _name(missing) if missing else "a connection between ranks"
+            all_late = not missing and not any(text.startswith(_LOST) for text in texts)
         except StoreLost as error:
             host = compat.store_host()  # Who else is gone, nobody can tell.
             lost = host if host.startswith("rank") else "a rank"
-            seen = f"rank {own} {what}; {error}"
-        self._broken = (
-            f"{lost} was lost: it was killed, raised, left its epoch, or did not come within "
-            f"{self.timeout_s} s (`timeout_s`). What was seen: {seen}. Restart all ranks from a "
-            "checkpoint."
+            if (
+                error.__cause__ is not None and lost != "a rank"
+            ):  # It has ended: perhaps it gave up.
+                lost = f"{host}, or a rank that it gave up waiting for,"
+            seen, all_late = f"rank {own} {what}; {error}", False
+        within = f"within {self.timeout_s} s (`timeout_s`)"
+        cause = (
+            f"the ranks did not all come {within}, but all have answered since: raise `timeout_s`"
+            if all_late
+            else f"{lost} was lost: it was killed, raised, left its epoch, or did not come {within}"
         )
+        self._broken = f"{cause}. What was seen: {seen}. Restart all ranks from a checkpoint."
         raise PeerError(self._broken)
 
     def _wait_for(self, what: str, deadline: float) -> list[int]:
@@ -279,21 +294,28 @@ class GlooExchange:
             raise Interrupted("the exchange was interrupted: the graph is reset or closed.")
 
     def _set_pending(self, work: Any) -> None:
-        """Set the work under way, or None. While there is one, the group cannot be deleted."""
+        """Set the work under way, or None. While there is one, what it uses cannot be deleted.
+
+        Deleting the group would wait for the other ranks; for the tensors see `_held`.
+        """
         if self._pending is None and work is not None:
-            compat.keep_group(self._group)
+            compat.keep(self._held)
         elif self._pending is not None and work is None:
-            compat.release_group(self._group)
+            compat.release(self._held)
         self._pending = work
 
 
 # A forked child must never delete a group: that joins threads which exist only in the parent. Its
 # first garbage collection may come at once, so all groups are held from before the fork: in the
-# parent until it is over, in the child for ever.
+# parent until it is over, in the child for ever. Nor does a child wait for them at its exit.
 _held: list[list[GlooExchange]] = []
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=lambda: _held.append(list(_live)), after_in_parent=_held.pop)
+    os.register_at_fork(
+        before=lambda: _held.append(list(_live)),
+        after_in_parent=_held.pop,
+        after_in_child=_live.clear,
+    )
 
 
 @atexit.register
@@ -303,6 +325,7 @@ def _interrupt_all() -> None:
         exchange.interrupt()
     for exchange in list(_live):
         exchange.settle(_EXIT_S)
+    settle_calls(_EXIT_S)
 
 
 def _name(ranks: Iterable[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,11 @@ from odb_nodes._compat import torch_distributed as compat
 
 _LOOK_S = 0.05  # between two looks at whether a wait is to be given up
 _LATE_S = 1.0  # for gloo to raise an error of its own, which says more
+
+_under_way: set[Call] = set()
+
+if hasattr(os, "register_at_fork"):  # A child has none of the threads.
+    os.register_at_fork(after_in_child=_under_way.clear)
 
 
 class StoreLost(Exception):
@@ -80,11 +86,6 @@ class BoundedStore:
             raise StoreLost(_silent(limit_s))
         return call.result()
 
-    def settle(self, limit_s: float) -> None:
-        """Wait until no call is under way, but no longer than that."""
-        if self._last is not None:
-            self._last.done.wait(limit_s)
-
     def _answer(self, call: Call, limit_s: float, check: Callable[[], None] = lambda: None) -> Any:
         deadline = time.monotonic() + limit_s
         while not call.done.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
@@ -112,6 +113,7 @@ class Call:
         self.done = threading.Event()
         self._value: Any = None
         self._error: Exception | None = None
+        _under_way.add(self)
         ended = None if before is None or before.done.is_set() else before.done
         threading.Thread(
             target=self._run, args=(ended, function, arguments), name="odb_nodes-store", daemon=True
@@ -135,7 +137,15 @@ class Call:
             self._value = function(*arguments)
         except Exception as error:
             self._error = error
+        _under_way.discard(self)
         self.done.set()
+
+
+def settle_calls(limit_s: float) -> None:
+    """Wait until no call is under way, also of a store that is gone, but no longer than that."""
+    deadline = time.monotonic() + limit_s
+    for call in list(_under_way):
+        call.done.wait(max(0.0, deadline - time.monotonic()))
 
 
 def answer_of(call: Call) -> Any:

@@ -10,5 +10,8 @@ __all__ = ["audit"]
 
 
 def audit(context: typer.Context) -> None:
-    """Audit a ledger: which samples have no fate, or several. Exits with 1 on a hole."""
+    """Audit a ledger: which samples have no fate, or several.
+
+    Exits with 1 on a hole, and with 3 where nothing is wrong, but no end of the run is recorded.
+    """
     raise typer.Exit(main(context.args, prog=context.command_path))

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from odb_nodes.tools.inspection import differences, misfits, read_inspections
-
 __all__ = ["inspect"]
 
 
@@ -20,6 +18,8 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what a saved state says. Exits with 1 where ranks do not fit, or states differ."""
+    from odb_nodes.tools.inspection import differences, misfits, read_inspections
+
     name, ranks = read_inspections(_existing(state))
     if diff is not None:
         other, others = read_inspections(_existing(diff))

@@ -7,23 +7,19 @@ from typing import Annotated
 import typer
 
 from odb_nodes.cli import options as cli
-from odb_nodes.monitor import report as make_report
 
 __all__ = ["report"]
 
 
 def report(
     folders: Annotated[list[str], typer.Argument(help="Folders that a monitor wrote into.")],
-    html: Annotated[
-        str | None, typer.Option(help="Page with all pictures to write.", callback=cli.to_write)
-    ] = None,
-    csv: Annotated[
-        str | None, typer.Option(help="File for a row of each record.", callback=cli.to_write)
-    ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(help="File for all records and summaries.", callback=cli.to_write),
-    ] = None,
+    html: Annotated[str | None, typer.Option(help="Page with all pictures to write.")] = None,
+    csv: Annotated[str | None, typer.Option(help="File for a row of each record.")] = None,
+    json: Annotated[str | None, typer.Option(help="File for all records and summaries.")] = None,
+    force: cli.Force = False,
 ) -> None:
     """Report on training runs, also while they go on: a table, a page, CSV, JSON."""
+    cli.check_outputs({"--html": html, "--csv": csv, "--json": json}, [*folders], force=force)
+    from odb_nodes.monitor import report as make_report
+
     typer.echo(make_report(folders, html=html, csv=csv, json=json))

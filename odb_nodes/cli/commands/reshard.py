@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from odb_nodes.tools.reshard import reshard_folder
-
 __all__ = ["reshard"]
 
 
@@ -18,5 +16,7 @@ def reshard(
     out: Annotated[Path, typer.Option(help="Folder to write into.")],
 ) -> None:
     """Make the states of a checkpoint those of another number of ranks."""
+    from odb_nodes.tools.reshard import reshard_folder
+
     files = reshard_folder(folder, ranks, out)
     typer.echo(f"{len(files)} states are in {out}: {files[0].name} and so on.")

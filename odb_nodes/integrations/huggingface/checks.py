@@ -42,7 +42,8 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
         if size > 1:
             raise ValueError(
                 f"`{name}()` must be 1, but is {size}: ranks that work on the same samples need a "
-                "training loop of your own, with `ODBDataLoader(process_group=...)`."
+                "training loop of your own, with `ODBDataLoader(process_group=...)`: see "
+                "docs/distributed.md."
             )
     if args.max_steps <= 0 and compat.deepspeed_has_scheduler(trainer):
         raise ValueError(
@@ -66,7 +67,8 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
     if not is_padded and has_model and compat.is_encoder_decoder(trainer.model):
         raise ValueError(
             "`data_collator` must be given for an encoder-decoder model, whose labels have lengths "
-            "of their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`."
+            "of their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`, or for speech and "
+            "images a function that pads the labels with -100."
         )
     if config.loss_is == "divided" and not compat.takes_num_items(trainer):
         raise ValueError(
@@ -89,12 +91,15 @@ def check_overrides(kinds: Iterable[type]) -> None:
     Raises:
         ValueError: one of them overrides `get_train_dataloader`.
     """
+    kinds = [*kinds]
     for kind in kinds:
         if "get_train_dataloader" in vars(kind) and kind is not Trainer:
+            where = "" if kind is kinds[0] else f", as its base class `{kind.__name__}` does"
             raise ValueError(
-                f"`{kind.__name__}` must not override `get_train_dataloader`, which would never be "
-                "called: dynamic batches are made of `train_dataset`, with `data_collator` and "
-                "`ODBConfig.process_fn`. Give it the dataset, or use a class without that method."
+                f"`{kinds[0].__name__}` must not override `get_train_dataloader`{where}: it would "
+                "never be called, since dynamic batches are made of `train_dataset`, with "
+                "`data_collator` and `ODBConfig.process_fn`. If the class is yours, leave out the "
+                "method. Otherwise write a loop with `ODBDataLoader`: see docs/pytorch.md."
             )
 
 

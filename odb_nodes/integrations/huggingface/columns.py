@@ -43,6 +43,8 @@ def training_collate(trainer: Any) -> Any:
     given = given_collate(trainer)
     if config.collate_fn is not None:
         collate_for(loader_budget(trainer), config.collate_fn)
+    if compat.is_default_collator(given):
+        given = Stacking(given)
     if type(given) in OURS or given is None or columns is None:
         return given
     kind = KeepBefore if config.collate_fn is None else KeepAfter
@@ -54,7 +56,30 @@ def given_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
     config = config or trainer.odb
     if config.collate_fn is not None:
         return config.collate_fn
-    return None if compat.is_default_collator(trainer.data_collator) else trainer.data_collator
+    return None if compat.pads_by_default(trainer) else trainer.data_collator
+
+
+class Stacking:
+    """The collate function that a `Trainer` has by default, for samples without `input_ids`."""
+
+    draws_random_numbers = False
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of `samples`.
+
+        Raises:
+            ValueError: they cannot be stacked.
+        """
+        try:
+            return self._collate(samples)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                "samples without `input_ids` must have one size, to be stacked by the default "
+                f"collator of the trainer, but: {error}. Give it a `data_collator` that pads them."
+            ) from error
 
 
 class _KeepColumns:

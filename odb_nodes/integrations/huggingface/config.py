@@ -41,7 +41,8 @@ class ODBConfig(BatchOptions):
         loss_is: what the loss of a batch is. `"divided"`: a sum, divided by the
             `num_items_in_batch` that it is told. `"token_mean"`: a mean over the supervised tokens
             of the batch; without labels, over `Observation.targets`. `"sample_mean"`: a mean over
-            its samples, such as pairs. Default: what the labels and the first step show.
+            its samples, such as pairs. Default: what the labels, the first step and, for CTC, the
+            config of the model show.
         steps_per_epoch: optimizer steps of an epoch, about. With `num_train_epochs` the learning
             rate, the progress bar and the arguments that are shares of the whole run need it.
             Default: estimated from the lengths of `estimate_samples` samples.

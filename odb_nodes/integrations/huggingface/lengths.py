@@ -10,6 +10,22 @@ from odb_nodes._core.rows import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import Observation
 
+_COUNTED = {
+    "input_features": (
+        "the frames of speech (of Whisper, which pads all alike, the labels)",
+        'len(s["input_features"])',
+    ),
+    "input_values": (
+        "the frames of speech, such as one per 320 values,",
+        'len(s["input_values"]) // 320',
+    ),
+    "pixel_values": (
+        "the patches of an image, such as those of 16 x 16 pixels,",
+        's["pixel_values"].shape[-2] * s["pixel_values"].shape[-1] // 16**2',
+    ),
+}
+_OTHER = ("what it takes memory for", 'len(s["..."])')
+
 
 def observe_of(trainer: Any) -> Any:
     """Return the `observe` for training: the config's, or one that explains what is missing."""
@@ -38,12 +54,21 @@ class ObserveTokens:
         if isinstance(sample, Mapping) and "input_ids" in sample:
             return Observation(len(flatten_row("input_ids", sample["input_ids"])))
         keys = sorted(map(str, sample)) if isinstance(sample, Mapping) else []
-        prompt = 'len(s["prompt_ids"]) + ' if "prompt_ids" in keys else ""
         raise SampleError(
             f"a sample of `{self._trainer}` has no `input_ids`, so that its tokens are unknown. "
             f"Its keys are {keys}. Give the `ODBConfig` an `observe`, a function of such a sample "
-            "that returns the padded tokens that it takes in a batch. For pairs, which take two "
-            f'rows each: `observe=lambda s: 2 * ({prompt}max(len(s["chosen_ids"]), '
-            'len(s["rejected_ids"])))` and `loss_is="sample_mean"`, since their loss is the mean '
-            "over pairs."
+            f"that returns the padded tokens that it takes in a batch. {_example(keys)}"
         )
+
+
+def _example(keys: list[str]) -> str:
+    """Return what `observe` is for samples of these keys."""
+    if "chosen_ids" in keys:
+        prompt = 'len(s["prompt_ids"]) + ' if "prompt_ids" in keys else ""
+        return (
+            f'For pairs, which take two rows each: `observe=lambda s: 2 * ({prompt}max(len(s["'
+            'chosen_ids"]), len(s["rejected_ids"])))` and `loss_is="sample_mean"`, since their '
+            "loss is the mean over pairs."
+        )
+    of, example = _COUNTED.get(next((key for key in keys if key in _COUNTED), ""), _OTHER)
+    return f"Count {of} as its tokens: `observe=lambda s: {example}`."

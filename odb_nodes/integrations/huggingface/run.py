@@ -279,7 +279,7 @@ class Run:
             if self.guard is not None:
                 self.guard.close()
             if self._ledger is not None:
-                self._ledger.close()
+                self._ledger.close(ended=is_done)
             self.batches.loader.close()
             if self.monitor is not None:
                 self.monitor.close(write=is_done)

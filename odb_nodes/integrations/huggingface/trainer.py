@@ -102,7 +102,7 @@ class ODBTrainerMixin(_Mixed):
     def _padding(self) -> Iterator[None]:
         """Let evaluation pad where the trainer has only its default collator, which cannot."""
         before = self.data_collator
-        if self.odb.collate_fn is None and compat.is_default_collator(before):
+        if self.odb.collate_fn is None and compat.pads_by_default(self):
             multiple = loader_budget(self).pad_to_multiple_of
             collate = PaddingCollate(pad_to_multiple_of=multiple)
             self.data_collator = RenamingCollate(collate, compat.model_inputs(self.model))
@@ -132,6 +132,16 @@ class ODBTrainerMixin(_Mixed):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.odb_run = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """Load the weights of a checkpoint, all of them, or raise a `StateError`."""
+        with compat.loading_whole(self, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, all of them, or raise a `StateError`."""
+        with compat.loading_whole(self, str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

@@ -65,8 +65,7 @@ class LossWeigher:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._loss_is = trainer.odb.loss_is
-        self._normalizer = _BY_NAME.get(self._loss_is, Normalizer.UNKNOWN)
+        self._normalizer = _BY_NAME.get(trainer.odb.loss_is, Normalizer.UNKNOWN)
         self._tells_items = False
         self._unit = _LABELS  # what a mean loss of the optimizer step is over
         self._total = 1  # of these, on all ranks
@@ -74,6 +73,21 @@ class LossWeigher:
         self._is_warned = False
         self.waiting: deque[MicroStep] = deque()
         self.active: MicroStep | None = None
+
+    @cached_property
+    def _loss_is(self) -> str | None:
+        """What the configuration says of the loss, or else what is known of it."""
+        given: str | None = self._trainer.odb.loss_is
+        reduction = None if given else compat.ctc_reduction(self._trainer)
+        if reduction is None:
+            return given
+        if reduction != "mean":
+            raise ValueError(
+                '`ctc_loss_reduction` of the config of the model must be "mean", but is '
+                f"{reduction!r}: a sum is no mean, and is not divided by `num_items_in_batch`. Set "
+                '`model.config.ctc_loss_reduction = "mean"`.'
+            )
+        return "sample_mean"
 
     @cached_property
     def _shift(self) -> bool:
@@ -92,8 +106,8 @@ class LossWeigher:
             The `num_items_in_batch` that the `Trainer` is to pass on, or None.
 
         Raises:
-            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or only some
-                of the batches have labels.
+            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, such as a
+                sum of CTC, or only some of the batches have labels.
         """
         trainer = self._trainer
         counts = [self._targets(batch) for batch in batches]
@@ -119,9 +133,10 @@ class LossWeigher:
         if self._tells_items:
             items: torch.Tensor = of_ranks[:, over].sum().clamp(min=1)
             return items / compat.num_items_divisor(trainer)
-        for batch, count in zip(batches, counts, strict=True):
-            if count == 0:
-                give_targets(batch)
+        if over is not _SAMPLES:  # A sample without targets is one, and its loss is its own.
+            for batch, count in zip(batches, counts, strict=True):
+                if count == 0:
+                    give_targets(batch)
         return None
 
     def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
@@ -133,7 +148,8 @@ class LossWeigher:
             info: the `StepInfo` of the part.
         """
         units = self.units(batch, info)
-        if not self._tells_items and self._targets(batch) == 0:
+        is_over_samples = self._unit is _SAMPLES
+        if not (self._tells_items or is_over_samples) and self._targets(batch) == 0:
             give_targets(batch)
         return self._micro_step(info, units)
 
@@ -278,6 +294,7 @@ class LossWeigher:
                 f"the loss of `{name}` must be a mean over targets, or their sum divided by "
                 "`num_items_in_batch`, but is neither: told two and four times as many items, or "
                 "given a sample twice, it does not change as either of those would. It is scaled "
-                "twice, or not at all. Divide by `num_items_in_batch`, and by nothing else. Or "
-                "give `loss_is` to the `ODBConfig`, if it is a mean after all."
+                "twice, or not at all. Divide by `num_items_in_batch`, and by nothing else. Or, if "
+                'it is a mean after all, give `loss_is="token_mean"` or `"sample_mean"` to the '
+                "`ODBConfig`."
             )

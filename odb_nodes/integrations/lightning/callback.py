@@ -174,7 +174,7 @@ class ODBCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Stop the workers, and close ledger and monitor."""
-        self._close()
+        self._close(ended=False)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop the workers, and close the ledger."""
@@ -256,9 +256,9 @@ class ODBCallback(Callback):
         if info is not None and self._monitor is not None and self._run.current is not None:
             self._monitor.add(self._run.current)
 
-    def _close(self) -> None:
+    def _close(self, *, ended: bool = True) -> None:
         if self._ledger is not None:
-            self._ledger.close()
+            self._ledger.close(ended=ended)
             self._ledger = None
         if self._monitor is not None:
             self._monitor.close(write=False)

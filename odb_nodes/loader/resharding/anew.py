@@ -13,7 +13,7 @@ _ABSENT: Any = object()  # a sparse field, at its default
 _SHARE = dict.fromkeys(("done", "start", "extra"), _ABSENT)
 _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
     "IterableSource": {"position": 0, "ended": False, "iterable": None, "digest": 0},
-    "JsonlSource": {"file": 0, "offset": 0, "line": 0, "record": 0, **_SHARE},
+    "JsonlSource": {"position": 0, **_SHARE},
     "LengthObserver": {"position": 0},
     "ParallelProcessor": {"taken": 0, "position": 0, "taken_of": _ABSENT},
     "ShardedSampler": {"position": 0, **_SHARE},

@@ -47,6 +47,12 @@ def node_of(state: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
+def config_of(state: Any) -> Mapping[str, Any]:
+    """Return the configuration of the node that has saved a state; none where it is damaged."""
+    config = state.get("config") if isinstance(state, Mapping) else None
+    return config if isinstance(config, Mapping) else {}
+
+
 def opened(states: Sequence[Any], declared: type[S]) -> list[S]:
     """Return what the states of a node on all ranks hold.
 

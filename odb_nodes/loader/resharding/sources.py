@@ -14,13 +14,13 @@ from odb_nodes.loader.resharding.sealed import (
     LATER,
     Ranks,
     check_alike,
+    config_of,
     node_of,
     opened,
     sealed_for_ranks,
 )
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.processing.processor_state import ProcessorState
-from odb_nodes.sources.jsonl_source import JsonlState
 from odb_nodes.sources.mixer_state import MixerState
 from odb_nodes.sources.sharded_sampler import SamplerState
 from odb_nodes.sources.share import Share, dealt
@@ -64,8 +64,8 @@ def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, An
             "that all ranks share. Go on with as many ranks as before up to the end of the epoch: "
             "a state that is saved after its last step can be resharded."
         )
-    sizes = {state["config"].get("world_size") for state in states}
-    if "world_size" in states[0]["config"] and sizes != {reading.ranks.before}:
+    before, configs = reading.ranks.before, [*map(config_of, states)]
+    if "world_size" in configs[0] and any(one.get("world_size") != before for one in configs):
         raise StateError(
             f"`{node}` cannot be resharded within an epoch: each rank has data of its own, which "
             "no other can read. Go on with as many ranks as before up to the end of the epoch."
@@ -101,8 +101,9 @@ def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
 
 def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks = opened(states, SamplerState), reading.ranks
-    _check_cycles("ShardedSampler", found)
-    check_alike("ShardedSampler", found, ("epoch", "start"))
+    node = node_of(states[0])  # which may be one that is derived from it
+    _check_cycles(node, found)
+    check_alike(node, found, ("epoch", "start"))
     left = [
         Share(rank, ranks.before, one).after(one.position + taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
@@ -112,23 +113,6 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
     values = [
         replace(alike, position=done, done=done, start=share.start, extra=share.extra)
         for share, done in zip(shares, reading.done, strict=True)
-    ]
-    return sealed_for_ranks(states[0], values)
-
-
-def _jsonl(states: Sequence[Any], reading: Reading) -> list[Any]:
-    found, ranks = opened(states, JsonlState), reading.ranks
-    _check_cycles("JsonlSource", found)
-    check_alike("JsonlSource", found, ("epoch", "start"))
-    left = [
-        Share(rank, ranks.before, one).from_number(one.record, taken)
-        for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
-    ]
-    earliest = min(found, key=lambda one: one.record)
-    alike = replace(earliest, started=any(one.started for one in found))
-    values = [
-        replace(alike, done=done, start=share.start, extra=share.extra)
-        for share, done in zip(dealt(left, ranks.after), reading.done, strict=True)
     ]
     return sealed_for_ranks(states[0], values)
 
@@ -255,6 +239,6 @@ _RULES: Mapping[str, _Rule] = {
     "LengthObserver": _observer,
     "ParallelProcessor": _processor,
     "ShardedSampler": _sampler,
-    "JsonlSource": _jsonl,
+    "JsonlSource": _sampler,
     "SourceMixer": _mixer,
 }

@@ -9,9 +9,16 @@ from typing import Any
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.virtual_ranks import VirtualState
 from odb_nodes.contract import copy_state
+from odb_nodes.contract.state import unseal
 from odb_nodes.errors import StateError
 from odb_nodes.loader.resharding.rounds import check_between_optimizer_steps
-from odb_nodes.loader.resharding.sealed import check_alike, node_of, opened, sealed_for_ranks
+from odb_nodes.loader.resharding.sealed import (
+    check_alike,
+    config_of,
+    node_of,
+    opened,
+    sealed_for_ranks,
+)
 from odb_nodes.nodes.group_collator import CollatorState
 
 NODE = "VirtualRanks"
@@ -60,10 +67,14 @@ def batches_per_step(state: Mapping[str, Any]) -> int:
     return len(root["sources"]) if node_of(root) == NODE else 1
 
 
-def process_of(state: Mapping[str, Any]) -> dict[str, int]:
+def process_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return which process has saved a state of `VirtualRanks`, and of how many."""
-    first = min(map(int, state["sources"]))
-    return {"rank": first // len(state["sources"]), "world_size": state["config"]["world_size"]}
+    found = unseal(state, NODE, VirtualState, config_of(state))
+    if not found.sources or not all(name.isdecimal() for name in found.sources):
+        raise StateError(f"`{NODE}.sources` must have the numbers of ranks, but is damaged.")
+    first = min(map(int, found.sources))
+    size = config_of(state).get("world_size")
+    return {"rank": first // len(found.sources), "world_size": size}
 
 
 def _check_place(graphs: Sequence[Any], *, out: int, hosted: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from odb_nodes._core.checks import check_count, check_type
@@ -70,7 +71,7 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
             "the states hold none of a loader: give what its `state_dict()` returned, alone or in "
             "a dict."
         )
-    order = _order([_rank_of(_at(state, holders[0])) for state in states])
+    order = _order([_rank_of(_opened(_at(state, holders[0]))) for state in states])
     states = [states[index] for index in order]
     if len(states) == world_size:
         return [copy_state(state) for state in states]
@@ -116,15 +117,15 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
 
 
 def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
-    name = node_of(states[0])
-    order = _order([_rank_of(state) for state in states])
+    found = [_opened(state) for state in states]
+    order = _order([_rank_of(one) for one in found])
     for rank, place in enumerate(order):
         if rank != place:
             raise StateError(
                 f"the state of rank {rank} of a loader is where that of rank {place} should be: "
                 "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
             )
-    found = [unseal_whole(state, name, LoaderState) for state in states]
+    name = node_of(states[0])
     check_alike(name, found, ("ended", "left", "next_epoch"))
     left = found[0].ended or found[0].left
     roots, between_epochs = _reshard_root([one.root for one in found], world_size, left=left)
@@ -196,10 +197,15 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
     return state
 
 
-def _rank_of(state: Any) -> Any:
+def _opened(state: Any) -> LoaderState:
+    """Return the state of a loader, once it is known to be whole."""
+    return unseal_whole(state, node_of(state) or "Loader", LoaderState)
+
+
+def _rank_of(state: LoaderState) -> Any:
     """Return the configuration that says which rank has saved the state of a loader."""
     node = "Loader"
-    inner: Any = state.get("root") if isinstance(state, Mapping) else None
+    inner: Any = state.root
     while (name := node_of(inner)) in ("GroupCollator", "WeightSetter"):
         node, inner = name, inner.get("source")
     if name == VIRTUAL:
@@ -221,10 +227,16 @@ def _order(configs: Sequence[Any]) -> list[int]:
     """
     known = [one for one in configs if isinstance(one, Mapping) and "rank" in one]
     found: list[Any] = [one["rank"] for one in known]
-    sizes: list[Any] = sorted({one["world_size"] for one in known})
+    given: list[Any] = [one.get("world_size") for one in known]
+    if any(type(one) is not int for one in found + given):
+        raise StateError(
+            f"the states must name their ranks, but are of ranks {found} of {given}: they are "
+            "damaged. Use an earlier checkpoint."
+        )
+    sizes = sorted({*given})
     if len(known) != len(configs) or len(sizes) != 1:
         raise StateError(f"the states must be of one job, but are of jobs of {sizes} ranks.")
-    if missing := sorted({*range(sizes[0])} - {*found}):
+    if missing := [*islice((rank for rank in range(sizes[0]) if rank not in found), 9)]:
         raise StateError(
             f"the states must be those of all {sizes[0]} ranks, but those of ranks {missing} are "
             "missing. Use a checkpoint that all ranks have saved."

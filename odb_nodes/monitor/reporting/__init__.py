@@ -16,7 +16,13 @@ from odb_nodes._core.atomic_file import replacing
 from odb_nodes._core.checks import check_type
 from odb_nodes.monitor.loss_book import SampleLoss
 from odb_nodes.monitor.records import read_run
-from odb_nodes.monitor.reporting.page import Table, facts_table, make_page, source_table
+from odb_nodes.monitor.reporting.page import (
+    Table,
+    facts_table,
+    make_page,
+    settings_table,
+    source_table,
+)
 from odb_nodes.monitor.reporting.summary import RunSummary
 
 __all__ = ["Report", "RunSummary", "report"]
@@ -37,7 +43,9 @@ class Report:
     def __str__(self) -> str:
         tables = [source_table(run) for run in self.runs if run.sources()]
         audits = [str(run.audit) for run in self.runs if run.audit is not None]
-        parts = [_as_text(table) for table in (facts_table(self.runs), *tables)]
+        settings = settings_table(self.runs)
+        tables = [facts_table(self.runs), *[settings] * bool(settings.rows), *tables]
+        parts = [_as_text(table) for table in tables]
         return "\n\n".join([*parts, *audits])
 
 
@@ -122,6 +130,7 @@ def _as_json(runs: Sequence[RunSummary]) -> str:
             "name": run.name,
             "folder": str(run.records.folder),
             "facts": run.facts(),
+            "settings": run.settings(),
             "sources": run.sources(),
             **run.whole,
             "worst": [[_as_data(one) for one in history] for history in run.worst],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from odb_nodes._core.extras import import_extra
 from odb_nodes.monitor.loss_book import ALL_RANKS
 from odb_nodes.monitor.reporting.summary import RunSummary, thinned
@@ -16,6 +18,10 @@ Points = Sequence[tuple[float, float]]
 _MOST_POINTS = 4000  # of all curves of a picture, which keeps the page small
 _MOST_NUMBERS = 12  # rows of a run in the table of a picture
 _GIB = 2**30
+_PERCENT = 0.01
+_NATS = "nats per supervised token"
+_NEAR = 0.005  # of the height of a picture: lines that are not farther apart hide each other
+_ALIKE = 0.9  # share of the points that are near, from which on a curve is drawn with gaps
 
 
 @dataclass(frozen=True)
@@ -33,22 +39,23 @@ class Chart:
 
     title: str
     svg: str
-    text: str
+    words: Sequence[tuple[int, str]]
+    """Number of a run, which decides the colour, and what is to be seen of it."""
     table: Table
 
 
 _CURVES: Sequence[tuple[str, str, str, float]] = (
-    ("Loss, nats per supervised token", "mean", "loss", 1),
+    (f"Loss, {_NATS}", "mean", "loss", 1),
     ("Throughput, real tokens per second", "mean", "real_tokens_per_s", 1),
-    ("Padding, share of the tokens computed", "mean", "padding_share", 1),
-    ("Waiting for data, share of the time", "mean", "data_wait_share", 1),
-    ("Waiting for plans of other ranks, share of the time", "mean", "rank_wait_share", 1),
-    ("Balance of the ranks", "mean", "rank_balance", 1),
-    ("Samples per optimizer step", "mean", "samples_per_step", 1),
+    ("Padding, % of the tokens computed", "mean", "padding_share", _PERCENT),
+    ("Waiting for data, % of the time", "mean", "data_wait_share", _PERCENT),
+    ("Waiting for plans of other ranks, % of the time", "mean", "rank_wait_share", _PERCENT),
+    ("Balance of the ranks, %", "mean", "rank_balance", _PERCENT),
+    ("Size of an optimizer step, samples", "mean", "samples_per_step", 1),
     ("Norm of the gradient", "mean", "grad_norm", 1),
-    ("Learning rate, of the last step of a record", "last", "lr", 1),
-    ("Memory at its peak so far, GiB", "peak", "memory_allocated_bytes", _GIB),
-    ("Memory reserved, GiB, at the end of a record", "last", "memory_reserved_bytes", _GIB),
+    ("Learning rate", "last", "lr", 1),
+    ("Peak memory so far, GiB", "peak", "memory_allocated_bytes", _GIB),
+    ("Reserved memory, GiB", "last", "memory_reserved_bytes", _GIB),
 )
 """Title, group and name of a value, and what it is divided by."""
 _OF_RANKS = ("rank_wait_share", "rank_balance")  # of several
@@ -69,6 +76,7 @@ def make_page(runs: Sequence[RunSummary]) -> str:
             title=f"Training of {names[0]}" if len(names) == 1 else f"{len(names)} training runs",
             runs=names,
             facts=facts_table(runs),
+            settings=settings_table(runs),
             charts=[
                 *_curve_charts(runs),
                 *_source_charts(runs),
@@ -87,18 +95,35 @@ def facts_table(runs: Sequence[RunSummary]) -> Table:
     """Return the figures of the runs, a column for each."""
     columns = [run.facts() for run in runs]
     rows = [
-        (name, *("" if column[name] is None else number(column[name] or 0) for column in columns))
+        (name, *(_cell(name, column[name]) for column in columns))
         for name in columns[0]
         if any(column[name] is not None for column in columns)
     ]
     return Table(("", *(run.name for run in runs)), rows)
 
 
+def settings_table(runs: Sequence[RunSummary]) -> Table:
+    """Return what the runs were made with, a column for each."""
+    columns = [run.settings() for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+    return Table(("setting", *(run.name for run in runs)), rows)
+
+
+def _cell(name: str, value: float | str | None) -> str:
+    """Return a figure as text; a share as a percentage."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return (
+        f"{value:.1%}".replace("%", " %") if "share" in name or "balance" in name else number(value)
+    )
+
+
 def _curve_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     over_tokens = [run.loss_over_tokens() for run in runs]
-    charts = _chart("Loss over real tokens", runs, over_tokens, "real tokens")
+    charts = _chart(f"Loss over real tokens, {_NATS}", runs, over_tokens, "real tokens")
     for title, group, name, divisor in _CURVES:
-        if name in _OF_RANKS and all(run.ranks == 1 for run in runs):
+        if name in _OF_RANKS and all(count == 1 for run in runs for _, count in run.ranks()):
             continue
         curves = [
             [(step, value / divisor) for step, value in run.curve(group, name)] for run in runs
@@ -112,7 +137,7 @@ def _source_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     charts = []
     for name in sorted({name for run in runs for name in run.sources()}):
         curves = [run.curve("mean", f"loss/{name}") for run in runs]
-        charts += _chart(f"Loss of {name}", runs, curves)
+        charts += _chart(f"Loss of {name}, {_NATS}", runs, curves)
     return charts
 
 
@@ -123,7 +148,7 @@ def _value_charts(runs: Sequence[RunSummary]) -> list[Chart]:
     charts = []
     for name in sorted(told):
         curves = [run.curve("last", name) for run in runs]
-        charts += _chart(f"{name}, of the last step of a record", runs, curves)
+        charts += _chart(name, runs, curves)
     return charts
 
 
@@ -141,9 +166,16 @@ def _chart(
     ]
     if not known:
         return []
-    text = " ".join(_in_words(run.name, points) for run, _, points in known)
     bins = min(150, max(10, _MOST_POINTS // (2 * len(runs))))
-    drawn = [Curve(index, thinned(points, bins)) for _, index, points in known]
+    words, drawn = [], []
+    for (run, index, points), below in zip(
+        known, _beneath([one for *_, one in known]), strict=True
+    ):
+        on = "".join(f" (dashed, on {known[one][0].name})" for one in below[:1])
+        words.append((index, f"{run.name}{on}: {_in_words(points)}"))
+        marks = [run.tokens_at(one) if "tokens" in x_label else one for one in run.resumes]
+        drawn.append(Curve(index, thinned(points, bins), len(below), marks))
+    text = " ".join(one for _, one in words)
     is_whole = all(len(points) <= _MOST_NUMBERS for _, _, points in known)
     table = Table(
         (f"run, {x_label}", "value"),
@@ -154,13 +186,28 @@ def _chart(
         ],
         "" if is_whole else "Some of the records.",
     )
-    return [Chart(title, line_chart(title, text, x_label, drawn), text, table)]
+    return [Chart(title, line_chart(title, text, x_label, drawn), words, table)]
 
 
-def _in_words(run: str, points: Points) -> str:
+def _in_words(points: Points) -> str:
     values = [value for _, value in points]
     ends = f"from {number(values[0])} to {number(values[-1])}"
-    return f"{run}: {ends}, lowest {number(min(values))}, highest {number(max(values))}."
+    return f"{ends}, lowest {number(min(values))}, highest {number(max(values))}."
+
+
+def _beneath(curves: Sequence[Points]) -> list[list[int]]:
+    """Return for each curve the numbers of those drawn before it that it would hide."""
+    values = [value for points in curves for _, value in points]
+    near = _NEAR * (max(values) - min(values))
+    places = [np.array(points, dtype=np.float64).T for points in curves]
+
+    def is_on(one: int, other: int) -> bool:
+        (x, y), (below_x, below_y) = places[one], places[other]
+        is_far = np.abs(np.interp(x, below_x, below_y) - y) > near
+        is_common = (x >= below_x[0]) & (x <= below_x[-1])
+        return bool(is_common.any() and (~is_far)[is_common].mean() >= _ALIKE)
+
+    return [[other for other in range(one) if is_on(one, other)] for one in range(len(curves))]
 
 
 def _spread(points: Points) -> Points:
@@ -184,13 +231,14 @@ def _shape_charts(runs: Sequence[RunSummary]) -> list[Chart]:
             (f"{run.name}, {h} x {w}", number(count)) for (h, w), count in shapes[:_MOST_NUMBERS]
         ]
         most = max(h * w for (h, w), _ in shapes)
-        words.append(f"{run.name}: {len(shapes):,} shapes, the largest with {most:,} tokens.")
+        seen = f"{len(shapes):,} shapes, the largest with {most:,} tokens."
+        words.append((index, f"{run.name}: {seen}"))
     if not dots:
         return []
-    text = " ".join(words)
+    text = " ".join(one for _, one in words)
     svg = scatter(title, text, ("width, tokens", "rows"), dots)
     table = Table(("run, rows x width", "batches"), rows, "The most frequent ones.")
-    return [Chart(title, svg, text, table)]
+    return [Chart(title, svg, words, table)]
 
 
 def source_table(run: RunSummary) -> Table:
@@ -201,10 +249,7 @@ def source_table(run: RunSummary) -> Table:
         for name in next(iter(sources.values()))
         if any(one[name] is not None for one in sources.values())
     ]
-    rows = [
-        (source, *("" if one[name] is None else number(one[name] or 0) for name in head))
-        for source, one in sources.items()
-    ]
+    rows = [(source, *(_cell(name, one[name]) for name in head)) for source, one in sources.items()]
     return Table(("source or task", *head), rows, run.name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from odb_nodes.monitor.records import FILE, GROUPS, Record, RunRecords
 from odb_nodes.monitor.window import Totals
 
 _WORST = 20  # samples
+_LONGEST = 60  # characters of a setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +47,55 @@ class RunSummary:
             worst=worst_samples(read_losses(records.folder), _WORST),
         )
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks, when it was begun or resumed last."""
-        if self.records.attempts:
-            return int(self.records.attempts[-1]["world_size"])
-        sums = self.records.steps[-1]["sum"]
-        return max(1, round(sums["rank_seconds"] / sums["seconds"])) if sums["seconds"] else 1
+    def stretches(self) -> list[tuple[int, Record]]:
+        """Return (first step, attempt) of each attempt that has steps which count."""
+        found: list[tuple[int, Record]] = []
+        for attempt in self.records.attempts:
+            found = [one for one in found if one[0] <= attempt["step"]]
+            found.append((attempt["step"] + 1, attempt))
+        return found
 
-    def facts(self) -> dict[str, float | None]:
+    @property
+    def resumes(self) -> list[int]:
+        """The steps after which the run was resumed, or begun again with other settings."""
+        return [first - 1 for first, _ in self.stretches()[1:]]
+
+    def ranks(self) -> list[tuple[int, int]]:
+        """Return (first step, number of ranks) of each stretch of the run."""
+        if found := [(first, int(one["world_size"])) for first, one in self.stretches()]:
+            return found
+        sums = self.records.steps[-1]["sum"]
+        seconds = sums["seconds"]
+        return [(1, max(1, round(sums["rank_seconds"] / seconds)) if seconds else 1)]
+
+    def settings(self) -> dict[str, str]:
+        """Return what the run was made with, by name: where that has changed, by stretch."""
+        stretches, found = self.stretches(), {}
+        for group in ("loader", "config", "versions"):
+            for name in dict.fromkeys(name for _, one in stretches for name in one.get(group, {})):
+                values = [(first, one.get(group, {}).get(name)) for first, one in stretches]
+                label = {"config": f"{name} (config)", "versions": f"version of {name}"}
+                found[label.get(group, name)] = _by_stretch(values)
+        return found
+
+    def facts(self) -> dict[str, float | str | None]:
         """Return the figures of the run by name, for a table; None where one is not known."""
         whole, steps = self.whole, self.records.steps
         mean, sums, peak = whole["mean"], whole["sum"], whole["peak"]
         memory = peak.get("memory_allocated_bytes")
+        lrs = [lr for one in steps if (lr := one["last"].get("lr")) is not None]
+        ranks = self.ranks()
         return {
             "optimizer steps": sums["optimizer_steps"],
             "epochs": len(self.records.epochs),
             "times begun or resumed": len(self.records.attempts),
-            "ranks": self.ranks,
+            "resumed after step": ", ".join(map(str, self.resumes)) or None,
+            "ranks": ranks[0][1] if len({one for _, one in ranks}) == 1 else _by_stretch(ranks),
             "training time, s": sums["seconds"],
             "samples": sums["samples"],
             "tokens": sums["tokens"],
             "loss, last record": steps[-1]["mean"].get("loss"),
+            "highest learning rate": max(lrs, default=None),
             "records with a loss that is not finite": sum(
                 "loss" in one["mean"] and one["mean"]["loss"] is None for one in steps
             ),
@@ -100,6 +129,13 @@ class RunSummary:
         """Return (optimizer step, value) of each record that has a value."""
         values = ((one["step"], one[group].get(name)) for one in self.records.steps)
         return [(step, value) for step, value in values if value is not None]
+
+    def tokens_at(self, step: int) -> float:
+        """Return the tokens of all records up to a step."""
+        tokens: float = sum(
+            one["sum"]["tokens"] for one in self.records.steps if one["step"] <= step
+        )
+        return tokens
 
     def loss_over_tokens(self) -> list[tuple[float, float]]:
         """Return (tokens so far, mean loss) of each record that has one."""
@@ -174,6 +210,22 @@ def _whole(steps: Sequence[Record]) -> dict[str, dict[str, float | None]]:
             )
         )
     return total.groups()
+
+
+def _by_stretch(values: Sequence[tuple[int, Any]]) -> str:
+    """Return (first step, value) of the stretches of a run as text; a value that stays, once."""
+    (_, last), *later = values
+    text = _as_text(last)
+    for first, value in later:
+        if value != last:
+            text, last = f"{text}, then {_as_text(value)} from step {first}", value
+    return text
+
+
+def _as_text(value: Any) -> str:
+    """Return a setting in a few characters."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}\u2026"
 
 
 def _known(values: dict[str, float | None]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 260  # as wide as a column, so that text is not made small on a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
+_DIGIT = 7.5  # about as wide as a character, in pixels
 COLORS = 8  # colours that the page has; further curves are dashed
 
 _ALIKE = 1e-9  # relative: values that differ by less are drawn as one
@@ -22,10 +23,14 @@ class Curve:
     Attributes:
         run: number of the run, which decides the colour.
         points: (x, y), finite.
+        layer: number of curves that it lies on; above 0 it is drawn with gaps, which show them.
+        marks: x where a line is drawn down the picture.
     """
 
     run: int
     points: Sequence[tuple[float, float]]
+    layer: int = 0
+    marks: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,12 @@ def line_chart(title: str, text: str, x_label: str, curves: Sequence[Curve]) -> 
     for curve in curves:
         places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in curve.points]
         look = f'class="c{curve.run % COLORS}"'
-        if curve.run >= COLORS:
+        for x in (one for one in curve.marks if 0 <= x_axis.place(one) <= 1):
+            at = f'x1="{_x(x_axis, x):.1f}" x2="{_x(x_axis, x):.1f}"'
+            marks.append(f'<line {look} {at} y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
+        if curve.layer:
+            look += f' stroke-dasharray="9 {9 * curve.layer}"'
+        elif curve.run >= COLORS:
             look += f' stroke-dasharray="{2 + 2 * (curve.run // COLORS)} 3"'
         if len(places) == 1:
             marks.append(f'<circle {look} cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3"/>')
@@ -166,12 +176,16 @@ def _grid(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> list[str]:
         marks.append(
             f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>'
         )
-    for tick in x_axis.ticks:
-        x = _x(x_axis, tick)
-        anchor = "end" if x > right - 12 else "middle"
-        marks.append(
-            f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{number(tick)}</text>'
-        )
+    free = math.inf  # up to where, so that no label touches the one to its right
+    for tick in reversed(x_axis.ticks):
+        x, text = _x(x_axis, tick), number(tick)
+        half = _DIGIT * len(text) / 2
+        anchor, middle = ("end", x - half) if x + half > WIDTH else ("middle", x)
+        if middle + half < free:
+            free = middle - half - _DIGIT
+            marks.append(
+                f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{text}</text>'
+            )
     bottom_line = HEIGHT - 6
     marks.append(f'<text x="{right}" y="{bottom_line}" text-anchor="end">{escape(x_label)}</text>')
     if y_label:

@@ -27,8 +27,8 @@ figure h3 { font-size: 1rem; margin: 0; }
 svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif; }
 svg text { fill: var(--soft); } svg .grid { stroke: var(--line); stroke-width: 1; }
 svg polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-svg .dot { fill-opacity: .45; }
-{% for n in range(8) %}polyline.c{{ n }} { stroke: var(--{{ n }}); }
+svg .dot { fill-opacity: .45; } svg line:not(.grid) { stroke-dasharray: 2 3; }
+{% for n in range(8) %}polyline.c{{ n }}, line.c{{ n }} { stroke: var(--{{ n }}); }
 circle.c{{ n }} { fill: var(--{{ n }}); }
 .s{{ n }} { background: var(--{{ n }}); }
 {% endfor %}
@@ -57,12 +57,17 @@ summary { cursor: pointer; color: var(--soft); font-size: .9rem; }
 <span class="swatch s{{ loop.index0 % 8 }}"></span>{{ run }}</span>
 {% endfor %}</p>
 {{ rows(facts) }}
+{% if settings.rows %}<h2>Settings</h2>
+{{ rows(settings) }}{% endif %}
 <h2>Curves</h2>
 <p class="soft">Each point is one record: a mean over its steps, where nothing else
-is said. Of long runs, the lowest and the highest record of each part are drawn.</p>
+is said: learning rates, memory, and what <code>values</code> told are of its last step. A dotted
+line down a picture is where the run of its colour was resumed. Of long runs, the lowest and the
+highest record of each part are drawn.</p>
 <div class="grid">
 {% for chart in charts %}<figure><h3>{{ chart.title }}</h3>{{ chart.svg | safe }}
-<figcaption>{{ chart.text }}</figcaption>
+<figcaption>{% for run, text in chart.words %}<div>{% if runs | length > 1 %}\
+<span class="swatch s{{ run % 8 }}"></span>{% endif %}{{ text }}</div>{% endfor %}</figcaption>
 <details><summary>Numbers</summary>{{ rows(chart.table) }}</details></figure>
 {% endfor %}</div>
 {% if sources %}<h2>Sources and tasks</h2>

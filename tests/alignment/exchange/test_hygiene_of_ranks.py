@@ -98,6 +98,37 @@ def test_no_thread_of_gloo_is_the_last_to_hold_a_tensor(tmp_path):
         assert of_gloo <= 5  # where gloo's thread does not get a core for 4 ms
 
 
+def test_what_a_pending_call_uses_outlives_its_exchange(tmp_path):
+    # Or gloo's thread would let go of it when the other rank ends, perhaps at the very end of this.
+    body = """
+    import weakref
+    import numpy as np
+    from odb_nodes.alignment.exchange import GlooExchange, Interrupted
+    exchange = GlooExchange(dist.group.WORLD, 20)
+    exchange.connect(100)
+    gone, from_numpy = [], torch.from_numpy
+    def watched(array):
+        tensor = from_numpy(array)
+        weakref.finalize(tensor, gone.append, rank)
+        return tensor
+    torch.from_numpy = watched
+    if rank == 0:
+        threading.Timer(0.2, exchange.interrupt).start()
+        try:
+            exchange.all_gather(np.arange(100))
+        except Interrupted:
+            pass
+        del exchange
+        gc.collect()
+        print(json.dumps(gone), flush=True)
+        os._exit(0)
+    time.sleep(2)
+    print([])
+    os._exit(0)
+    """
+    assert run_ranks(tmp_path, body, 2) == [[], []]
+
+
 def test_a_forked_worker_may_collect_a_loader_that_is_gone(tmp_path):
     # The connections of that one are in the worker, too, but the threads that they had are not.
     body = """

@@ -100,6 +100,34 @@ def test_a_rank_that_stops_early(read_ahead, job):
         assert "did not come within 4" in error
 
 
+def test_ranks_that_answer_after_a_short_timeout_are_not_said_to_be_lost(job):
+    run = job(
+        """
+        import numpy as np
+        from odb_nodes.alignment.exchange import GlooExchange
+        exchange = GlooExchange(dist.group.WORLD, 20.0)
+        exchange.connect(3)
+        exchange.timeout_s = 0.05  # from now on
+        dist.barrier()
+        if rank == 1:
+            time.sleep(1)
+        try:
+            for _ in range(2):
+                print(exchange.all_gather(np.full(3, rank)).tolist(), flush=True)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        dist.barrier()
+        r.finish()
+        """,
+        2,
+    )
+    for _, out, errors in run.results(EXIT_LIMIT_S):
+        *rows, error, _ = out.splitlines()
+        assert set(rows) <= {"[[0, 0, 0], [1, 1, 1]]"}, (out, errors)
+        assert error.startswith("PeerError the ranks did not all come within 0.05 s (`timeout_s`)")
+        assert "rank 0 waited in vain; rank 1 waited in vain" in error
+
+
 def test_a_rank_that_never_arrives(job):
     run = job(
         """

@@ -1,0 +1,79 @@
+"""The names of `odb_nodes`, which imports them when one of them is asked for first."""
+
+from odb_nodes.alignment import RankAligner
+from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.contract import EpochNode, StatefulNode
+from odb_nodes.contract.state_file import load_state, save_state
+from odb_nodes.errors import PeerError, SampleError, StateError, StepMemoryError, WorkerError
+from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
+from odb_nodes.loader.checkpoint import DistributedState, load_rank_state, save_rank_state
+from odb_nodes.loader.checkpoints import Checkpoints
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.loader import Loader
+from odb_nodes.loader.resharding import reshard
+from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
+from odb_nodes.planning import TokenBudget
+from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
+from odb_nodes.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
+from odb_nodes.sources import (
+    IterableSource,
+    JsonlSource,
+    Mixing,
+    ShardedSampler,
+    SourceMixer,
+    WeightedSampler,
+    WeightSchedule,
+)
+from odb_nodes.step_info import AlignedGroup, SourceCount, StepInfo, pop_step_info
+from odb_nodes.tasks import TaskWeights
+
+__all__ = [
+    "AlignedGroup",
+    "Audit",
+    "Checkpoints",
+    "DistributedState",
+    "EpochAudit",
+    "EpochNode",
+    "GroupCollator",
+    "ItemKey",
+    "IterableSource",
+    "JsonlSource",
+    "Ledger",
+    "LeftOut",
+    "LengthObserver",
+    "Loader",
+    "Mixing",
+    "ODBDataLoader",
+    "Observation",
+    "PackedCollate",
+    "PaddingCollate",
+    "ParallelProcessor",
+    "PeerError",
+    "PerSource",
+    "RankAligner",
+    "Sample",
+    "SampleError",
+    "ShardedSampler",
+    "Skipped",
+    "SourceCount",
+    "SourceItem",
+    "SourceMixer",
+    "StateError",
+    "StatefulNode",
+    "StepInfo",
+    "StepMemoryError",
+    "TaskWeights",
+    "TokenBudget",
+    "WeightSchedule",
+    "WeightedSampler",
+    "WindowBucketer",
+    "WorkerError",
+    "WorkerOptions",
+    "audit",
+    "load_rank_state",
+    "load_state",
+    "pop_step_info",
+    "reshard",
+    "save_rank_state",
+    "save_state",
+]

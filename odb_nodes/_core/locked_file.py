@@ -97,10 +97,10 @@ class LockedFile:
             file.seek(max(0, self.size() - size))
             return file.read()
 
-    def replace_tail(self, data: bytes) -> None:
-        """Write bytes over the last ones, in place."""
+    def replace(self, at: int, data: bytes) -> None:
+        """Write bytes over others, in place."""
         with self.path.open("r+b", buffering=0) as file:
-            file.seek(self.size() - len(data))
+            file.seek(at)
             file.write(data)
 
     def warn(self, error: Exception, lost: str) -> None:

@@ -104,8 +104,12 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether the run has ended, each sample has one fate per epoch, and no step is missing."""
-        return self.state == "ended"
+        """Whether each sample has one fate per epoch, and no step is missing.
+
+        Of a run that is `"open"`, this can be said only where each of its epochs is complete.
+        """
+        is_whole = bool(self.epochs) and all(epoch.is_complete for epoch in self.epochs)
+        return self.state == "ended" or (self.state == "open" and is_whole)
 
     @property
     def state(self) -> Literal["ended", "open", "damaged"]:
@@ -135,4 +139,6 @@ class Audit:
     def _verdict(self) -> str:
         if self.problems:
             return counted(len(self.problems), "problem")
-        return "OPEN, no problem so far; no end is recorded" if self.open_ranks else "OK"
+        if not self.open_ranks:
+            return "OK"
+        return f"{'OK so far' if self.ok else 'OPEN, no problem so far'}; no end is recorded"

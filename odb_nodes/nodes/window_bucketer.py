@@ -130,8 +130,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Let so many samples wait from now on, where the window is `"auto"`; 0: as before."""
         if samples:
             self.window.use(samples)
-            self._pool.window = self.window.samples
-            self._snapshots.interval = self.window.snapshot_interval
+            self._follow_window()
 
     @property
     def pulled_samples(self) -> int:
@@ -294,6 +293,10 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._keeps_present = self._by_key or self._mode == "payload"
         self._records = PoolRecords(self._pool, with_items=self._by_key)
 
+    def _follow_window(self) -> None:
+        self._pool.window = self.window.samples
+        self._snapshots.interval = self.window.snapshot_interval
+
     @property
     def _needed_from(self) -> int:
         """The first sample of the epoch that a restore has to pull again."""
@@ -307,6 +310,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             most = min(self.window.samples, self.remaining_samples or self.window.samples)
             progress = SlowProgress("samples in the pool before the first batch", most)
         self._ended = self._filler.fill(progress)
+        if not self._ended and self.window.grow_alone(known_length_of(self.source)):
+            self._follow_window()
+            self._ended = self._filler.fill(progress)
 
     def _end(self) -> None:
         """Stand at the end of the epoch: nothing is left to pull again."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.step_info import StepInfo
 
 
@@ -42,9 +41,8 @@ class BatchOrder:
         expected = last.step + 1 if is_same_epoch else 0
         if info.step > expected and not self._is_warned:
             self._is_warned = True
-            warnings.warn(
+            warn_user(
                 f"`step` of the monitor was not called for step {expected} of epoch {info.epoch}: "
                 "its samples are missing in the records. Call it for each batch; without `loss` "
-                "for one that you leave out.",
-                stacklevel=3,
+                "for one that you leave out."
             )

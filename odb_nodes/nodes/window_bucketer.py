@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -11,6 +10,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
@@ -279,7 +279,8 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._ended = self._refilling = False
         self._dearest_groups = 0
         budget = self._limits.of_samples(self._budget)
-        self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude)
+        said = self._exclusions.said
+        self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude, said)
         self._filler: PoolFiller = PoolFiller(
             self.source,
             self._pool,
@@ -320,7 +321,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         summary, before = self._exclusions.summary(self._pool.pulled), self._summary
         if summary and summary != before:  # most epochs are alike
             self._summary = summary
-            warnings.warn(summary, stacklevel=3)
+            warn_user(summary)
 
     def _encoded(self) -> list[Any]:
         self._payload = encode_samples(self._pool.items(), self._payload)

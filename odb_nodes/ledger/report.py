@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.counts import counted
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes.ledger.entries import merkle_root
 
 MOST_SHARES = 20
@@ -102,6 +103,20 @@ class Audit:
     def ok(self) -> bool:
         """Whether each sample that is recorded has one fate per epoch, and no step is missing."""
         return not self.problems
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "epoch": str(one.epoch),
+                "steps": f"{one.steps:,}",
+                "": "complete" if one.is_complete else f"partial, to step {one.last_step:,}",
+                "samples": ", ".join(f"{count:,} {fate}" for fate, count in one.fates.items()),
+                "filler steps": f"{one.filler:,}",
+                "digest": one.digest[:12],
+            }
+            for one in self.epochs
+        ]
+        return html_table(rows) + html_text(str(self), "pre")
 
     def __str__(self) -> str:
         begun: dict[tuple[tuple[int, int], ...], list[int]] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
+
+from odb_nodes._core.user_warning import warn_user
 
 if sys.platform == "win32":
     fcntl = None
@@ -107,10 +108,7 @@ class LockedFile:
         """Warn, once, that the file cannot be written, and of what is lost by that."""
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(
-                f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.",
-                stacklevel=4,
-            )
+            warn_user(f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.")
 
     def close(self) -> None:
         """Let go of the file, and of its lock. Idempotent."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.counts import counted
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes.ledger.entries import merkle_root
 
 MOST_SHARES = 20
@@ -121,6 +122,20 @@ class Audit:
         if self.problems:
             return "damaged"
         return "open" if self.open_ranks else "ended"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "epoch": str(one.epoch),
+                "steps": f"{one.steps:,}",
+                "": "complete" if one.is_complete else f"partial, to step {one.last_step:,}",
+                "samples": ", ".join(f"{count:,} {fate}" for fate, count in one.fates.items()),
+                "filler steps": f"{one.filler:,}",
+                "digest": one.digest[:12],
+            }
+            for one in self.epochs
+        ]
+        return html_table(rows) + html_text(str(self), "pre")
 
     def __str__(self) -> str:
         begun: dict[tuple[tuple[int, int], ...], list[int]] = {}

@@ -6,7 +6,7 @@ from odb_nodes import Ledger, LeftOut, StepInfo, audit
 from odb_nodes.ledger.entries import Names, entries_of
 from odb_nodes.ledger.history import stretches
 from odb_nodes.ledger.reading import RankFile
-from odb_nodes.ledger.records import HEAD, HEADER_BYTES, MAGIC, record_bytes
+from odb_nodes.ledger.records import ENDED_MAGIC, HEAD, HEADER_BYTES, MAGIC, record_bytes
 
 SIZE = 90
 
@@ -108,7 +108,7 @@ def pieces_of(path):
     data = path.read_bytes()
     pieces, at = [], 0
     while at < len(data):
-        if data[at : at + len(MAGIC)] == MAGIC:
+        if data[at : at + len(MAGIC)] in (MAGIC, ENDED_MAGIC):
             size = HEADER_BYTES
         else:
             size = record_bytes(*HEAD.unpack_from(data, at)[1:5])

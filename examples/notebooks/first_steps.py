@@ -16,6 +16,7 @@
 # Python's standard library, a few tokens to a thousand long; the model is a tiny Llama.
 
 # %%
+import builtins
 import os
 import signal
 import sys
@@ -24,9 +25,11 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 
-sys.path.insert(0, str(Path.cwd().parent))  # the modules beside the other examples
+here = Path(globals().get("__file__", "first_steps.ipynb")).resolve()  # a notebook has no file
+sys.path.insert(0, str(here.parents[1]))  # the modules beside the other examples
 from odb_nodes import Checkpoints, Ledger, ODBDataLoader, PaddingCollate, audit, pop_step_info
 from odb_nodes.monitor import Monitor, report
 from odb_nodes.tools.lengths import observe_lengths
@@ -35,6 +38,7 @@ from odb_nodes.tools.tune import tune
 from tiny_lm import build_model, load_corpus
 
 torch.set_num_threads(1)  # this notebook forks
+show = getattr(builtins, "display", print)  # tables in a notebook, text in a terminal
 corpus = load_corpus(every=6)
 folder = Path(tempfile.mkdtemp())
 print(f"{len(corpus.train)} texts; files are in {folder}")
@@ -47,14 +51,28 @@ print(f"{len(corpus.train)} texts; files are in {folder}")
 
 # %%
 table = observe_lengths(corpus.train, process_fn=corpus.encode)
-print(profile(table, budget=4096, world_sizes=(1,), windows=(256,)))
+found = profile(table, budget=4096, world_sizes=(1,), windows=(256,))
+show(found)
+
+# %% [markdown]
+# The lengths differ much, which is what fixed batches pay for with padding:
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
+lengths = found.lengths[0]
+left.stairs(lengths.counts, lengths.edges, fill=True)
+left.set(xscale="log", xlabel="tokens", ylabel="samples", title="lengths")
+ways = found.comparisons
+right.barh([one.strategy for one in ways], [one.figures.padding_share for one in ways])
+right.set(xlim=(0, 1), title="share of padding in the batches")
+figure.savefig(folder / "lengths.png")
 
 # %% [markdown]
 # `tune` simulates many choices of budget, window and accumulation, and proposes one as code.
 
 # %%
 tuned = tune(table, world_size=1, limit=4096)
-print(tuned)
+show(tuned)
 window = tuned.best.choice.window
 
 # %% [markdown]
@@ -124,7 +142,7 @@ def train_dynamic(name, save_every=None):
 speed, padding = train_fixed()
 print(f"fixed batches of 4: {speed:,.0f} tokens/s, {padding:.0%} padding")
 expected = train_dynamic("whole")
-print(report([str(folder / "whole")], html=str(folder / "report.html")))
+show(report([str(folder / "whole")], html=str(folder / "report.html")))
 
 # %% [markdown]
 # ## Killed, and resumed
@@ -155,6 +173,6 @@ print("the resumed run has the weights of the one that was not killed")
 # The ledger proves that each sample was trained on once, over both processes.
 
 # %%
-found = audit(folder / "killed" / "ledger", size=len(corpus.train))
-print(found)
-assert found.ok
+proof = audit(folder / "killed" / "ledger", size=len(corpus.train))
+show(proof)
+assert proof.ok

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
+
+from odb_nodes._core.user_warning import warn_user
 
 if sys.platform == "win32":
     fcntl = None
@@ -97,20 +98,17 @@ class LockedFile:
             file.seek(max(0, self.size() - size))
             return file.read()
 
-    def replace_tail(self, data: bytes) -> None:
-        """Write bytes over the last ones, in place."""
+    def replace(self, at: int, data: bytes) -> None:
+        """Write bytes over others, in place."""
         with self.path.open("r+b", buffering=0) as file:
-            file.seek(self.size() - len(data))
+            file.seek(at)
             file.write(data)
 
     def warn(self, error: Exception, lost: str) -> None:
         """Warn, once, that the file cannot be written, and of what is lost by that."""
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(
-                f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.",
-                stacklevel=4,
-            )
+            warn_user(f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.")
 
     def close(self) -> None:
         """Let go of the file, and of its lock. Idempotent."""

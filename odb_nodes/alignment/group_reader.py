@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.held_samples import HeldSamples
 from odb_nodes.alignment.round_terms import RoundTerms
@@ -138,10 +138,7 @@ class GroupReader:
         left_out = [LeftOut(one.key, one.source, "unemitted") for one in left]
         pooled = call_member(self.source, "leave_rest") or []
         if count := len(left) + remaining_samples(self.source):
-            warnings.warn(
-                f'`uneven="stop"`: another rank has ended, so {count} samples {of_whom}.',
-                stacklevel=2,
-            )
+            warn_user(f'`uneven="stop"`: another rank has ended, so {count} samples {of_whom}.')
         return count, [*left_out, *pooled]
 
     def exclude(self, keys: ExcludedKeys, *, ends: bool) -> list[Sample]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.peers import Peers
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.planning.budget import TokenBudget
@@ -134,12 +134,11 @@ class LastRound:
             elif digest_of(sample) != gift.digest:
                 others.append(f"a sample{name_of(sample)} has other content here.")
         if others:
-            warnings.warn(
+            warn_user(
                 f"of {len(received)} samples that other ranks have given to rank "
                 f"{self._peers.rank}, {len(others)} are not what they were: {others[0]} Either "
                 "processing is not deterministic (`ParallelProcessor(seed=...)` seeds the global "
                 "generators), or the ranks do not have the same data in the same order, and then "
-                "some samples are lost and others come twice.",
-                stacklevel=2,
+                "some samples are lost and others come twice."
             )
         return made

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import StateError
 
 __all__ = [
@@ -138,7 +138,7 @@ def _reject(message: str, fixed: Collection[str]) -> None:
     message += _REMEDY
     if _strict.get():
         raise StateError(message)
-    warnings.warn(message, stacklevel=2)
+    warn_user(message)
 
 
 def _changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, str]:

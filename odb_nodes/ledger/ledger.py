@@ -11,7 +11,15 @@ from odb_nodes._core.checks import check_bool, check_type
 from odb_nodes._core.forks import Owner
 from odb_nodes._core.locked_file import LockedFile
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.ledger.records import END_BYTES, VERSION, Encoder, Header, pack_header, resumed
+from odb_nodes.ledger.records import (
+    END_BYTES,
+    ENDED_MAGIC,
+    VERSION,
+    Encoder,
+    Header,
+    pack_header,
+    resumed,
+)
 from odb_nodes.step_info import StepInfo
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -70,6 +78,7 @@ class Ledger:
             "before it makes another.",
         )
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
+        self._begun_at = 0  # where the header of this attempt is
         self._lost = 0
         self._first_lost: StepInfo | None = None
         self._is_closed = False
@@ -145,6 +154,8 @@ class Ledger:
             try:
                 if last := self._last_records(ended):
                     self._file.write(last)
+                if ended and last:
+                    self._file.replace(self._begun_at, ENDED_MAGIC)
             except (OSError, RuntimeError) as error:
                 self._file.warn(error, _LOST)
         self._file.close()
@@ -171,7 +182,8 @@ class Ledger:
         """
         self._file.open()
         if end := resumed(self._file.tail(END_BYTES)):
-            self._file.replace_tail(end)
+            self._file.replace(self._file.size() - len(end), end)
+        self._begun_at = self._file.size()
         header = Header(
             version=VERSION,
             rank=self._rank,
@@ -180,7 +192,7 @@ class Ledger:
             lost=0 if lost is None else self._lost,
             lost_epoch=0 if lost is None else lost.epoch,
             lost_step=0 if lost is None else lost.step,
-            offset=self._file.size(),
+            offset=self._begun_at,
             time_s=time.time(),
             epoch=info.epoch,
             step=info.step,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from odb_nodes.ledger.records import (
     END,
+    ENDED_MAGIC,
     HEAD,
     HEADER_BYTES,
     KINDS,
@@ -52,6 +53,7 @@ class Attempt:
         offsets: places of the step records in the file, (n,) int64.
         heads: their fields, (n,) of `HEAD_DTYPE`.
         is_closed: whether its end was recorded, and no other attempt has gone on.
+        is_resumed: whether its end was recorded, and another attempt has gone on.
         shares: index of a step record -> the shares of the mixture from it on, source -> share.
         data: the bytes of the file.
     """
@@ -62,6 +64,7 @@ class Attempt:
     offsets: npt.NDArray[np.int64]
     heads: npt.NDArray[np.void]
     is_closed: bool
+    is_resumed: bool
     shares: dict[int, dict[str, float]]
     data: memoryview
 
@@ -147,7 +150,8 @@ class RankFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read(self) -> None:
-        starts = [match.start() for match in re.finditer(re.escape(MAGIC), self.data)]
+        magic = b"|".join(map(re.escape, (MAGIC, ENDED_MAGIC)))
+        starts = [match.start() for match in re.finditer(magic, self.data)]
         found = [(at, *read) for at in starts if (read := unpack_header(self.data, at))]
         ends = [*(at for at, *_ in found), len(self.data)]
         if ends[0] and not self._is_torn(0, ends[0]):
@@ -162,6 +166,8 @@ class RankFile:
             self._check_header(header, at, shift)
             shift = at - header.offset
             self._read_attempt(header, crc, at + HEADER_BYTES, end)
+        if self.attempts and self.attempts[-1].is_resumed:
+            self._problem("another attempt has gone on, but is missing: the file was cut")
 
     def _check_header(self, header: Header, at: int, shift: int) -> None:
         where = f"attempt {len(self.attempts) + 1} ({place(_start(header))})"
@@ -175,8 +181,9 @@ class RankFile:
             )
 
     def _read_attempt(self, header: Header, crc: int | None, at: int, end: int) -> None:
-        number, names, is_closed = len(self.attempts) + 1, {0: ("", 0)}, False
+        number, names, kind = len(self.attempts) + 1, {0: ("", 0)}, 0
         offsets, heads = array("q"), array("I")
+        was_ended = self.data[at - HEADER_BYTES :][: len(MAGIC)] == ENDED_MAGIC
         where = f"attempt {number}, at its beginning"
         epoch, step = header.epoch, header.step
         shares: dict[int, dict[str, float]] = {}
@@ -194,7 +201,6 @@ class RankFile:
                     "was changed, removed, doubled or moved"
                 )
             crc, kind = head[0], head[1]
-            is_closed = kind == END
             if kind == NAME and head[5] & SHARES:
                 shares |= _shares(len(offsets), data[at + HEAD.size : stop])
             elif kind == NAME and (continues or head[3] <= len(names)):  # they are numbered in turn
@@ -206,13 +212,16 @@ class RankFile:
                 heads.extend(head[1:])
                 where = f"attempt {number}, after {place(head[5] << 32 | head[6])}"
             at = stop
+        if was_ended and kind not in (END, RESUMED):
+            self._problem(f"{where}: the end of the run is missing: the file was cut")
         attempt = Attempt(
             header=header,
             number=number,
             names=names,
             offsets=np.frombuffer(offsets, np.int64),
             heads=np.frombuffer(heads, HEAD_DTYPE),
-            is_closed=is_closed,
+            is_closed=kind == END,
+            is_resumed=kind == RESUMED,
             shares=shares,
             data=data,
         )

@@ -6,8 +6,11 @@
     name     a record too: the text of a source or a reason, before the first that refers to it
     shares   a name with the flag `SHARES`, before each step at which a mixture's shares are others
              than at the step before: JSON, source -> share
-    end      the last record of a run that ended by itself: whatever is cut from the file, it goes
-             first. Where another attempt goes on, its kind becomes `RESUMED`, in place
+    end      the last record of a run that ended by itself. Where another attempt goes on, its kind
+             becomes `RESUMED`, in place
+
+Once the end is written, the magic of its attempt becomes `ENDED_MAGIC`, in place: whatever is
+then cut from the file, the end goes first, and is missed.
 
 A column is absent where all of it is 0, and as narrow as its largest value allows. All integers are
 little-endian. An attempt numbers its names anew.
@@ -26,6 +29,7 @@ from odb_nodes.sample import LeftOut
 from odb_nodes.step_info import StepInfo
 
 MAGIC = b"\x89ODBLED\n"
+ENDED_MAGIC = b"\x89ODBLED\r"
 VERSION = 1
 
 HEAD = struct.Struct("<IBBIIII")
@@ -127,7 +131,7 @@ def pack_header(header: Header) -> tuple[bytes, int]:
 def unpack_header(data: memoryview, at: int) -> tuple[Header, int] | None:
     """Return the header at a place and its CRC; `None` where there is none, or a damaged one."""
     body = data[at + len(MAGIC) + 4 : at + HEADER_BYTES]
-    if data[at : at + len(MAGIC)] != MAGIC or len(body) < _HEADER.size:
+    if data[at : at + len(MAGIC)] not in (MAGIC, ENDED_MAGIC) or len(body) < _HEADER.size:
         return None
     crc = int.from_bytes(data[at + len(MAGIC) : at + len(MAGIC) + 4], "little")
     return (Header(*_HEADER.unpack(body)), crc) if zlib.crc32(body) == crc else None

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.counts import counted
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes.ledger.entries import merkle_root
 
 MOST_SHARES = 20
@@ -104,8 +105,12 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether the run has ended, each sample has one fate per epoch, and no step is missing."""
-        return self.state == "ended"
+        """Whether each sample has one fate per epoch, and no step is missing.
+
+        Of a run that is `"open"`, this can be said only where each of its epochs is complete.
+        """
+        is_whole = bool(self.epochs) and all(epoch.is_complete for epoch in self.epochs)
+        return self.state == "ended" or (self.state == "open" and is_whole)
 
     @property
     def state(self) -> Literal["ended", "open", "damaged"]:
@@ -117,6 +122,20 @@ class Audit:
         if self.problems:
             return "damaged"
         return "open" if self.open_ranks else "ended"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "epoch": str(one.epoch),
+                "steps": f"{one.steps:,}",
+                "": "complete" if one.is_complete else f"partial, to step {one.last_step:,}",
+                "samples": ", ".join(f"{count:,} {fate}" for fate, count in one.fates.items()),
+                "filler steps": f"{one.filler:,}",
+                "digest": one.digest[:12],
+            }
+            for one in self.epochs
+        ]
+        return html_table(rows) + html_text(str(self), "pre")
 
     def __str__(self) -> str:
         begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
@@ -135,4 +154,6 @@ class Audit:
     def _verdict(self) -> str:
         if self.problems:
             return counted(len(self.problems), "problem")
-        return "OPEN, no problem so far; no end is recorded" if self.open_ranks else "OK"
+        if not self.open_ranks:
+            return "OK"
+        return f"{'OK so far' if self.ok else 'OPEN, no problem so far'}; no end is recorded"

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from odb_nodes._core.atomic_file import sync_folder
 from odb_nodes._core.checks import check_count, check_seconds, check_type
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.checkpoint_folders import (
@@ -124,11 +124,10 @@ class Checkpoints:
             name, newest = choose(views)
         if newest is None:
             if unfinished := sorted(views[0]):
-                warnings.warn(
+                warn_user(
                     f"`{self._folders.root}` has no complete checkpoint, but unfinished ones: "
                     f"{unfinished}. Ranks were stopped while they saved, or saved different steps. "
-                    "The run begins anew.",
-                    stacklevel=2,
+                    "The run begins anew."
                 )
             return 0
         with self._together(f"loading the checkpoint `{name}`"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torchdata.nodes
 
 from odb_nodes._core.checks import describe
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.collate.token_rows import TOKEN_KEYS
 from odb_nodes.loader.loader import Loader
@@ -80,11 +80,10 @@ def warn_of_sizes(sizes: Mapping[str, int], stop: Stop) -> None:
     share = sizes[smallest] * len(sizes) / sum(sizes.values())
     passes = sizes[largest] / sizes[smallest]
     fate = _FATE[stop].format(share=share, passes=passes, largest=largest)
-    warnings.warn(
+    warn_user(
         f"`weights` are not given, so all datasets have equal shares, whatever their sizes {sizes}"
         f': {smallest!r} {fate}. Pass `weights="proportional"` for shares by size, or weights, '
-        f"such as {dict.fromkeys(sizes, 1)} if equal shares are meant.",
-        stacklevel=6,
+        f"such as {dict.fromkeys(sizes, 1)} if equal shares are meant."
     )
 
 

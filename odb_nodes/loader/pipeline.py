@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.seeds import declares_draws
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
@@ -198,10 +198,9 @@ def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
                 "Pass a dict of source -> keys, with the names that `StepInfo.row_sources` shows."
             )
         if source:
-            warnings.warn(
+            warn_user(
                 f"`exclude` has keys of source {source!r}, but `dataset` is no dict of sources, so "
-                "they exclude nothing unless processing names that source.",
-                stacklevel=2,
+                "they exclude nothing unless processing names that source."
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import HostedRanks, group_rank
 from odb_nodes.collate import PackedCollate, PaddingCollate
@@ -84,10 +84,9 @@ class RankGraph:
         if not why_not:
             self.collator.collate_in_workers(processors, collate, finish, always=always)
         elif always:
-            warnings.warn(
+            warn_user(
                 f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process '
-                "makes the batches.",
-                stacklevel=2,
+                "makes the batches."
             )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.torch import is_sharded, leaves_of, without_ddp_sync
+from odb_nodes._core.user_warning import warn_user
 
 Kind = Literal["local", "ddp", "sharded"]
 """Who computes a step: this rank alone; this rank, and then all average their gradients; or all
@@ -77,10 +78,9 @@ def check_is_whole(model: nn.Module, *, among_ranks: bool) -> None:
             "`model` must be the DDP model, but is a module within one. Pass the model as it is "
             "wrapped."
         )
-    warnings.warn(
+    warn_user(
         "several ranks train, but the model of `step.backward` is not in DDP or FSDP: their "
-        "weights differ after the first step, unless you average the gradients.",
-        stacklevel=4,
+        "weights differ after the first step, unless you average the gradients."
     )
 
 

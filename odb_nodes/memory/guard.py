@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any, get_args
 
 from odb_nodes._core.checks import check_choice
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
@@ -130,7 +130,7 @@ class OomGuard:
                 yield (step := GuardedStep(self._context, taken))
                 if not (step.is_done or self._is_warned):
                     self._is_warned = True
-                    warnings.warn(_without_backward(step.infos[0]), stacklevel=2)
+                    warn_user(_without_backward(step.infos[0]))
         finally:
             self._context.leave()
             self._context.collator.keep_samples(False)

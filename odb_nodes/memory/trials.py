@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from odb_nodes._core.progress import Bar
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.memory.failures import free_memory, is_out_of_memory
 from odb_nodes.memory.meter import MemoryMeter, measuring
 from odb_nodes.memory.training_state import TrainingState
@@ -132,11 +132,10 @@ class Trials:
         self._show(trial)
         self._is_seen |= peak_bytes > idle_bytes
         if len(self.done) == 1 and failure is None and gradients and not any(gradients.values()):
-            warnings.warn(
+            warn_user(
                 f"`train_step` has computed no gradient of the {len(gradients)} weights that can "
                 "be found from it. If it makes no backward pass, a step of training takes more "
-                "than is measured.",
-                stacklevel=2,
+                "than is measured."
             )
         if len(self.done) == TRIALS_TO_SEE:
             self.check_seen()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.step_info import StepInfo
 
 _REMEDY = (
@@ -79,10 +78,9 @@ class BatchOrder:
     def _warn(self, untold: str) -> None:
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(
+            warn_user(
                 f"`step` of the monitor was not called for {untold}: its samples are missing in "
-                "the records. Call it for each batch; without `loss` for one that you leave out.",
-                stacklevel=4,  # the line of the loop
+                "the records. Call it for each batch; without `loss` for one that you leave out."
             )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.metrics import COLUMNS
 from odb_nodes.monitor.watched import Watched
 from odb_nodes.monitor.window import Share, Totals
@@ -114,7 +114,7 @@ class Notices:
         self._seen[kind] = self._seen.get(kind, 0) + 1 if is_seen else 0
         if self._seen[kind] >= records and kind not in self._said:
             self._said.add(kind)
-            warnings.warn(message, stacklevel=6)
+            warn_user(message)
 
 
 def _highest(values: Sequence[float]) -> tuple[int, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from odb_nodes._core.locked_file import LockedFile
+from odb_nodes._core.user_warning import warn_user
 
 __all__ = ["Record", "RunRecords", "read_run", "scalars"]
 
@@ -62,11 +62,10 @@ class JsonlWriter:
     def begin(self, attempt: Record) -> None:
         """Begin an attempt: records of later steps that are in the file do not count any more."""
         if not attempt["resumed_at"] and self._file.size():
-            warnings.warn(
+            warn_user(
                 f"a run begins anew in `{self._file.path.parent}`, which has records of a run: "
                 "they do not count any more. To go on with that run, load the monitor's state; "
-                "otherwise give each run a folder of its own.",
-                stacklevel=5,
+                "otherwise give each run a folder of its own."
             )
         self._attempt = self._begun = attempt
 
@@ -151,9 +150,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
     """
     run, damaged = parse_run(Path(folder))
     if damaged:
-        warnings.warn(
-            f"{damaged} lines of `{run.folder / FILE}` are damaged, and left out.", stacklevel=2
-        )
+        warn_user(f"{damaged} lines of `{run.folder / FILE}` are damaged, and left out.")
     return run
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 from odb_nodes._core.extras import import_extra
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.records import Record, scalars
 
 FOLDER = "tensorboard"
@@ -40,10 +40,9 @@ class TensorBoardWriter:
     def write(self, record: Record) -> None:
         """Write the values of a record; what is not finite is left out."""
         if not self._folder.is_dir():
-            warnings.warn(
+            warn_user(
                 f"`{self._folder}` was deleted while it was being written. It is made anew, and "
-                "has the scalars from now on.",
-                stacklevel=5,
+                "has the scalars from now on."
             )
             self.begin({"step": record["step"] - 1})
         for name, value in scalars(record).items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import CLASS_KEYS, IGNORE_INDEX, Sample
 from odb_nodes.step_info import StepInfo
@@ -179,7 +179,7 @@ class BatchChecks:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            warnings.warn(message, stacklevel=4)
+            warn_user(message)
 
 
 def _count_nonzero(mask: torch.Tensor) -> int:

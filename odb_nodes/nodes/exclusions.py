@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, TypeGuard
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import SampleError
 from odb_nodes.nodes.bucketer_state import BucketerState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
@@ -23,6 +23,7 @@ class ExclusionCounter:
     Args:
         budget: the budget that tells which samples are oversize.
         keys: the keys that are excluded.
+        said: what was warned of in the epochs before: reasons, and `None` for oversize samples.
 
     Attributes:
         budget: likewise; it may become smaller.
@@ -32,10 +33,14 @@ class ExclusionCounter:
         dropped: oversize samples that `oversize="drop"` left out.
         skipped: reason -> samples that processing `Skipped`.
         left_out: the samples themselves, until they are taken.
+        said: likewise; grows.
     """
 
-    def __init__(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
+    def __init__(
+        self, budget: TokenBudget, keys: ExcludedKeys, said: set[str | None] | None = None
+    ) -> None:
         self.budget = budget
+        self.said = set() if said is None else said
         self.keys = keys
         self.excluded = 0
         self.oversize = 0
@@ -107,11 +112,10 @@ class ExclusionCounter:
                 '"drop".'
             )
         drops = self.budget.oversize == "drop"
-        if not self.oversize:
+        if not self.oversize and self._is_new(None):
             fate = "dropped" if drops else "given a group of its own"
-            warnings.warn(
-                f"{size}. It is {fate}. Further ones are only counted, see `oversize_samples`.",
-                stacklevel=2,
+            warn_user(
+                f"{size}. It is {fate}. Further ones are only counted, see `oversize_samples`."
             )
         self.oversize += 1
         self.dropped += drops
@@ -161,12 +165,16 @@ class ExclusionCounter:
             'dropped. Raise the budget, or set `oversize` to "alone".'
         )
 
+    def _is_new(self, kind: str | None) -> bool:
+        is_new = kind not in self.said
+        self.said.add(kind)
+        return is_new
+
     def _skip(self, sample: Skipped, ordinal: int) -> None:
-        if sample.reason not in self.skipped:
-            warnings.warn(
+        if sample.reason not in self.skipped and self._is_new(sample.reason):
+            warn_user(
                 f"sample {ordinal} of the epoch{name_of(sample)} is skipped {sample.why} Further "
-                "ones are only counted, see `skipped_samples`.",
-                stacklevel=3,
+                "ones are only counted, see `skipped_samples`."
             )
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1
         self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))

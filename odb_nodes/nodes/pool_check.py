@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import Sample
 
@@ -47,10 +47,10 @@ class PoolCheck:
         if pooled >= _LEAST_BUDGETS or padding <= _MOST_PADDING:
             return
         enough = math.ceil(_GOOD_BUDGETS * limit / mean_cost)
-        warnings.warn(
+        warn_user(
             f"{padding:.0%} of the tokens of the first {_GROUPS} batches are padding: the pool of "
             f"{window} samples, {mean:.0f} tokens long on average, holds no more "
             f"than {pooled:.1f} budgets of {self._budget.tokens} tokens, from which no group of "
             f"like lengths can be chosen. Raise it to `window={enough}`, or lower the budget.",
-            stacklevel=4,
+            once=("padding", self._budget, window),
         )

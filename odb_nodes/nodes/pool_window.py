@@ -15,6 +15,7 @@ from odb_nodes.planning.auto_window import (
     WindowSize,
     check_window,
     chosen_window,
+    window_before_ranks_agree,
 )
 from odb_nodes.sample import Sample
 
@@ -29,7 +30,8 @@ class PoolWindow:
 
     With `"auto"`, a first epoch begins with 128, and a later one with what the one before had. Each
     epoch chooses once, early: a `RankAligner` over the bucketer for all ranks alike; without one,
-    the bucketer by the lengths of its own, after the first group.
+    the bucketer by the lengths of its own, after the first group. Where a first epoch is short, its
+    first round is a large part of it, so each rank has a window of its own until all have chosen.
 
     Args:
         window: the number of samples, or `"auto"`.
@@ -79,6 +81,17 @@ class PoolWindow:
         if self._is_chosen or self.follows_ranks:
             return 0
         return chosen_window([self.report()])
+
+    def grow_alone(self, epoch_samples: int | None) -> bool:
+        """Let more samples wait until ranks choose, where the epoch is short; tell whether so.
+
+        Args:
+            epoch_samples: samples of the epoch of this rank; `None` where that is not known.
+        """
+        if self._is_chosen or not self.follows_ranks or self.samples > LEAST_WINDOW:
+            return False  # Ranks have chosen, at least in the epoch before.
+        self.samples = max(window_before_ranks_agree(self.report(), epoch_samples), LEAST_WINDOW)
+        return self.samples > LEAST_WINDOW
 
     def use(self, samples: int) -> None:
         """Let so many samples wait for the rest of the epoch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.progress import Bar
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import Count, RowsOf
 from odb_nodes.contract.config import mismatch_is_allowed
 from odb_nodes.contract.later import Later
@@ -264,6 +264,6 @@ class SampleRecords:
                 "does not help, but a state that was saved after the last step of an epoch does."
             )
         if not self._warned:
-            warnings.warn(f"{found}. {causes} Further ones are not named.", stacklevel=2)
+            warn_user(f"{found}. {causes} Further ones are not named.")
         self._warned = True
         return sample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -11,6 +10,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
@@ -130,8 +130,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Let so many samples wait from now on, where the window is `"auto"`; 0: as before."""
         if samples:
             self.window.use(samples)
-            self._pool.window = self.window.samples
-            self._snapshots.interval = self.window.snapshot_interval
+            self._follow_window()
 
     @property
     def pulled_samples(self) -> int:
@@ -280,7 +279,8 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._ended = self._refilling = False
         self._dearest_groups = 0
         budget = self._limits.of_samples(self._budget)
-        self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude)
+        said = self._exclusions.said
+        self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude, said)
         self._filler: PoolFiller = PoolFiller(
             self.source,
             self._pool,
@@ -293,6 +293,10 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._by_key = self.recalls
         self._keeps_present = self._by_key or self._mode == "payload"
         self._records = PoolRecords(self._pool, with_items=self._by_key)
+
+    def _follow_window(self) -> None:
+        self._pool.window = self.window.samples
+        self._snapshots.interval = self.window.snapshot_interval
 
     @property
     def _needed_from(self) -> int:
@@ -307,6 +311,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             most = min(self.window.samples, self.remaining_samples or self.window.samples)
             progress = SlowProgress("samples in the pool before the first batch", most)
         self._ended = self._filler.fill(progress)
+        if not self._ended and self.window.grow_alone(known_length_of(self.source)):
+            self._follow_window()
+            self._ended = self._filler.fill(progress)
 
     def _end(self) -> None:
         """Stand at the end of the epoch: nothing is left to pull again."""
@@ -314,7 +321,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         summary, before = self._exclusions.summary(self._pool.pulled), self._summary
         if summary and summary != before:  # most epochs are alike
             self._summary = summary
-            warnings.warn(summary, stacklevel=3)
+            warn_user(summary)
 
     def _encoded(self) -> list[Any]:
         self._payload = encode_samples(self._pool.items(), self._payload)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future, wait
 from itertools import count
 from typing import Any
 
 from odb_nodes._core.seeds import declares_draws
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.collate.protocol import Collate, collate_group, owned, takes_step
 from odb_nodes.errors import WorkerError
 from odb_nodes.nodes.seeded_collate import SeededCollate
@@ -108,16 +108,15 @@ class WorkerBatches:
         """Warn of the death of a worker, which may have owed several batches, once."""
         if death not in self._told:
             self._told.add(death)
-            warnings.warn(f"{death} The trainer's process makes them.", stacklevel=3)
+            warn_user(f"{death} The trainer's process makes them.")
 
     def _give_up(self, error: str) -> None:
         if self._works:
             self._works = False
-            warnings.warn(
+            warn_user(
                 f"a worker could not make a batch ({error}), but the trainer's process could, and "
                 "makes all from now on. Let `collate_fn` return tensors and plain data, and use "
-                'neither a device nor `get_worker_info` of torch; or pass `collate_in="main"`.',
-                stacklevel=2,
+                'neither a device nor `get_worker_info` of torch; or pass `collate_in="main"`.'
             )
 
 

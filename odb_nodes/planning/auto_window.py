@@ -21,6 +21,9 @@ LEAST_WINDOW, MOST_WINDOW = 128, 4096
 early."""
 POOLED_BUDGETS = 32
 """Groups that a pool holds, without padding: with more of them, little padding is saved."""
+SHORT_EPOCH_WINDOWS = 4
+"""An epoch of no more windows is short: its first round is too large a part of it for a pool of
+`LEAST_WINDOW`."""
 _PARTS = 2**20  # of a budget, so that ranks tell each other integers
 
 
@@ -80,6 +83,20 @@ def chosen_window(reports: Iterable[Sequence[int]]) -> int:
         return 0
     window: int = (POOLED_BUDGETS * _PARTS * samples + parts // 2) // max(parts, 1)
     return min(max(window, LEAST_WINDOW), MOST_WINDOW)
+
+
+def window_before_ranks_agree(report: Sequence[int], epoch_samples: int | None) -> int:
+    """Return the window that a rank chooses by itself in a first round; 0 to leave it as it is.
+
+    The groups of that round are formed before ranks tell each other anything.
+
+    Args:
+        report: what the rank has pulled, see `PulledLengths.report`.
+        epoch_samples: samples of its epoch; `None` where that is not known.
+    """
+    window = chosen_window([report])
+    is_short = epoch_samples is not None and epoch_samples <= SHORT_EPOCH_WINDOWS * window
+    return window if is_short else 0
 
 
 def window_samples(

@@ -19,8 +19,9 @@ Oversize = Literal["alone", "error", "drop"]
 Shape = tuple[int, int]
 """Rows and width, in tokens, of a batch."""
 
-LADDER_SPAN = 512
-"""The widest shape of a ladder is this many times as wide as the narrowest."""
+SPAN_PER_SHAPE = 6
+"""The widest shape of a ladder is this many times the number of shapes as wide as the narrowest:
+few shapes lie close together at the wide end, where padding costs most."""
 
 _LATER_FIELDS = ("attention_tokens", "row_sizes")
 """Fields that a state of the present version may have been saved without."""
@@ -171,8 +172,9 @@ class TokenBudget:
     def shape_ladder(self) -> tuple[Shape, ...]:
         """Return the shapes that batches may have, from the narrowest up; none without `shapes`.
 
-        The widths go up by a constant factor, and each has as many rows as the budget holds, or
-        the next smaller number in `row_sizes`.
+        The widths go up by about a constant factor, from 1 / (6 * `shapes`) of the widest, and
+        each is adjusted so that whole rows fill the budget. It has as many rows as the budget
+        holds, or the next smaller number in `row_sizes`.
         """
         if self.shapes is None:
             return ()
@@ -238,11 +240,25 @@ def _width(shape: Shape) -> int:
 
 @lru_cache(maxsize=64)
 def _ladder(budget: TokenBudget, shapes: int) -> tuple[Shape, ...]:
-    widest, multiple = budget.capacity, budget.pad_to_multiple_of
-    factor = LADDER_SPAN ** (-1 / max(shapes - 1, 1))
-    steps = (max(int(widest * factor**step), 1) for step in range(shapes))
-    widths = sorted({round_up(step, multiple) for step in steps})
+    factor = (SPAN_PER_SHAPE * shapes) ** (-1 / max(shapes - 1, 1))
+    steps = (max(int(budget.capacity * factor**step), 1) for step in range(shapes))
+    widths = sorted({_filling_width(budget, step, 1 / factor) for step in steps})
     limit = budget.tokens if budget.max_samples is None else budget.max_samples
     most = [min(budget.tokens // budget.row_cost(width), limit) for width in widths]
     rows = allowed_rows(np.array(most), budget.row_sizes)
     return tuple(zip(rows.tolist(), widths, strict=True))
+
+
+def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
+    """Return the width near `tokens` of which whole rows fill the budget; `tokens` if none is near.
+
+    A width just above it would leave almost a whole row unused. Near is less than half the way to
+    the next width, which is `factor` times as wide, so that widths stay apart.
+    """
+    multiple = budget.pad_to_multiple_of
+    width = round_up(tokens, multiple)
+    most = max(1, round(budget.tokens / budget.row_cost(width)))
+    rows = int(allowed_rows(np.array([most]), budget.row_sizes)[0])
+    filling = longest_within(budget.tokens // rows, budget.attention_tokens)
+    filling = max(filling // multiple, 1) * multiple
+    return filling if max(filling / width, width / filling) ** 2 <= factor else width

@@ -24,6 +24,7 @@ from odb_nodes.planning.auto_window import (
     PulledLengths,
     WindowSize,
     chosen_window,
+    window_before_ranks_agree,
 )
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
@@ -310,6 +311,15 @@ class _Rank:
 
     def _refill(self) -> bool:
         """Fill the pool, and return whether it holds anything."""
+        self._pull()
+        if not self._ended and self._notes_lengths and self._pool.window == LEAST_WINDOW:
+            known = len(self._shard) if self._knows_length else None
+            own = window_before_ranks_agree(self.pulled.report(self.budget), known)
+            self._pool.window = max(own, LEAST_WINDOW)
+            self._pull()
+        return len(self._pool) > 0
+
+    def _pull(self) -> None:
         pool = self._pool
         while not self._ended and (room := pool.room()) > 0:
             pulled = slice(pool.pulled, pool.pulled + room)
@@ -322,7 +332,6 @@ class _Rank:
             pool.add(kept, tokens, patches, kept, tasks)
             if self._notes_lengths:
                 self.pulled = self.pulled.and_of(self.budget, tokens, patches)
-        return len(pool) > 0
 
     def _samples(self, places: list[int]) -> list[Sample]:
         columns = (self._shard, self._tokens, self._targets, self._patches)

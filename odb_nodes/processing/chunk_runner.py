@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -10,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from odb_nodes._core.signals import deferred_interrupt
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
 from odb_nodes.processing.chunk_fit import ChunkFit
@@ -83,7 +83,7 @@ class ChunkRunner:
                 self._pool = start_pool(self._processor, self._options)
                 self._finalizer = weakref.finalize(self, self._pool.close)
         if epitaph:  # Last, since a filter may make it an error.
-            warnings.warn(f"{epitaph} All workers are started anew.", stacklevel=2)
+            warn_user(f"{epitaph} All workers are started anew.")
 
     def close(self) -> None:
         """Stop the workers. A forked child forgets them: they go on for who started them."""

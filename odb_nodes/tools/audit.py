@@ -17,9 +17,9 @@ __all__ = ["main"]
 
 _DESCRIPTION = (
     "Audit a ledger: which samples have no fate, or several. Exits with 1 on a hole, and with 3 "
-    "where nothing is wrong, but no end of the run is recorded."
+    "where nothing is wrong, but an epoch is partial and no end of the run is recorded."
 )
-_CODES = {"ended": 0, "damaged": 1, "open": 3}
+_CODES = {"damaged": 1, "open": 3}
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.audit") -> int:
@@ -67,7 +67,7 @@ def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | N
 
     found = audit(folder, sizes)
     print(found)
-    code = _CODES[found.state]
+    code = 0 if found.ok else _CODES[found.state]
     if steps is None:
         return code
     for epoch in found.epochs:

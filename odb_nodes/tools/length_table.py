@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.atomic_file import replacing
 from odb_nodes._core.counts import counted
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import SampleCosts, check_lengths
@@ -87,6 +88,15 @@ class LengthTable:
             seen = f"{len(self):,} of {seen}"
         made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
         return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for number, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
+            tokens = self.tokens[(self.sources == number) & (self.tokens > 0)]
+            row = {"source": name, "samples": f"{size:,}", "tokens": f"{tokens.sum():,}"}
+            mean, longest = (tokens.mean(), tokens.max()) if len(tokens) else (0, 0)
+            rows.append(row | {"mean": f"{mean:,.0f}", "longest": f"{longest:,}"})
+        return html_text(str(self)) + html_table(rows)
 
     @property
     def num_samples(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.counts import counted
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes._core.progress import Bar
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
@@ -150,6 +151,12 @@ class Profile:
                 self.why,
             ]
         )
+
+    def _repr_html_(self) -> str:
+        lengths, comparisons = (
+            html_table([one.as_row() for one in rows]) for rows in (self.lengths, self.comparisons)
+        )
+        return html_text(self.about) + lengths + html_text(self.heading) + comparisons
 
     @property
     def why(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from odb_nodes._core.notebooks import html_table
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.attention import ATTENTION_TOKENS
 from odb_nodes.sample import Sample
@@ -94,6 +95,9 @@ class SimulationReport:
             attention_balance=float(cost.sum() / (slots / len(rows) * most_cost.sum())),
             length_spread=float(1 - between / variance) if variance else 1.0,
         )
+
+    def _repr_html_(self) -> str:
+        return html_table([self.as_row()])
 
     def as_row(self) -> dict[str, str]:
         """Return the formatted measures as a row of a table: title -> cell."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.counts import counted
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes._core.progress import Bar
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions, TokenBudget
@@ -65,6 +66,10 @@ class Tuning:
 
     def __str__(self) -> str:
         return "\n\n".join([self.about, markdown_table(self.rows()), self.why, self.code()])
+
+    def _repr_html_(self) -> str:
+        code = html_text(self.code(), "pre")
+        return html_text(self.about) + html_table(self.rows()) + html_text(self.why) + code
 
     def rows(self) -> list[dict[str, str]]:
         """Return the front as rows of a table, the best one first and marked: title -> cell."""

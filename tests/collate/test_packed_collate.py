@@ -234,11 +234,11 @@ def test_bounded_shapes_resume_exactly(layout, state, sampled):
     [
         (TokenBudget(99, layout="packed"), PaddingCollate(), '"packed".* is a `PaddingCollate`'),
         (TokenBudget(99), PackedCollate(), '"padded".* is a `PackedCollate`.*`PaddingCollate.of'),
-        (TokenBudget(99, shapes=9), PaddingCollate(), "a ladder of 7 shapes, but is a ladder of 0"),
+        (TokenBudget(99, shapes=9), PaddingCollate(), "a ladder of 9 shapes, but is a ladder of 0"),
         (
             TokenBudget(99),
             PaddingCollate.of(TokenBudget(99, shapes=9)),
-            "a ladder of 0 shapes, but is a ladder of 7",
+            "a ladder of 0 shapes, but is a ladder of 9",
         ),
         (TokenBudget(99, layout="packed", shapes=9), PackedCollate(), "a ladder of 1 shapes"),
         (TokenBudget(99, pad_to_multiple_of=8), PaddingCollate(), "`pad_to_multiple_of` .* 8, but"),

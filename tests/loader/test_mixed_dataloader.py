@@ -209,7 +209,7 @@ def no_labels(text):
         ),
         (
             no_labels,
-            r"a sample \(source 'b', key 0\), `id` 'yyy': .* the same keys, but sample \d+ also has",
+            r"a sample \(source 'b', key 0\), `id` 'yyy': .* the same keys, .* also has",
         ),
     ],
 )

@@ -72,6 +72,12 @@ def test_the_summary_of_a_run_is_what_the_record_of_its_epoch_says(runs):
     assert summary.sources()["web"]["loss"] == pytest.approx(3.0)
 
 
+def test_in_a_notebook_it_is_tables_and_the_audit(runs):
+    html = report(runs)._repr_html_()
+    assert html.count("<table>") == 4  # figures, the sources of two runs, the epochs of the audit
+    assert "<th>a &lt;b&gt;</th>" in html and "a <b>" not in html
+
+
 def test_the_text_has_a_column_for_each_run_and_the_audit(runs):
     text = str(report(runs))
     assert re.search(r"samples +100 +200\n", text)

@@ -180,6 +180,18 @@ def test_bounded_shapes_cost_little_padding():
     assert padded[1] / padded[0] <= 1.06
 
 
+@pytest.mark.parametrize(
+    ("tokens", "shapes", "longest", "most"),
+    [(512, 8, 60, 1.3), (4096, 8, 2048, 1.3), (4096, 4, 2048, 1.8)],
+)
+def test_few_shapes_cost_few_batches_however_short_the_samples_are(tokens, shapes, longest, most):
+    lengths = np.random.default_rng(0).integers(1, longest + 1, 500).tolist()
+    free, few = (
+        len(run(lengths, TokenBudget(tokens, shapes=at_most), 256)[0]) for at_most in (None, shapes)
+    )
+    assert few / free <= most
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_what_is_removed_comes_out_no_more_also_of_the_tail(layout):
     lengths = [3 + n * 7 % 23 for n in range(40)]

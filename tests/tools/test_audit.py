@@ -26,12 +26,15 @@ def test_it_exits_with_1_on_a_hole(tmp_path):
 
 def test_a_run_without_an_end_has_an_exit_code_of_its_own(tmp_path, capsys):
     ledger = Ledger(tmp_path)
-    ledger.record(info_of(0, [0], ends=True))
-    assert main([str(tmp_path), "--size", "1"]) == 3
+    ledger.record(info_of(0, [0]))
+    assert main([str(tmp_path), "--size", "2"]) == 3
     assert "OPEN, no problem so far" in capsys.readouterr().out
-    assert main([str(tmp_path), "--size", "2"]) == 1
+    ledger.record(info_of(1, [1], ends=True))
+    assert main([str(tmp_path), "--size", "2"]) == 0  # each sample of its epochs has a fate
+    assert "OK so far; no end is recorded" in capsys.readouterr().out
+    assert main([str(tmp_path), "--size", "3"]) == 1
     ledger.close()
-    assert main([str(tmp_path), "--size", "1", "--steps", "1"]) == 0
+    assert main([str(tmp_path), "--size", "2", "--steps", "1"]) == 0
 
 
 def test_sizes_are_those_of_the_sources(tmp_path, capsys):

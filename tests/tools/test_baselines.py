@@ -172,6 +172,21 @@ def test_sorted_windows_start_over():
     assert found.padding_share == pytest.approx(1 - 34 / padded)
 
 
+@pytest.mark.parametrize(
+    ("samples", "ranks", "budget", "mean_tokens"), [(5000, 8, 4096, 107), (20_000, 8, 16_384, 300)]
+)
+def test_a_small_epoch_by_default_is_no_longer_than_that_of_sorted_windows(
+    samples, ranks, budget, mean_tokens
+):
+    lengths = lognormal_lengths(samples, cv=1.0, mean_tokens=mean_tokens)
+    job = {"world_size": ranks, "budget": budget}
+    auto = figures("odb_nodes", lengths, **job)
+    for window in (512, 4096):
+        windows = figures("sorted windows", lengths, **job, window=window)
+        assert auto.steps <= windows.steps
+        assert auto.efficiency > windows.efficiency
+
+
 def test_what_knows_more_wastes_less():
     lengths = lognormal_lengths(6_000, cv=1.0)
     options = {"world_size": 4, "budget": 16_384, "window": 256}

@@ -122,7 +122,10 @@ def test_the_steps_are_those_of_real_ranks_over_many_rounds(accumulate):
     assert [indices(step) for step in steps_of(lengths, **options)] == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+# A first round has 4 steps, of one rank 1, and a short epoch does not wait for it.
+@pytest.mark.parametrize(
+    ("world_size", "mean_tokens", "first"), [(1, 600, 2), (3, 600, 4), (3, 300, 0)]
+)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -132,9 +135,11 @@ def test_the_steps_are_those_of_real_ranks_over_many_rounds(accumulate):
     ],
     ids=["max_samples", "packed", "attention"],
 )
-def test_the_steps_are_those_of_real_ranks_where_the_window_grows(budget, world_size):
+def test_the_steps_are_those_of_real_ranks_where_the_window_grows(
+    budget, world_size, mean_tokens, first
+):
     lengths = lognormal_lengths(
-        world_size * 2_500, cv=1.0, mean_tokens=300, longest_tokens=2000
+        world_size * 2_500, cv=1.0, mean_tokens=mean_tokens, longest_tokens=2000
     ).tolist()
     options = {"world_size": world_size, "budget": budget}
     expected = real_steps(lengths, **options, window="auto")
@@ -145,7 +150,7 @@ def test_the_steps_are_those_of_real_ranks_where_the_window_grows(budget, world_
         for place, pair in enumerate(zip(expected, fixed, strict=False))
         if len({*map(str, pair)}) > 1
     )
-    assert changed >= (2 if world_size == 1 else 4)  # the first round; of one rank, one step more
+    assert changed >= first if first else changed == 0
 
 
 @given(**{**jobs, "world_size": st.integers(1, 40)}, uneven=st.sampled_from(["fill", "join"]))

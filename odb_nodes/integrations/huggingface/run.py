@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.state import seal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.batches import TrainBatches
@@ -133,12 +133,11 @@ class Run:
         if self._trainer.args.process_index:
             return
         remedies = ['`schedule="samples"`'] * (self.batches.samples_per_epoch is not None)
-        warnings.warn(
+        warn_user(
             f"the run {'ends after' if ends else 'goes on after'} {steps} optimizer steps, but its "
             f"learning-rate schedule was made for {total}, by `steps_per_epoch`, or by the "
             "estimate where that is not given. For the next run, give "
-            f"{' or '.join([*remedies, 'another `steps_per_epoch`'])}.",
-            stacklevel=2,
+            f"{' or '.join([*remedies, 'another `steps_per_epoch`'])}."
         )
 
     def paced(self, scheduler: LRScheduler) -> LRScheduler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.integrations.huggingface.loss import (
     Normalizer,
     count_targets,
@@ -205,13 +205,12 @@ class LossWeigher:
         if self._is_warned or self._trainer.args.process_index:
             return
         self._is_warned = True
-        warnings.warn(
+        warn_user(
             "the batches have no labels (`label_names` of the arguments are "
             f"{compat.label_names(self._trainer)}), so that each loss is taken for a mean over "
             'the samples of its batch. If it is, give `loss_is="sample_mean"` to the `ODBConfig`. '
             'If it is a mean over tokens, give `loss_is="token_mean"`, and their numbers by '
-            "`observe`.",
-            stacklevel=2,
+            "`observe`."
         )
 
     def next(self, num_items_in_batch: Any) -> MicroStep:

@@ -14,6 +14,7 @@ from typing import Any
 
 from odb_nodes._core.atomic_file import replacing
 from odb_nodes._core.checks import check_type
+from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes.monitor.loss_book import SampleLoss
 from odb_nodes.monitor.records import read_run
 from odb_nodes.monitor.reporting.page import (
@@ -41,12 +42,17 @@ class Report:
     runs: tuple[RunSummary, ...]
 
     def __str__(self) -> str:
-        tables = [source_table(run) for run in self.runs if run.sources()]
         audits = [str(run.audit) for run in self.runs if run.audit is not None]
+        return "\n\n".join([*map(_as_text, self._tables()), *audits])
+
+    def _repr_html_(self) -> str:
+        audits = [run.audit._repr_html_() for run in self.runs if run.audit is not None]
+        return "".join([*map(_as_html, self._tables()), *audits])
+
+    def _tables(self) -> list[Table]:
         settings = settings_table(self.runs)
-        tables = [facts_table(self.runs), *[settings] * bool(settings.rows), *tables]
-        parts = [_as_text(table) for table in tables]
-        return "\n\n".join([*parts, *audits])
+        sources = [source_table(run) for run in self.runs if run.sources()]
+        return [facts_table(self.runs), *[settings] * bool(settings.rows), *sources]
 
 
 def report(
@@ -107,6 +113,12 @@ def _as_text(table: Table) -> str:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return "\n".join(lines)
+
+
+def _as_html(table: Table) -> str:
+    head = [*map(str, table.head)]
+    rows = [dict(zip(head, map(str, row), strict=True)) for row in table.rows]
+    return (html_text(table.caption) if table.caption else "") + html_table(rows)
 
 
 def _as_csv(runs: Sequence[RunSummary]) -> str:

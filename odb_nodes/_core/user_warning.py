@@ -1,0 +1,50 @@
+"""Warnings at the line of the user's code that led to them, once for each cause."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Hashable
+
+_BETWEEN = frozenset(
+    "odb_nodes torchdata torch transformers accelerate lightning pytorch_lightning contextlib "
+    "functools threading concurrent".split()
+)
+"""Packages whose lines tell a user nothing: ours, and those that call us."""
+
+_said: set[Hashable] = set()
+_filters: object = None
+
+
+def warn_user(
+    message: str, *, once: Hashable = None, category: type[Warning] = UserWarning
+) -> None:
+    """Warn at the first line outside the package; on a thread of its own, at the caller's.
+
+    Args:
+        message: the text.
+        once: what the warning is about, where the text has numbers: each of these is said once per
+            process, whatever the numbers. `None`: as the filters of `warnings` say.
+        category: kind of the warning.
+    """
+    global _filters
+    if once is not None:
+        # `catch_warnings` has filters of its own, and Python then forgets what was said, too: a
+        # test that expects a warning gets it whatever ran before.
+        if _filters is not warnings.filters:
+            _said.clear()
+            _filters = warnings.filters
+        if once in _said:
+            return
+        _said.add(once)
+    warnings.warn(message, category, stacklevel=_user_level())
+
+
+def _user_level() -> int:
+    """Return the `stacklevel` of the user's line, for `warn_user` to use."""
+    frame, level = sys._getframe(1), 1  # that of `warn_user`
+    while (caller := frame.f_back) is not None:
+        frame, level = caller, level + 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+            return level
+    return 2

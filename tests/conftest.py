@@ -1,8 +1,9 @@
 """Which tests are slow, and how much of what can be sampled is tested.
 
-`slow.txt` lists the slow tests: those that took more than a quarter of a second on two quiet cores,
-or that start processes. `pytest -n 2 --runslow --record-slow` writes it anew. A file stands there whole
-where all its tests are slow, or where importing it takes seconds: the fast loop does not import it.
+`slow.txt` lists the slow tests: those that took more than a quarter of a second on two quiet
+cores, or that start processes. `pytest -n 2 --runslow --record-slow` writes it anew. A file stands
+there whole where all its tests are slow, or where importing it takes seconds: the fast loop does
+not import it. A single slow case of a test is marked `slow` by hand.
 """
 
 import os
@@ -74,6 +75,8 @@ def pytest_collection_modifyitems(config, items):
         leave_out_cases(config, items)
     for item in items:
         name = item.nodeid.partition("[")[0]
+        if not item.get_closest_marker("slow"):
+            item.user_properties.append(("unmarked", True))
         if not slow_names().isdisjoint((name, name.partition("::")[0])):
             item.add_marker("slow")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
@@ -110,6 +113,8 @@ class Recorder:
         self.seconds, self.forking = defaultdict(float), set()
 
     def pytest_runtest_logreport(self, report):
+        if not dict(report.user_properties).get("unmarked"):
+            return
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" and dict(report.user_properties).get("forks"):
             self.forking.add(report.nodeid)

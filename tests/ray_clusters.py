@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 MARKS = [
-    pytest.mark.workers,
+    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray"),
 ]

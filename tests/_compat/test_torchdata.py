@@ -118,7 +118,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.workers
 def test_a_parallel_mapper_of_processes_has_queues_that_can_be_closed(tmp_path):
     """In a program of its own: a queue that is closed under its threads may end the process."""
     program = tmp_path / "program.py"

@@ -133,7 +133,6 @@ def test_fractions_are_digested_about_as_fast_as_integers():
     assert best(math.sqrt) < 10 * best(int)  # twice as long; by their text, 50 times
 
 
-@pytest.mark.workers
 def test_a_digest_is_the_same_in_every_process():
     item = {"id": "x", "ids": [1, 2]}
     code = f"from odb_nodes._core.content import content_digest; print(content_digest({item}))"

@@ -599,7 +599,6 @@ def test_modalities_of_any_rank_are_known_on_all():
     assert sorted(first)[-1] == ("image",) and first.count(("image",)) == 1
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("state", ["replay", "payload"])
 def test_one_rank_resumes_exactly(state, sampled):
     def make():

@@ -104,7 +104,6 @@ def test_the_smallest_wish_of_a_rank_is_what_all_ranks_form_groups_under(kind, r
         assert [info.step for _, info, _ in steps] == [info.step for _, info, _ in found[0]]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(("kind", "ranks"), JOBS)
 def test_a_run_whose_budget_shrinks_resumes_exactly_at_every_step(kind, ranks, layout, sampled):
@@ -122,7 +121,6 @@ def test_a_run_whose_budget_shrinks_resumes_exactly_at_every_step(kind, ranks, l
             assert names_of(steps) == names_of(before[place + 1 :])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("kind", "ranks"), JOBS)
 def test_a_run_resumes_with_a_smaller_budget_at_every_step(kind, ranks, accumulate, sampled):
@@ -153,7 +151,6 @@ def test_a_run_resumes_with_a_smaller_budget_at_every_step(kind, ranks, accumula
                 assert names_of(steps) == names_of(before[again + 1 :])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("uneven", ["join", "stop"])
 @pytest.mark.parametrize(("kind", "ranks"), [("keys", 2), ("iterable", 2)])
 def test_ranks_that_end_apart_shrink_alike_and_resume_exactly(kind, ranks, uneven, sampled):
@@ -175,7 +172,6 @@ def test_ranks_that_end_apart_shrink_alike_and_resume_exactly(kind, ranks, uneve
             assert names_of(steps) == names_of(before[place + 1 :])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", ["keys", "iterable"])
@@ -203,7 +199,6 @@ def test_a_rank_that_has_ended_resumes_exactly_where_the_others_shrink(
             assert sorted(found) == [*range(1000 * rank, 1000 * rank + job.size(rank))]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_samples_are_excluded_from_a_run_whose_budget_shrinks(ranks, sampled):
     job, gone = Job("keys", ranks), {*range(30, 200, 7)}
@@ -224,7 +219,6 @@ def test_samples_are_excluded_from_a_run_whose_budget_shrinks(ranks, sampled):
             )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "ranks"), JOBS)
 def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, ranks, sampled):
     job = Job(kind, ranks, oversize="drop")
@@ -251,7 +245,6 @@ def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, r
                 assert names_of(steps) == names_of(before[again + 1 :])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "ranks"), JOBS)
 def test_a_sample_that_a_smaller_budget_refuses_was_not_in_the_round(kind, ranks, sampled):
     job = Job(kind, ranks, oversize="error")

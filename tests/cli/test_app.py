@@ -73,12 +73,12 @@ def files(tmp_path, monkeypatch):
         pytest.param(
             ["simulate", "text.jsonl", "--tokenizer", "binary"],
             "--tokenizer `binary` is no `tokenizer.json`",
-            marks=pytest.mark.frameworks,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["simulate", "text.jsonl", "--tokenizer", "./"],
             "--tokenizer `./` cannot be loaded",
-            marks=pytest.mark.frameworks,
+            marks=pytest.mark.slow,
         ),
         (["simulate", "nowhere.jsonl"], "there is no `nowhere.jsonl`"),
         (["simulate", "empty.jsonl"], "empty"),
@@ -86,7 +86,7 @@ def files(tmp_path, monkeypatch):
         pytest.param(
             ["simulate", "text.jsonl", "--tokenizer", "nothing/here"],
             "tokenizer `nothing/here`",
-            marks=pytest.mark.frameworks,
+            marks=pytest.mark.slow,
         ),
         (
             ["simulate", "--lengths", "nowhere.npz"],
@@ -211,7 +211,6 @@ def test_no_command_shows_the_help(capsys):
     assert run(capsys) == run(capsys, "--help")
 
 
-@pytest.mark.frameworks
 def test_without_a_hub_a_name_that_the_cache_lacks_is_refused_at_once(capsys, files, monkeypatch):
     transformers = pytest.importorskip("transformers")
     asked = []

@@ -126,7 +126,6 @@ CHAT = [{"messages": [{"role": "user", "content": "word " * n}], "text": "word"}
 TEMPLATE = "{% for one in messages %}{{ one.content }} word {% endfor %}"
 
 
-@pytest.mark.frameworks
 def test_chat_records_take_the_template_of_a_tokenizer(capsys, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -220,7 +219,6 @@ def test_the_options_of_a_loader_are_the_defaults(capsys, monkeypatch):
     assert cells(capsys.readouterr().out) == [{"ranks": "1", "window": "48"} | report.as_row()]
 
 
-@pytest.mark.workers
 def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
     assert run("tune", "jobs:make_mixed", "--ranks", 2) == 0
@@ -243,7 +241,6 @@ def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
     assert (options.budget.layout, options.budget.max_samples) == ("packed", 30)
 
 
-@pytest.mark.frameworks
 def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(DATASET[:20])
@@ -309,7 +306,6 @@ def test_profile_writes_its_files(capsys, table, tmp_path):
     assert out == f"{expected}\n" and cells(out) == expected.rows()
 
 
-@pytest.mark.workers
 def test_tune_prints_what_tune_returns(capsys, table, tmp_path):
     write_log(tmp_path / "steps.jsonl", 50)
     options = ["--ranks", 2, "--limit", 1500, "--tokens-per-step", 6000]
@@ -326,7 +322,6 @@ def test_tune_prints_what_tune_returns(capsys, table, tmp_path):
     assert cells(out.partition(expected.why)[0]) == expected.rows()
 
 
-@pytest.mark.workers
 def test_tune_takes_a_model_of_memory(capsys, table, tmp_path):
     model = MemoryModel()
     for rows, width in [(1, 100), (4, 100), (1, 700), (4, 700)]:

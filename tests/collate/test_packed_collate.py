@@ -220,7 +220,6 @@ def test_dummy_rows_are_not_counted():
     assert shapes <= set(budget.shape_ladder()) and len(shapes) > 1
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("state", ["replay", "payload"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_bounded_shapes_resume_exactly(layout, state, sampled):

@@ -190,7 +190,6 @@ def test_no_thread_and_no_process_is_left(make, stop, new_threads):
     stop(root, 30)
 
 
-@pytest.mark.workers
 def test_an_item_too_large_for_a_pipe_does_not_keep_the_program_from_exiting(tmp_path):
     """Killed workers read no more: what is on its way to them must not be waited for."""
     script = tmp_path / "program.py"

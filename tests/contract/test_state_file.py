@@ -140,7 +140,6 @@ save_state([torch.zeros(9), Dies()], sys.argv[1])
 """
 
 
-@pytest.mark.workers
 def test_what_a_killed_process_left_is_removed_by_the_next(path):
     subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=60)
     other = path.parent / ".state.pt.notes"

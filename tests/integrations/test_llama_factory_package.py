@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 PACKAGE = "llamafactory==0.9.5"

@@ -141,7 +141,6 @@ def test_a_checkpoint_without_a_monitor_is_gone_on_from_at_its_step(tmp_path):
     assert run.steps[0]["first_step"] == 5
 
 
-@pytest.mark.ranks
 def test_two_ranks_of_a_trainer_write_the_loss_over_the_targets_of_both(tmp_path):
     here = str(Path(__file__).parent)
     body = f"import sys; sys.path.insert(0, {here!r})\nimport trainer_jobs as t\nt.main()"

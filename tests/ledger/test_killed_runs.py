@@ -9,8 +9,6 @@ from rank_jobs import RankJob
 
 from odb_nodes import audit
 
-pytestmark = pytest.mark.ranks
-
 TRAINER = """
     import warnings
     from pathlib import Path

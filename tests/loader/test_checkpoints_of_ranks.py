@@ -9,8 +9,6 @@ from rank_jobs import RankJob, run_ranks
 
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
-pytestmark = pytest.mark.ranks
-
 WORLD_SIZE = 2
 TRAINER = """
     import checkpoint_kills

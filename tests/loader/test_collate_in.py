@@ -210,14 +210,12 @@ def test_the_trainer_makes_batches_where_it_shall():
     assert makers(collate_in="main")[0] == {os.getpid()}
 
 
-@pytest.mark.workers
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked_make_them_too(start_method, monkeypatch):
     monkeypatch.setitem(WORKERS, "start_method", start_method)
     assert_equal(*(epoch(Rows(), mode) for mode in ("main", "workers")))
 
 
-@pytest.mark.workers
 def test_a_function_that_no_other_process_can_have_stays_with_the_trainer(monkeypatch):
     monkeypatch.setitem(WORKERS, "start_method", "spawn")
     with pytest.warns(UserWarning, match="no effect, since `collate_fn` cannot be pickled"):

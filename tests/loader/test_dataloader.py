@@ -52,7 +52,7 @@ WORKERS = [
     *(
         pytest.param(
             {"workers": WorkerOptions(num_workers=2, start_method=method)},
-            marks=pytest.mark.workers,
+            marks=pytest.mark.slow,
         )
         for method in ("forkserver", "spawn")
     ),
@@ -142,7 +142,6 @@ def test_ids_are_converted_in_the_workers_and_nowhere_else(workers):
     assert kinds == [{list}] * 2
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("state", ["replay", "payload"])
 def test_converted_ids_resume_exactly(state, sampled):
     def listed(index):
@@ -432,7 +431,7 @@ def test_a_dataset_that_raises_names_the_sample_and_loses_nothing():
             assert seen == ids(reference)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.workers)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_tells_where_it_stands_also_after_a_resume(num_workers):
     def make():
         return ODBDataLoader(Dataset(), token_budget=256, window=24, num_workers=num_workers)

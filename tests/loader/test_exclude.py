@@ -203,7 +203,7 @@ def excluded_at(at, first, how):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "kind", [one if one in FAST else pytest.param(one, marks=pytest.mark.sweep) for one in KINDS]
+    "kind", [one if one in FAST else pytest.param(one, marks=pytest.mark.slow) for one in KINDS]
 )
 def test_a_run_that_resumes_leaves_them_out_wherever_they_are(
     kind, world_size, accumulate, how, exhaustive
@@ -402,7 +402,7 @@ def loader_of(data=range(SIZE), **options):
     return ODBDataLoader(data, **given, **{"collate_fn": collate, **options})
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.workers)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_counts_them_and_keeps_them_in_its_state(num_workers):
     with loader_of(num_workers=num_workers) as loader:
         it = iter(loader)
@@ -549,7 +549,6 @@ def test_a_node_between_pool_and_aligner_may_hold_samples():
     assert not {3} & {key for info in taken(resumed) for key in info.keys}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_over_real_ranks(tmp_path, num_workers):
     body = """

@@ -15,7 +15,6 @@ from odb_nodes import ODBDataLoader, WorkerError
 
 LIMIT_S = 20
 STARTED = ["fork", "thread"]
-pytestmark = pytest.mark.workers
 
 
 def in_child(action):

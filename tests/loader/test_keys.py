@@ -75,7 +75,7 @@ SKIPPED = [(n, "", "seventeenth") for n in range(5, 120, 17)]
 DROPPED = [(n, "", "dropped") for n in (40, 41, 80)]
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.workers)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_of_a_map_style_dataset_they_are_the_indices(layout, num_workers):
     budget = TokenBudget(64, oversize="drop", layout=layout)
@@ -386,7 +386,6 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_drawn_anew():
     assert len({*everything}) == len(everything) > 70  # nor do sources share them
 
 
-@pytest.mark.workers
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_who_processes_makes_no_difference(method):
     workers = WorkerOptions(num_workers=2, chunk_size=3, method=method)
@@ -399,7 +398,6 @@ def test_who_processes_makes_no_difference(method):
     node.close()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_over_real_ranks_with_workers_each_comes_once(tmp_path, world_size):
     body = """

@@ -294,7 +294,7 @@ THREADED = {"threads", "prebatched threads"}
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(make, id=name, marks=[pytest.mark.workers] if name in THREADED else [])
+        pytest.param(make, id=name, marks=[pytest.mark.slow] if name in THREADED else [])
         for name, make in GRAPHS.items()
     ],
 )

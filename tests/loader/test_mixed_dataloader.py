@@ -40,7 +40,6 @@ def datasets(tmp_path):
     return lambda: mixture(chats)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
 def test_every_step_resumes(datasets, by, stop, sampled):
@@ -49,7 +48,6 @@ def test_every_step_resumes(datasets, by, stop, sampled):
     assert_resumes_exactly(lambda: make(datasets, weights=mixing), **less)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"state": "payload"}], ids=str)
 def test_every_step_resumes_with(datasets, options, sampled):
     assert_resumes_exactly(lambda: make(datasets, **options), **sampled(horizon=8, chain=1))

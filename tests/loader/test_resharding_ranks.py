@@ -17,8 +17,6 @@ from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 PAGE = Path(__file__).parents[2] / "docs/elastic.md"
 SAMPLES = 6000
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture
 def script(tmp_path):

@@ -473,7 +473,6 @@ def test_a_round_that_failed_leaves_the_state_as_it_was():
     assert on_ranks(2, run, 1.0)[0]
 
 
-@pytest.mark.workers
 def test_a_restore_that_is_refused_leaves_no_worker_behind():
     data = data_of(2)
 

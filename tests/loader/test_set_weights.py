@@ -180,7 +180,6 @@ def test_a_run_with_workers_resumes_exactly(sampled):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("uneven", ["fill", "stop"])
 @pytest.mark.parametrize("kind", ["keys", "iterable"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
@@ -392,7 +391,6 @@ def test_what_cannot_be_set_is_refused_when_the_loader_is_made():
 SCHEDULE = [(0, FIRST), (90, {"a": 0, "b": 1, "c": 0}), (150, {"a": 1, "b": 1, "c": 8})]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("ramp", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])

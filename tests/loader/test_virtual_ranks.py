@@ -187,7 +187,7 @@ def test_the_mean_gradient_of_a_step_is_that_of_all_its_tokens(hosted):
     [
         {},
         {"accumulate": 2},
-        pytest.param({"num_workers": 2, "prefetch": 3}, marks=pytest.mark.workers),
+        pytest.param({"num_workers": 2, "prefetch": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_a_state_of_any_batch_resumes_exactly(options, sampled):

@@ -196,7 +196,6 @@ def test_a_model_that_does_not_support_its_own_method_is_an_error():
         enable_checkpointing(model)
 
 
-@pytest.mark.frameworks
 def test_a_model_of_transformers_gives_the_same_gradients():
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -8,8 +8,6 @@ from rank_jobs import RankJob, run_ranks
 
 from odb_nodes import audit
 
-pytestmark = pytest.mark.ranks
-
 BEGIN = """
 import random, sys
 from gradients import SIZES, OneProcess, gradient_of, relative_error, samples_of, wrapped

@@ -6,8 +6,6 @@ import time
 import pytest
 from rank_jobs import RankJob
 
-pytestmark = pytest.mark.ranks
-
 BEGIN = """
 import sys, time
 import odb_nodes.memory

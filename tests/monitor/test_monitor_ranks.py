@@ -6,8 +6,6 @@ from rank_jobs import RankJob
 
 from odb_nodes.monitor import read_losses, read_run
 
-pytestmark = pytest.mark.ranks
-
 TRAIN = """
 import signal, sys, warnings
 from odb_nodes import Checkpoints, ODBDataLoader, pop_step_info

@@ -83,7 +83,6 @@ monitor.close()
 
 
 @pytest.mark.slow
-@pytest.mark.workers
 def test_a_run_that_is_killed_in_mid_line_goes_on(tmp_path):
     tests = os.path.dirname(os.path.dirname(__file__))
     body = BODY.format(tests=tests, folder=str(tmp_path))

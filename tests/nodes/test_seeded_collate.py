@@ -177,7 +177,6 @@ def test_it_resumes_exactly_at_every_step():
     assert_resumes_exactly(lambda: make_loader(draw_all), epochs=2)
 
 
-@pytest.mark.workers
 @pytest.mark.parametrize("collate", [draw_all, Keeper(OWN["torch"], lazily=True)])
 def test_batches_do_not_depend_on_workers_nor_on_what_the_trainer_draws(collate):
     expected = drawn(make_loader(collate), epochs=2)
@@ -186,7 +185,6 @@ def test_batches_do_not_depend_on_workers_nor_on_what_the_trainer_draws(collate)
         assert drawn(loader, epochs=2, trainer_draws=True) == expected
 
 
-@pytest.mark.workers
 def test_it_resumes_exactly_at_steps_that_were_read_ahead():
     assert_resumes_exactly(lambda: make_loader(draw_all, num_workers=1), every=5, chain=1)
 

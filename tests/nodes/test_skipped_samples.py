@@ -67,7 +67,6 @@ def test_every_sample_comes_out_once_or_is_counted_once(workers):
         assert ids(loader) == ids(make())
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("state", ["replay", "payload"])
 def test_a_graph_that_skips_resumes_exactly(state, sampled):
     report = assert_resumes_exactly(lambda: make(state=state), **sampled(horizon=8))

@@ -19,7 +19,6 @@ def kill_worker(node):
         time.sleep(0.01)
 
 
-@pytest.mark.workers
 def test_a_warning_of_dead_workers_that_is_an_error_comes_once():
     """The reset that raises it has started new workers: the next one finds them."""
     node = ParallelProcessor(

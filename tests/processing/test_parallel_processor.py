@@ -111,7 +111,6 @@ def test_a_sample_does_not_depend_on_who_processes_it(workers, chunk_size, refer
         assert epochs(**options) == reference
 
 
-@pytest.mark.workers
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_a_sample_does_not_depend_on_how_processes_start(start_method, reference):
     assert epochs(num_workers=2, chunk_size=7, start_method=start_method) == reference
@@ -283,7 +282,6 @@ SETTINGS = {
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.workers
 @pytest.mark.parametrize("resumed_with", SETTINGS)
 @pytest.mark.parametrize("saved_with", SETTINGS)
 def test_a_run_may_resume_with_other_workers(saved_with, resumed_with, exhaustive):
@@ -302,7 +300,6 @@ def test_the_state_is_the_same_bit_for_bit_after_restoring_it(saved_with):
         assert node.state_dict() == state["root"]
 
 
-@pytest.mark.workers
 @pytest.mark.parametrize(
     "workers", [{}, {"num_workers": 2, "method": "thread"}, {"num_workers": 2}], ids=str
 )

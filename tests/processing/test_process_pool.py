@@ -25,7 +25,6 @@ from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.thread_pool import ThreadPool
 
 LIMIT_S = 10.0
-pytestmark = pytest.mark.workers
 
 
 def start(process_fn=same, num_workers=2, start_method="fork", pool=ProcessPool, **options):

@@ -87,7 +87,6 @@ print(json.dumps([found, r.gathered([len(data)])]))
 """
 
 
-@pytest.mark.ranks
 def test_two_ranks_have_the_weights_of_one_with_the_joint_batch(tmp_path):
     one, other = run_ranks(tmp_path, RANKS, 2)
     assert one[0] == other[0]
@@ -150,7 +149,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.ranks
 def test_ranks_that_differ_or_end_other_steps_are_an_error_on_all(tmp_path):
     one, other = run_ranks(tmp_path, DIFFERENT, 2)
     (*found, late) = one

@@ -97,7 +97,6 @@ print(json.dumps([own.tolist() for own, _ in found]))
 """
 
 
-@pytest.mark.ranks
 def test_two_ranks_have_the_gradient_of_the_joint_batch(tmp_path):
     one, other = run_ranks(tmp_path, RANKS, 2)
     assert one == other

@@ -129,7 +129,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.ranks
 def test_ranks_under_ddp_have_it_too(tmp_path):
     data = {one["id"]: one for rank, size in enumerate(SIZES[2]) for one in samples_of(rank, size)}
     one, other = run_ranks(tmp_path, DDP, 2)

@@ -39,7 +39,6 @@ def figures_by_hand(batches, lengths, world_size, budget):
     )
 
 
-@pytest.mark.frameworks
 @pytest.mark.parametrize("samples", [400, 397, 64, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -93,7 +92,6 @@ class TestAgainstTransformers:
         assert figures("group_by_length", lengths, 4, budget=2800, **options) == expected
 
 
-@pytest.mark.frameworks
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
 def test_the_figures_are_those_of_the_loader_of_a_real_trainer(tmp_path, strategy):
     transformers = pytest.importorskip("transformers")

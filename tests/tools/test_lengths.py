@@ -64,7 +64,6 @@ def test_random_lengths_are_those_of_the_first_epoch():
     assert table.tokens.tolist() == [seen[key] for key in range(300)]
 
 
-@pytest.mark.workers
 def test_workers_change_nothing():
     workers = WorkerOptions(num_workers=2, chunk_size=7)
     alone = observe_lengths(DATASET, process_fn=crop)

@@ -225,7 +225,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.workers
 def test_a_step_of_a_killed_run_is_made_again_by_the_command(tmp_path, capsys):
     program = PROGRAM.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
     lines = "\n".join(line[4:] for line in program.splitlines())

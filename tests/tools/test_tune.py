@@ -21,8 +21,6 @@ from odb_nodes.tools.tuning import Choice, Simulator
 LENGTHS = lognormal_lengths(2_000, cv=1.0, mean_tokens=90, longest_tokens=700)
 TABLE = LengthTable.of(LENGTHS)
 
-pytestmark = pytest.mark.workers
-
 
 @pytest.fixture(scope="module")
 def tuned():
@@ -148,7 +146,6 @@ def test_what_the_limit_drops_is_dropped_by_all_choices():
         tune(TABLE, world_size=1, limit=TokenBudget(1, oversize="drop"))
 
 
-@pytest.mark.frameworks
 def test_the_code_that_is_printed_runs(tuned):
     from odb_nodes.integrations.huggingface import ODBConfig
 

@@ -144,7 +144,6 @@ def test_what_is_no_image_is_said_without_where_it_is_in_memory(tmp_path):
         read(b"no image at all")
 
 
-@pytest.mark.workers
 def test_pillow_does_not_warn_beside_the_error():
     code = """
 import io, warnings

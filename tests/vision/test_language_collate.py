@@ -246,7 +246,6 @@ def test_late_patches_may_have_other_bounds_of_size():
     assert torch.equal(batch["pixel_values"], collate(samples([1]))["pixel_values"])
 
 
-@pytest.mark.workers
 @pytest.mark.parametrize("state", ["replay", "payload"])
 @pytest.mark.filterwarnings("ignore:sample .* is skipped")
 def test_late_patches_come_out_of_workers_and_states(state):

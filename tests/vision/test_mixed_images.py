@@ -1,6 +1,5 @@
 """Text and images of three sources in one graph: each once, in step, and resumed exactly."""
 
-import pytest
 from mixed_images import SIZES, make, write_chats
 from rank_jobs import run_ranks
 from vision_ranks import WARM
@@ -21,7 +20,6 @@ def test_a_mixture_with_images_resumes_exactly_at_every_step(tmp_path, sampled):
     assert {name: count.samples for name, count in report.counts.items()} == SIZES
 
 
-@pytest.mark.ranks
 def test_ranks_with_workers_agree_on_the_images_of_a_mixture(tmp_path):
     body = """
     import mixed_images as m

@@ -355,7 +355,6 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
     )
 
 
-@pytest.mark.workers
 def test_the_package_imports_neither_pillow_nor_transformers():
     code = """
 import sys

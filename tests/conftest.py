@@ -3,7 +3,8 @@
 `slow.txt` lists the slow tests: those that took more than a quarter of a second on two quiet
 cores, or that start processes. `pytest -n 2 --runslow --record-slow` writes it anew. A file stands
 there whole where all its tests are slow, or where importing it takes seconds: the fast loop does
-not import it. A single slow case of a test is marked `slow` by hand.
+not import it. A single slow case of a test is marked `slow` by hand; what belongs into the fast
+loop all the same, `fast`.
 """
 
 import os
@@ -26,6 +27,9 @@ SLOW_S = 0.25  # of a test with its fixtures
 
 # Hypothesis: examples of each property. `fast` is the fast loop's, `ci` that of a run of all tests.
 EXAMPLES = {"fast": 25, "ci": 100, "exhaustive": 1000}
+
+# Why a test may be skipped in CI, where all extras are installed.
+ALLOWED_SKIPS = ("GPU", "--exhaustive", "same in both states", "of later versions", "now and then")
 
 forks = [0]
 os.register_at_fork(after_in_parent=lambda: forks.__setitem__(0, forks[0] + 1))
@@ -52,6 +56,8 @@ def pytest_configure(config):
     settings.load_profile(config.getoption("--hypothesis-profile") or fitting)
     if config.option.record_slow and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
+    if os.environ.get("CI") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipGuard())
 
 
 @cache
@@ -75,8 +81,8 @@ def pytest_collection_modifyitems(config, items):
         leave_out_cases(config, items)
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if not item.get_closest_marker("slow"):
-            item.user_properties.append(("unmarked", True))
+        if not any(map(item.get_closest_marker, ("slow", "fast"))):
+            item.user_properties.append(("recorded", True))
         if not slow_names().isdisjoint((name, name.partition("::")[0])):
             item.add_marker("slow")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
@@ -97,13 +103,36 @@ def deselect(config, items, unwanted):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item):
-    """Refuse processes in a fast test, but where its marker `forks` says that they are worth it."""
+    """Refuse processes in the fast loop, but where the marker `fast` says they are worth it."""
     before = forks[0]
     outcome = yield
     item.user_properties.append(("forks", started := forks[0] - before))
-    if started and is_fast_loop(item.config) and not item.get_closest_marker("forks"):
-        message = f"starts {started} processes: mark it `slow`, or record it by `--record-slow`"
+    if started and is_fast_loop(item.config) and not item.get_closest_marker("fast"):
+        message = f"starts {started} processes: mark it `slow`, or see `--record-slow`"
         outcome.force_exception(pytest.fail.Exception(message, pytrace=False))
+
+
+class SkipGuard:
+    """Fails a run that skips a test for a reason that is not allowed."""
+
+    def __init__(self):
+        self.found = set()
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2]
+            if not any(allowed in reason for allowed in ALLOWED_SKIPS):
+                self.found.add(f"{report.nodeid}: {reason}")
+
+    pytest_collectreport = pytest_runtest_logreport
+
+    def pytest_sessionfinish(self, session):
+        if self.found:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for line in sorted(self.found):
+            terminalreporter.write_line(f"skipped, which fails CI: {line}", red=True)
 
 
 class Recorder:
@@ -113,7 +142,7 @@ class Recorder:
         self.seconds, self.forking = defaultdict(float), set()
 
     def pytest_runtest_logreport(self, report):
-        if not dict(report.user_properties).get("unmarked"):
+        if not dict(report.user_properties).get("recorded"):
             return
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" and dict(report.user_properties).get("forks"):

@@ -169,8 +169,20 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("resume")
 
 
+def run_machine(folder, kinds, **options):
+    machine = type("Machine", (ResumeMachine,), {"kinds": kinds, "folder": folder})
+    given = settings(stateful_step_count=12, deadline=None, **options)
+    run_state_machine_as_test(machine, settings=given)
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_befalls_a_run_it_goes_on_exactly(folder):
+    run_machine(folder, [*KINDS], max_examples=2 * len(KINDS))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_befalls_a_run_it_goes_on_exactly(kind, folder):
-    machine = type("Machine", (ResumeMachine,), {"kinds": [kind], "folder": folder})
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=12, deadline=None))
+def test_whatever_befalls_a_run_of_any_kind_it_goes_on_exactly(kind, folder):
+    run_machine(folder, [kind])

@@ -25,9 +25,12 @@ def test_cells_are_escaped_and_the_first_row_has_the_titles():
     ("make", "cells"),
     [
         (lambda: TABLE, ["80", "1,220", "15", "40"]),
-        (lambda: profile(TABLE, budget=128, windows=(16,)), ["all samples", "odb_nodes"]),
+        (
+            lambda: profile(TABLE, budget=128, windows=(16,)),
+            ["all samples", "-&gt;", "1% of the best"],
+        ),
         (lambda: simulate(TABLE, world_size=1, budget=128), ["steps"]),
-        (lambda: tune(TABLE, world_size=1, limit=128), ["&lt;-"]),
+        (lambda: tune(TABLE, world_size=1, limit=128), ["-&gt;"]),
         (
             lambda: Audit(
                 folder="<runs>",
@@ -46,6 +49,7 @@ def test_cells_are_escaped_and_the_first_row_has_the_titles():
                         leaves=None,
                     ),
                 ),
+                open_ranks=(),
                 problems=("gone",),
                 notes=(),
             ),

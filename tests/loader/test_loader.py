@@ -957,7 +957,7 @@ def flat(items):
 @pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize("then", [None, Loader.close])
 def test_a_state_that_could_not_be_taken_loses_nothing(prefetched, then):
-    """A bare node has moved on when its state fails; a `Prefetcher` begins again from an older one."""
+    """A bare node has moved on when its state fails; a `Prefetcher` goes back to an older one."""
     source, items = Numbers(), []
     make = (lambda node: Prefetcher(node, 2)) if prefetched else (lambda node: node)
     get_state = source.get_state

@@ -66,8 +66,8 @@ def reshard_folder(
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
     for rank, state in enumerate(states):
-        own = state if isinstance(state, Mapping) else {}
-        if not all(isinstance(own.get(name), kind) for name, kind in _FIELDS.items()):
+        found = state if isinstance(state, Mapping) else {}
+        if not all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items()):
             raise StateError(f"the file of rank {rank} is damaged. Use an earlier checkpoint.")
     if len(states) == world_size:
         return [*states]

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # or every name would be one of the package for a type checker
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
 
     def __getattr__(name: str) -> Any:
-        """Return a name of the package, and import torch only now: the help needs none of it."""
+        """Import the public names, and torch with them, when one is first asked for."""
         public = importlib.import_module("odb_nodes._public")
         globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
         if name in globals():

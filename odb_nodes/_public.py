@@ -1,4 +1,4 @@
-"""The names of `odb_nodes`, which imports them when one of them is asked for first."""
+"""The public names of `odb_nodes`, which are imported when one is first asked for."""
 
 from odb_nodes.alignment import RankAligner
 from odb_nodes.collate import PackedCollate, PaddingCollate

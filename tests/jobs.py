@@ -106,7 +106,7 @@ class Kind(NamedTuple):
     """How a job is made.
 
     Attributes:
-        options: of `ODBDataLoader`.
+        options: of `ODBDataLoader`; a `dataset` may be made of (folder, rank, world size).
         moves: whether it goes on with another number of ranks also within an epoch.
         make: exchange, options -> loader, in place of `ODBDataLoader`.
     """
@@ -132,10 +132,9 @@ class Kind(NamedTuple):
             "timeout_s": TIMEOUT_S,
             "process_group": exchange,
         }
-        given |= {
-            name: value(folder) if name == "dataset" and callable(value) else value
-            for name, value in self.options.items()
-        }
+        given |= self.options
+        if callable(given["dataset"]):
+            given["dataset"] = given["dataset"](folder, exchange.rank, exchange.world_size)
         return ODBDataLoader(**given | options)
 
 
@@ -153,14 +152,14 @@ KINDS = {
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),
     "in order": Kind({"shuffle": False}),
-    "iterable": Kind({"dataset": lambda _: Shuffled()}, moves=False),
-    "stateful": Kind({"dataset": lambda _: Stateful()}, moves=False),
-    "records": Kind({"dataset": lambda folder: JsonlSource(records(folder))}),
-    "mixed": Kind({"dataset": lambda _: two(), "weights": {"a": 0.6, "b": 0.4}}),
-    "mixed by tokens": Kind({"dataset": lambda _: two(), "weights": Mixing(by="tokens")}),
+    "iterable": Kind({"dataset": lambda *_: Shuffled()}, moves=False),
+    "stateful": Kind({"dataset": lambda *_: Stateful()}, moves=False),
+    "records": Kind({"dataset": lambda folder, *shard: JsonlSource(records(folder), *shard)}),
+    "mixed": Kind({"dataset": lambda *_: two(), "weights": {"a": 0.6, "b": 0.4}}),
+    "mixed by tokens": Kind({"dataset": lambda *_: two(), "weights": Mixing(by="tokens")}),
     "scheduled": Kind(
         {
-            "dataset": lambda _: two(),
+            "dataset": lambda *_: two(),
             "weights": Mixing(
                 weights=WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
             ),

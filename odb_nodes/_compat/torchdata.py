@@ -118,9 +118,10 @@ def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None
 
 
 def thread_of(prefetcher: Prefetcher[Any]) -> threading.Thread:
-    """Return the thread of a `Prefetcher` that was reset, and let it end the prefetcher itself.
+    """Return the thread of a `Prefetcher` that was reset, which may now delete the prefetcher.
 
-    What is deleted joins its thread, and a garbage collection may run on that.
+    A prefetcher joins its thread when it is deleted, and a garbage collection on that thread may
+    delete it: a thread cannot join itself.
     """
     it = prefetcher._it
     assert it is not None
@@ -130,7 +131,7 @@ def thread_of(prefetcher: Prefetcher[Any]) -> threading.Thread:
 
 
 class _OtherThread:
-    """A thread, which does not seem to live where it looks at itself."""
+    """A thread that is not alive for code that runs on it, which therefore does not join it."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread

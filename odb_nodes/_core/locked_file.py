@@ -88,7 +88,7 @@ class LockedFile:
         os.fsync(self._handle)
 
     def tail(self, size: int) -> bytes:
-        """Return the last bytes of the file, so many or all.
+        """Return the last `size` bytes of the file, or all of a shorter one.
 
         Raises:
             OSError: the file was deleted, as in `write`.

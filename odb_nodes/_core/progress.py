@@ -99,10 +99,12 @@ class Bar(tqdm):  # type: ignore[misc]
     ) -> None:
         if is_shown is None:
             is_shown = resolve_rank(None, None)[0] == 0
-        disable = None if is_shown else True
-        super().__init__(iterable, what, total, **{"leave": False, "disable": disable, **options})
-        self.lines = SlowProgress(what, total) if is_shown and self.disable else None
-        if not self.disable:  # tqdm draws nothing in a terminal without a size: `docker exec`
+        is_drawn = is_shown and is_terminal()
+        super().__init__(
+            iterable, what, total, **{"leave": False, "disable": not is_drawn, **options}
+        )
+        self.lines = SlowProgress(what, total) if is_shown and not is_drawn else None
+        if is_drawn:  # tqdm draws nothing in a terminal without a size: `docker exec`
             self.ncols = _COLUMNS if self.ncols is not None and self.ncols < 1 else self.ncols
             self.nrows = None if self.nrows is not None and self.nrows < 1 else self.nrows
 

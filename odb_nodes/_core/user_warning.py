@@ -19,12 +19,12 @@ _filters: object = None
 def warn_user(
     message: str, *, once: Hashable = None, category: type[Warning] = UserWarning
 ) -> None:
-    """Warn at the first line outside the package; on a thread of its own, at the caller's.
+    """Warn at the user's line: the first outside of `_BETWEEN`. On a thread of ours, at our line.
 
     Args:
         message: the text.
-        once: what the warning is about, where the text has numbers: each of these is said once per
-            process, whatever the numbers. `None`: as the filters of `warnings` say.
+        once: what the warning is about, for a text with numbers: a process warns of it once,
+            whatever the numbers. `None`: the filters of `warnings` decide.
         category: kind of the warning.
     """
     global _filters

@@ -32,6 +32,7 @@ __all__ = [
     "UNCHANGING",
     "NodeState",
     "add_digest",
+    "bounded_depth",
     "copy_state",
     "made",
     "resealed",
@@ -148,7 +149,7 @@ def unseal(
             declared, is nested too deeply, or was saved with another configuration (this last only
             warns within `allow_mismatch`, unless the field is one of `fixed`).
     """
-    with _bounded_depth(node):
+    with bounded_depth(node):
         return _unsealed(state, node, declared, config, fixed)
 
 
@@ -221,7 +222,7 @@ _EARLIER = "Use an earlier checkpoint."
 
 
 @contextmanager
-def _bounded_depth(node: str) -> Iterator[None]:
+def bounded_depth(node: str) -> Iterator[None]:
     """Raise a `StateError` where a state is nested deeper than Python can follow."""
     try:
         yield
@@ -263,7 +264,7 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
         return unseal(state, holder, declared, {})
     sealed = {key: value for key, value in state.items() if key != _DIGEST_KEY}
     found = unseal(sealed, holder, declared, {})
-    with _bounded_depth(holder):
+    with bounded_depth(holder):
         digest = _digest(sealed)
     if not equal(state.get(_DIGEST_KEY), digest):
         raise StateError(

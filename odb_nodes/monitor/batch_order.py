@@ -30,11 +30,11 @@ class BatchOrder:
         self._last = self._yielded = None
 
     def follow(self, info: StepInfo) -> None:
-        """Note that `watch` yields a batch: those that are told come no later in the loader."""
+        """Note that `watch` yields a batch: no later one can be told before the next is yielded."""
         self._yielded = info
 
     def end(self) -> None:
-        """Note that the epoch which `watch` yielded has ended. Warn, once, if its end is untold."""
+        """Note that the epoch of `watch` ends. Warn, once, if its last batch was not told."""
         last, end = self._last, self._yielded
         if end is None or (last is not None and _place(last) == _place(end)):
             return

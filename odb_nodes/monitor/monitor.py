@@ -216,10 +216,11 @@ class Monitor:
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
         self._order.note(info)
-        at, window = self._at, self._window
+        at = self._at
         if info.epoch != at.epoch:
             self._end_epoch()
             at.epoch = info.epoch
+        window = self._window  # a record begins another
         waited_s, self._wait_s = self._wait_s, 0.0
         window.add_batch(batch, info, waited_s if wait_s is None else wait_s)
         if row_losses is not None:

@@ -22,8 +22,8 @@ class RecordWriter(Protocol):
     def begin(self, attempt: Record) -> None:
         """Begin an attempt: records of later steps than `attempt["step"]` do not count any more.
 
-        It comes before the first record after each start or resume, in another process or, also
-        after `close`, in the same one.
+        Called before the first record after each start or resume. Within one process it may be
+        called again, also after `close`.
 
         Args:
             attempt: with `step`, `resumed_at`, `world_size`, `loader`, `config` and `versions`.

@@ -241,8 +241,9 @@ def _width(shape: Shape) -> int:
 @lru_cache(maxsize=64)
 def _ladder(budget: TokenBudget, shapes: int) -> tuple[Shape, ...]:
     factor = (SPAN_PER_SHAPE * shapes) ** (-1 / max(shapes - 1, 1))
-    steps = (max(int(budget.capacity * factor**step), 1) for step in range(shapes))
-    widths = sorted({_filling_width(budget, step, 1 / factor) for step in steps})
+    steps = (max(int(budget.capacity * factor**step), 1) for step in range(1, shapes))
+    narrower = {_filling_width(budget, step, 1 / factor) for step in steps}
+    widths = sorted({budget.capacity, *narrower})  # the widest holds whatever the budget does
     limit = budget.tokens if budget.max_samples is None else budget.max_samples
     most = [min(budget.tokens // budget.row_cost(width), limit) for width in widths]
     rows = allowed_rows(np.array(most), budget.row_sizes)

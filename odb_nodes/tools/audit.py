@@ -16,8 +16,8 @@ from odb_nodes._core.counts import counted
 __all__ = ["main"]
 
 _DESCRIPTION = (
-    "Audit a ledger: which samples have no fate, or several. Exits with 1 on a hole, and with 3 "
-    "where nothing is wrong, but an epoch is partial and no end of the run is recorded."
+    "Audit a ledger: which samples have no fate, or several. Exits with 1 where there is a "
+    "problem, and with 3 where an epoch is partial and no end of the run is recorded."
 )
 _CODES = {"damaged": 1, "open": 3}
 
@@ -25,8 +25,8 @@ _CODES = {"damaged": 1, "open": 3}
 def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.audit") -> int:
     """Audit a ledger, print a report, and return an exit code.
 
-    It is 1 where a sample has no fate or several; else 0 where the run has ended, and 3 where no
-    end is recorded.
+    It is 1 where there is a problem; 3 where an epoch is partial and no end of the run is recorded;
+    else 0.
 
     Args:
         arguments: of the command line; default: those of this process.

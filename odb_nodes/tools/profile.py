@@ -153,10 +153,9 @@ class Profile:
         )
 
     def _repr_html_(self) -> str:
-        lengths, comparisons = (
-            html_table([one.as_row() for one in rows]) for rows in (self.lengths, self.comparisons)
-        )
-        return html_text(self.about) + lengths + html_text(self.heading) + comparisons
+        lengths = html_table([one.as_row() for one in self.lengths])
+        comparisons = html_text(self.heading) + html_table(self.rows()) + html_text(self.why)
+        return html_text(self.about) + lengths + comparisons
 
     @property
     def why(self) -> str:

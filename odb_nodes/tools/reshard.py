@@ -16,7 +16,8 @@ from odb_nodes.tools.rank_states import RANK_FILE, states_in
 
 __all__ = ["reshard_folder"]
 
-_FIELDS = {"checkpoint", "parts", "replicated", "generators"}  # of a file of `Checkpoints`
+_FIELDS = {"checkpoint": Mapping, "parts": Mapping, "replicated": list, "generators": Mapping}
+"""What a file of `Checkpoints` has."""
 
 
 def reshard_folder(
@@ -45,7 +46,7 @@ def reshard_folder(
     names = [match for file in folder.iterdir() if (match := RANK_FILE.fullmatch(file.name))]
     if out.is_dir() and any(RANK_FILE.fullmatch(file.name) for file in out.iterdir()):
         raise StateError(f"`{out}` has states already. Give a folder without any.")
-    if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS:
+    if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS.keys():
         if out.resolve().name != folder.resolve().name:
             raise ValueError(
                 f"`out` must have the name of `folder`, by which `Checkpoints` finds it, but is "
@@ -65,8 +66,8 @@ def reshard_folder(
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
     for rank, state in enumerate(states):
-        held = [state.get(name) if isinstance(state, Mapping) else None for name in _FIELDS]
-        if not all(isinstance(one, Mapping) for one in held):
+        found = state if isinstance(state, Mapping) else {}
+        if not all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items()):
             raise StateError(f"the file of rank {rank} is damaged. Use an earlier checkpoint.")
     if len(states) == world_size:
         return [*states]

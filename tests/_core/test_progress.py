@@ -1,3 +1,4 @@
+import io
 import logging
 import sys
 import time
@@ -68,3 +69,14 @@ def test_a_terminal_without_a_size_has_a_bar(monkeypatch, caplog, capsys, size):
     shown = capsys.readouterr().err
     assert "3/3" in shown and "█" * 20 in shown
     assert caplog.messages == []
+
+
+def test_without_stderr_there_are_lines(monkeypatch, caplog):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    for stderr in (closed, None):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert [*Bar(range(3), "numbers", 3)] == [0, 1, 2]
+        assert "numbers: 1 of 3 after 0 s" in caplog.messages
+        caplog.clear()

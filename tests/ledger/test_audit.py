@@ -309,6 +309,13 @@ def test_a_ledger_that_begins_late_is_partial(tmp_path):
     assert found.notes == ("epoch 0: what was before step 3 is not recorded.",)
 
 
+def test_in_a_notebook_it_is_a_table_of_the_epochs(tmp_path):
+    record(tmp_path / "<run>", info_of(0, [0, 1], ends=True), info_of(0, [0], epoch=1))
+    html = audit(tmp_path / "<run>", 2)._repr_html_()
+    assert "<td>complete</td><td>2 trained</td>" in html
+    assert "<td>partial, to step 0</td><td>1 trained</td>" in html and "<run>" not in html
+
+
 def test_no_ledger_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file `rank-00000.ledger`"):
         audit(tmp_path)

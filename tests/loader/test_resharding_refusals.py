@@ -156,6 +156,11 @@ def test_a_damaged_state_is_refused():
     damaged = {**states[1], "num_yielded": 1}
     with pytest.raises(StateError, match="digest"):
         reshard([states[0], damaged], 3)
+    deep = 1
+    for _ in range(2000):
+        deep = {"a": deep}
+    with pytest.raises(StateError, match="nested too deeply"):
+        reshard([{"loader": one, "deep": deep} for one in states], 3)
 
 
 def test_a_state_without_ranks_is_refused():

@@ -55,6 +55,17 @@ def test_the_records_add_up_to_the_data(tmp_path, every):
     assert epoch["seconds"] == run.steps[-1]["seconds"] >= sums["data_wait_s"]
 
 
+def test_an_epoch_that_is_left_takes_nothing_from_the_next(tmp_path):
+    loader = loader_of()
+    with Monitor(tmp_path) as monitor:
+        train(monitor, loader, steps=2)
+        monitor.attach(loader)
+        for batch in loader:
+            monitor.step(batch, pop_step_info(batch))
+    first, second = read_run(tmp_path).epochs
+    assert 0 < first["sum"]["samples"] < 100 == second["sum"]["samples"]
+
+
 def test_the_loss_of_a_record_is_the_mean_over_its_targets_alone(tmp_path):
     with Monitor(tmp_path, every=3) as monitor:
         infos = []

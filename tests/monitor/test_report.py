@@ -74,7 +74,7 @@ def test_the_summary_of_a_run_is_what_the_record_of_its_epoch_says(runs):
 
 def test_in_a_notebook_it_is_tables_and_the_audit(runs):
     html = report(runs)._repr_html_()
-    assert html.count("<table>") == 4  # figures, the sources of two runs, the epochs of the audit
+    assert html.count("<table>") == 5  # figures, settings, sources of two runs, epochs
     assert "<th>a &lt;b&gt;</th>" in html and "a <b>" not in html
 
 

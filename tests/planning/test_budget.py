@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from odb_nodes import TokenBudget
@@ -164,7 +164,12 @@ budgets = st.builds(
 )
 
 
+COARSE = TokenBudget(4096, shapes=1, attention_tokens=16, pad_to_multiple_of=64)
+"""Of which a whole row leaves much unused."""
+
+
 @given(budget=budgets, lengths=st.lists(st.integers(1, 40_000), min_size=1))
+@example(budget=COARSE, lengths=[190])
 def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
     ladder = budget.shape_ladder()
     assert 1 <= len(ladder) <= budget.shapes

@@ -111,7 +111,7 @@ def test_files_that_were_mixed_up_are_refused(tmp_path, states):
         reshard_folder(both, 2, tmp_path / "new")
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "parts", "generators"])
+@pytest.mark.parametrize("name", ["checkpoint", "parts", "replicated", "generators"])
 def test_a_file_without_its_parts_is_damaged(tmp_path, states, name):
     folder = save_parts(tmp_path / "saved", states)
     file = folder / "rank00001-of-00003.pt"

@@ -241,9 +241,8 @@ class GlooExchange:
         except StoreLost as error:
             host = compat.store_host()  # Who else is gone, nobody can tell.
             lost = host if host.startswith("rank") else "a rank"
-            if (
-                error.__cause__ is not None and lost != "a rank"
-            ):  # It has ended: perhaps it gave up.
+            has_ended = error.__cause__ is not None  # perhaps since it gave up
+            if has_ended and lost != "a rank":
                 lost = f"{host}, or a rank that it gave up waiting for,"
             seen, all_late = f"rank {own} {what}; {error}", False
         within = f"within {self.timeout_s} s (`timeout_s`)"

@@ -12,6 +12,7 @@ __all__ = ["audit"]
 def audit(context: typer.Context) -> None:
     """Audit a ledger: which samples have no fate, or several.
 
-    Exits with 1 on a hole, and with 3 where nothing is wrong, but no end of the run is recorded.
+    Exits with 1 where there is a problem, and with 3 where an epoch is partial and no end of the
+    run is recorded.
     """
     raise typer.Exit(main(context.args, prog=context.command_path))

@@ -10,7 +10,13 @@ from typing import Any
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment.weight_setter import SetterState
 from odb_nodes.contract import copy_state
-from odb_nodes.contract.state import ENVELOPE, add_digest, seal_whole, unseal_whole
+from odb_nodes.contract.state import (
+    ENVELOPE,
+    add_digest,
+    bounded_depth,
+    seal_whole,
+    unseal_whole,
+)
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader_iterator import LoaderState
 from odb_nodes.loader.resharding.alike import alike
@@ -37,6 +43,7 @@ def add_rule(holder: str, rule: Rule) -> None:
     _rules[holder] = rule
 
 
+@bounded_depth("each rank")
 def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
     """Return the states of all ranks of a job that goes on with another number of ranks.
 

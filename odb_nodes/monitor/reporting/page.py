@@ -114,9 +114,8 @@ def _cell(name: str, value: float | str | None) -> str:
     """Return a figure as text; a share as a percentage."""
     if value is None or isinstance(value, str):
         return value or ""
-    return (
-        f"{value:.1%}".replace("%", " %") if "share" in name or "balance" in name else number(value)
-    )
+    is_share = "share" in name or "balance" in name
+    return f"{100 * value:.1f} %" if is_share else number(value)
 
 
 def _curve_charts(runs: Sequence[RunSummary]) -> list[Chart]:

@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.st
     function = load_function(args.make_loader, "process_group")
 
     def make_loader(process_group: Any) -> ODBDataLoader | Loader[Any]:
-        loader = function(process_group)
+        loader: ODBDataLoader | Loader[Any] = function(process_group)
         if args.out and isinstance(loader, ODBDataLoader | Loader):
             inputs = [file_of(args.make_loader), *files_read(loader.root)]
             check_is_writable(args.out, filter(None, inputs), force=args.force)

@@ -67,7 +67,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "data" / "state.json").touch()
-    (tmp_path / "data" / "link.json").symlink_to("../odd.npz")
+    (tmp_path / "data" / "link.json").symlink_to("../other.jsonl")
     (tmp_path / "users.py").write_text(USERS)
     monkeypatch.delitem(sys.modules, "users", raising=False)
     return tmp_path
@@ -151,7 +151,7 @@ def files(tmp_path, monkeypatch):
         (["step", "json:loads", "--checkpoint", "nowhere"], "nowhere"),
         (["step", "users:number", "--checkpoint", "."], "no function `number`"),
         (["simulate", "users:nothing"], "`users:nothing` must return a dataset or a loader"),
-        (["simulate", "users:needs"], "`needs()`, but is `needs(path)` ({here}/users.py, line 13)"),
+        (["simulate", "users:needs"], "`needs()`, but is `needs(path)` ({here}/users.py, line 12)"),
         (["step", "users:lacks", "--checkpoint", "."], "`lacks(process_group)`, but is `lacks()`"),
         (["simulate", "users.py:source"], "must be `users:source`, without .py"),
         (["simulate", "users:loader", "--tokenizer", "x"], "`users:loader` returns a loader"),
@@ -187,7 +187,7 @@ READ_OR_TWICE = [
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
     "profile data --json data/state.json",
     "profile data --json data/link.json",
-    "profile data --json odd.npz",
+    "profile data --json other.jsonl",
     "profile text.jsonl --tokenizer data --json data/state.json",
     "profile users:source --json users.py",
     "profile users:source --json data/ids.jsonl",
@@ -222,6 +222,10 @@ def test_no_file_is_lost(capsys, files, line, words):
 def test_a_file_is_replaced_where_that_is_asked_for(capsys, files):
     assert run(capsys, "profile", "ids.jsonl", "--json", "odd.npz", "--force")[0] == 0
     assert (files / "odd.npz").read_text().startswith("{")
+    (files / "data" / "page.html").touch()  # the report of a folder may well be in it
+    assert (
+        "is also read" not in run(capsys, *"report data --html data/page.html --force".split())[2]
+    )
 
 
 def test_a_command_that_does_not_exist_is_an_error_in_one_line(capsys):

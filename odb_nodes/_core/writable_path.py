@@ -10,9 +10,6 @@ __all__ = ["check_is_writable"]
 
 AnyPath = str | os.PathLike[str]
 
-_READ = {".arrow", ".gz", ".jsonl", ".ledger", ".pt"}
-"""Suffixes of files that are read of a folder."""
-
 
 def check_is_writable(path: AnyPath, inputs: Iterable[AnyPath] = (), *, force: bool) -> None:
     """Raise an `OSError` unless writing `path` loses nothing.
@@ -22,7 +19,8 @@ def check_is_writable(path: AnyPath, inputs: Iterable[AnyPath] = (), *, force: b
 
     Args:
         path: the file to write.
-        inputs: files and folders that are read, and other files that are written.
+        inputs: files and folders that are read, and other files that are written. Whatever is in
+            such a folder counts as read.
         force: whether to replace a file that exists.
     """
     path = Path(path)
@@ -31,16 +29,21 @@ def check_is_writable(path: AnyPath, inputs: Iterable[AnyPath] = (), *, force: b
     if path.is_dir():
         raise IsADirectoryError(f"`{path}` is a folder: name a file in it.")
     if any(_is_of(path, Path(one)) for one in inputs):
-        raise FileExistsError(f"`{path}` is also read, or written twice: name another file.")
+        raise FileExistsError(
+            f"`{path}` is also read, or written twice: name another file, outside the folders that "
+            "are read."
+        )
     if path.is_file() and not force:
         raise FileExistsError(f"`{path}` exists: name another file, or pass --force to replace it.")
 
 
 def _is_of(path: Path, other: Path) -> bool:
-    """Tell whether a path is an input or, of a folder, a file that may be."""
-    if other.is_dir():
-        inside = path.exists() and other.resolve() in path.resolve().parents
-        return inside and path.suffix in _READ
-    if path.exists() and other.exists():
+    """Tell whether a path is an input or, where that is a folder, a file in it."""
+    if not (path.exists() and other.exists()):
+        return path.resolve() == other.resolve()
+    if not other.is_dir():
         return path.samefile(other)  # a hard link, too
-    return path.resolve() == other.resolve()
+    named = path.parent.resolve() / path.name  # in the folder, if only as a link to elsewhere
+    if other.resolve() in (*path.resolve().parents, *named.parents):
+        return True
+    return any(one.exists() and path.samefile(one) for one in other.iterdir())

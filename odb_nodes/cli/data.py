@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odb_nodes._core.extras import import_extra
-from odb_nodes._core.named_function import is_function_name, load_function
+from odb_nodes._core.named_function import file_of, is_function_name, load_function
 from odb_nodes.cli import options as cli
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.options import JobOptions
@@ -106,6 +106,11 @@ class Data:
         is_loader = isinstance(self._dataset, ODBDataLoader)
         self._options = self._dataset.options if is_loader else None
         if is_loader:
+            if what.tokenizer is not None or what.field is not None:
+                raise ValueError(
+                    f"`{what.data}` returns a loader, which processes its samples itself: leave "
+                    "out --tokenizer and --field."
+                )
             default = {"token_budget": None, "weights": None} | vars(JobOptions())
             taken = {"token_budget": budget_code(self.budget()), "weights": self.weights(None)}
             shown = [
@@ -129,6 +134,16 @@ class Data:
                 "--lengths has the lengths already: leave out --tokenizer, --field, --samples, "
                 "--workers and --save-lengths."
             )
+
+    @property
+    def files(self) -> list[Path | None]:
+        """The files behind `module:function`, which are known once it was called."""
+        if self._dataset is None:
+            return []
+        from odb_nodes.tools.lengths import files_read
+
+        dataset = self._dataset if self._options is None else self._dataset.dataset
+        return [*files_read(dataset), file_of(self._what.data or "")]
 
     @property
     def ranks(self) -> int:
@@ -211,10 +226,10 @@ class _Tokenization:
         self._tokenize, self._field = tokenize, field
 
     def __call__(self, item: Any) -> Any:
-        """Return the sample of an item.
+        """Return the sample of an item; `Skipped` where its text has no token.
 
         Raises:
-            ValueError: there is no tokenizer, or the item lacks the field.
+            ValueError: there is no tokenizer, or the item lacks the field, or holds None there.
         """
         if not isinstance(item, Mapping) or ("input_ids" in item and self._field is None):
             return item
@@ -222,11 +237,19 @@ class _Tokenization:
         found = [item[name] for name in fields if item.get(name) is not None]
         if self._tokenize is None:
             raise ValueError("it has no `input_ids`: pass --tokenizer.")
+        if not found and (null := [name for name in fields if name in item]):
+            raise ValueError(
+                f"its field {null[0]!r} is None: leave the item out of the data, or pass --field."
+            )
         if not found:
             raise ValueError(
                 f"it has none of the fields {fields}, but {sorted(item)}: pass --field."
             )
-        return {"input_ids": self._tokenize(found[0])}
+        if not (tokens := self._tokenize(found[0])):
+            from odb_nodes.sample import Skipped
+
+            return Skipped("empty", "its text has no token.")
+        return {"input_ids": tokens}
 
 
 def _tokenize_by(name: str) -> Any:
@@ -310,7 +333,13 @@ def _saved_dataset(path: Path) -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(f"`{path}` needs `datasets`: pip install datasets") from error
-    saved = datasets.load_from_disk(path)
+    try:
+        saved = datasets.load_from_disk(path)
+    except Exception as error:  # of a damaged folder it raises nothing more precise
+        raise ValueError(
+            f"`{path}` could not be read by `datasets.load_from_disk` ({type(error).__name__}: "
+            f"{error}): put the folder back whole, or save it again."
+        ) from error
     if isinstance(saved, dict):
         raise ValueError(f"`{path}` has splits: pass the folder of one, of {sorted(saved)}.")
     return saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +45,7 @@ BUDGET_TOKENS = 16_384
 
 
 def check_outputs(
-    outputs: Mapping[str, str | Path | None], inputs: list[str | Path | None], *, force: bool
+    outputs: Mapping[str, str | Path | None], inputs: Sequence[str | Path | None], *, force: bool
 ) -> None:
     """Check the files that a command writes, before any work is done for them.
 

@@ -8,6 +8,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import IO, Any
 
 from odb_nodes._core.checks import check_bool, check_integer
@@ -128,6 +129,11 @@ class JsonlSource(ShardedOrder[Any]):
         source._seed += check_integer("seed", seed)
         source.begin_epoch()
         return source
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, in their order."""
+        return tuple(self._paths)
 
     @property
     def num_records(self) -> int:

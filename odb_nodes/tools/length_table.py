@@ -86,6 +86,8 @@ class LengthTable:
         seen = counted(self.num_samples, "sample")
         if not self.is_whole:
             seen = f"{len(self):,} of {seen}"
+        if skipped := np.count_nonzero(self.tokens == 0):
+            seen += f" ({skipped:,} skipped)"
         made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
         return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_count, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.progress import Bar
-from odb_nodes.contract.graph import close_nodes, length_of
+from odb_nodes.contract.graph import close_nodes, length_of, walk
 from odb_nodes.contract.node import member
 from odb_nodes.loader.dataset_checks import check_no_columns
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
@@ -30,7 +31,7 @@ from odb_nodes.sources.mixing import check_names
 from odb_nodes.sources.streams import is_stream
 from odb_nodes.tools.length_table import NO_KEY, LengthTable
 
-__all__ = ["LengthTable", "observe_lengths"]
+__all__ = ["LengthTable", "files_read", "observe_lengths"]
 
 _STOP_TIMEOUT_S = 60.0
 
@@ -180,6 +181,13 @@ class _Rows:
             streams=tuple(self._streams),
             made_by=made_by,
         )
+
+
+def files_read(dataset: Any) -> list[Path]:
+    """Return the files of each `JsonlSource` in a dataset, a dict of them, or a graph."""
+    named = dataset.values() if isinstance(dataset, dict) else [dataset]
+    nodes = [node for one in named if isinstance(one, BaseNode) for node in walk(one)]
+    return [path for node in nodes if isinstance(node, JsonlSource) for path in node.paths]
 
 
 def _is_stream(dataset: Any) -> bool:

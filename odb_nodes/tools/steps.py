@@ -22,7 +22,8 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_type
-from odb_nodes._core.named_function import load_function
+from odb_nodes._core.named_function import file_of, load_function
+from odb_nodes._core.writable_path import check_is_writable
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
@@ -39,6 +40,7 @@ from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.alignment import FILLER, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo
+from odb_nodes.tools.lengths import files_read
 from odb_nodes.tools.rank_states import states_in
 from odb_nodes.tools.remade_step import RemadeStep
 from odb_nodes.tools.step_arguments import parse_arguments
@@ -304,7 +306,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.st
         prog: what the command is called.
     """
     args = parse_arguments(arguments, prog)
-    make_loader = load_function(args.make_loader)
+    function = load_function(args.make_loader, "process_group")
+
+    def make_loader(process_group: Any) -> ODBDataLoader | Loader[Any]:
+        loader: ODBDataLoader | Loader[Any] = function(process_group)
+        if args.out and isinstance(loader, ODBDataLoader | Loader):
+            inputs = [file_of(args.make_loader), *files_read(loader.root)]
+            check_is_writable(args.out, filter(None, inputs), force=args.force)
+        return loader
+
     if args.checkpoint:
         remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
     else:

@@ -43,6 +43,14 @@ class Dataset:
     def __len__(self): return 4
     def __getitem__(self, index): return {"input_ids": {}["my key"]}
 number = 3
+def needs(path): return []
+def lacks(): return None
+def source(*_):
+    from odb_nodes import JsonlSource
+    return JsonlSource("data/ids.jsonl", 0, 1)
+def loader(*_):
+    from odb_nodes import ODBDataLoader
+    return ODBDataLoader({"a": source()}, token_budget=9)
 """
 
 
@@ -58,6 +66,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "link.jsonl").symlink_to("ids.jsonl")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    (tmp_path / "data" / "state.json").touch()
+    (tmp_path / "data" / "link.json").symlink_to("../other.jsonl")
     (tmp_path / "users.py").write_text(USERS)
     monkeypatch.delitem(sys.modules, "users", raising=False)
     return tmp_path
@@ -141,6 +151,11 @@ def files(tmp_path, monkeypatch):
         (["step", "json:loads", "--checkpoint", "nowhere"], "nowhere"),
         (["step", "users:number", "--checkpoint", "."], "no function `number`"),
         (["simulate", "users:nothing"], "`users:nothing` must return a dataset or a loader"),
+        (["simulate", "users:needs"], "`needs()`, but is `needs(path)` ({here}/users.py, line 12)"),
+        (["step", "users:lacks", "--checkpoint", "."], "`lacks(process_group)`, but is `lacks()`"),
+        (["simulate", "users.py:source"], "must be `users:source`, without .py"),
+        (["simulate", "users:loader", "--tokenizer", "x"], "`users:loader` returns a loader"),
+        (["simulate", "users:loader", "--field", "x"], "leave out --tokenizer and --field"),
         (["simulate", "users:value"], "ValueError: my value ({here}/users.py, line 3)"),
         (["simulate", "users:key"], "KeyError: 'my key' ({here}/users.py, line 4)"),
         (["simulate", "users:Dataset"], "KeyError: 'my key' ({here}/users.py, line 10)"),
@@ -170,6 +185,14 @@ READ_OR_TWICE = [
     "profile text.jsonl --tokenizer odd.npz --json odd.npz",
     "simulate --lengths odd.npz --timeline odd.npz",
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
+    "profile data --json data/state.json",
+    "profile data --json data/link.json",
+    "profile data --json other.jsonl",
+    "profile text.jsonl --tokenizer data --json data/state.json",
+    "profile users:source --json users.py",
+    "profile users:source --json data/ids.jsonl",
+    "simulate users:loader --timeline data/ids.jsonl",
+    "tune users:loader --save-lengths data/ids.jsonl",
     "report data --html data/ids.jsonl",
     "step json:loads --checkpoint data --out data/ids.jsonl",
 ]
@@ -199,6 +222,10 @@ def test_no_file_is_lost(capsys, files, line, words):
 def test_a_file_is_replaced_where_that_is_asked_for(capsys, files):
     assert run(capsys, "profile", "ids.jsonl", "--json", "odd.npz", "--force")[0] == 0
     assert (files / "odd.npz").read_text().startswith("{")
+    (files / "data" / "page.html").touch()  # the report of a folder may well be in it
+    assert (
+        "is also read" not in run(capsys, *"report data --html data/page.html --force".split())[2]
+    )
 
 
 def test_a_command_that_does_not_exist_is_an_error_in_one_line(capsys):

@@ -152,6 +152,14 @@ def test_chat_records_take_the_template_of_a_tokenizer(capsys, tmp_path):
         capsys.readouterr().err
     )
     assert simulated("chat/tokenizer.json", "--field", "text") == 0
+    data.write_text('{"text": "word"}\n{"text": ""}\n')
+    capsys.readouterr()
+    assert simulated("plain") == 0
+    assert "lengths of 2 samples (1 skipped)" in capsys.readouterr().out
+    data.write_text('{"text": "word"}\n{"text": null}\n')
+    assert simulated("plain") == 2
+    err = capsys.readouterr().err
+    assert "line 2 of" in err and "its field 'text' is None" in err
 
 
 def make_dataset():
@@ -255,6 +263,11 @@ def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):
     datasets.DatasetDict(train=data).save_to_disk(tmp_path / "splits")
     assert run("simulate", tmp_path / "splits") == 2
     assert "splits: pass the folder of one, of ['train']" in capsys.readouterr().err
+    for state, error in (("{}", "KeyError"), ("{x", "JSONDecodeError")):
+        (tmp_path / "data" / "state.json").write_text(state)
+        assert run("simulate", tmp_path / "data") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"data` could not be read by `datasets.load_from_disk` ({error}" in line
 
 
 def test_audit_exits_with_1_on_a_hole(capsys, tmp_path):
@@ -278,6 +291,8 @@ def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch
     assert shown.startswith("rank 0, epoch 0, step 1:")
     assert f"{batch['odb_step_info'].local_samples} samples" in shown
     assert out.exists()
+    assert run("step", *arguments, "--out", __file__, "--force") == 2
+    assert "is also read" in capsys.readouterr().err
 
 
 def test_step_says_what_the_function_must_return(capsys, tmp_path, monkeypatch):

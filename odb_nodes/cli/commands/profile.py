@@ -34,6 +34,7 @@ def profile(
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     what.check_outputs(json=json, html=html)
     data = Data(what)
+    what.check_outputs(*data.files, json=json, html=html)
     tokens = data.budget(
         tokens=budget,
         layout=layout,

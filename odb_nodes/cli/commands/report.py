@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,8 @@ import typer
 from odb_nodes.cli import options as cli
 
 __all__ = ["report"]
+
+_READ = ("*.jsonl", "*.bin")  # of a folder, where a page may well be put, and replaced
 
 
 def report(
@@ -19,7 +22,8 @@ def report(
     force: cli.Force = False,
 ) -> None:
     """Report on training runs, also while they go on: a table, a page, CSV, JSON."""
-    cli.check_outputs({"--html": html, "--csv": csv, "--json": json}, [*folders], force=force)
+    read = [file for one in folders for end in _READ for file in Path(one).glob(end)]
+    cli.check_outputs({"--html": html, "--csv": csv, "--json": json}, read, force=force)
     from odb_nodes.monitor import report as make_report
 
     typer.echo(make_report(folders, html=html, csv=csv, json=json))

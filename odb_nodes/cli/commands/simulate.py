@@ -52,8 +52,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Plan the first epoch on any number of ranks, without a model or a GPU."""
-    what.check_outputs(timeline=None if timeline == "-" else timeline)
+    drawn_to = None if timeline == "-" else timeline
+    what.check_outputs(timeline=drawn_to)
     data = Data(what, None if cv is None else _lognormal(cv, what))
+    what.check_outputs(*data.files, timeline=drawn_to)
     tokens = data.budget(
         tokens=budget,
         max_samples=max_samples,

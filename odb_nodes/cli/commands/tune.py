@@ -54,6 +54,7 @@ def tune(
         raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
     what.check_outputs(memory_model, log)
     data = Data(what)
+    what.check_outputs(memory_model, log, *data.files)
     weights, job, of_loader = data.weights(weight), data.job(), data.loader_budget
     bound = of_loader
     if limit is not None:

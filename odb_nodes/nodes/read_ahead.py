@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 _EXIT_S = 5.0  # for all threads to be out of their sources before the interpreter ends
 _live: weakref.WeakSet[ReadAhead[Any]] = weakref.WeakSet()
-_threads: weakref.WeakKeyDictionary[threading.Thread, _Relay[Any]] = weakref.WeakKeyDictionary()
+# By weak references to what the threads read from: they hold it themselves as long as they run.
+_threads: weakref.WeakKeyDictionary[threading.Thread, weakref.ref[_Relay[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class ReadAhead(BaseNode[T]):
@@ -71,7 +74,7 @@ class ReadAhead(BaseNode[T]):
         if not self._reads:
             self._prefetcher.reset(None)
             self._reads, self._owner = True, Owner()
-            _threads[thread_of(self._prefetcher)] = self._relay
+            _threads[thread_of(self._prefetcher)] = weakref.ref(self._relay)
         self._owner.check("the read-ahead thread")
         item: Any = self._take() if self._deferred is None else self._deferred
         if isinstance(item, DeferredBatch):
@@ -156,8 +159,8 @@ def _stop_all() -> None:
         if node._reads and node._owner.is_here:
             with suppress(Exception):
                 stop_threads(node, max(0.0, deadline - time.monotonic()))
-    for thread, relay in list(_threads.items()):  # of nodes that are gone: nobody waits for those
-        if thread.is_alive():
+    for thread, reads in list(_threads.items()):  # of nodes that are gone: nobody waits for those
+        if thread.is_alive() and (relay := reads()) is not None:
             with suppress(Exception):
                 stop_threads(relay, max(0.0, deadline - time.monotonic()))
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -354,7 +354,6 @@ class Stream:
     [
         ([{"input_ids": [1]}], {"sharded": True}, ValueError, "`sharded` False. Pass weights"),
         (Stream(), {}, TypeError, "source 'a': .* has no len.*pass weights"),
-        (JsonlSource(__file__), {}, TypeError, "source 'a': .*`count_records=True`.*pass weights"),
         (ShardedSampler(4), {}, TypeError, "which a node does not tell"),
     ],
 )

@@ -17,6 +17,7 @@ from odb_nodes.memory import (
     enable_checkpointing,
     find_budget,
     free_memory,
+    trials,
 )
 from odb_nodes.testing import SavedTensorMeter
 
@@ -346,16 +347,15 @@ def test_the_result_holds_no_tensors_and_goes_on_learning():
 
 
 class TestCheckpointing:
-    def compare(self, seconds_of_checkpointing):
-        """Compare both ways where a checkpointed step takes so long."""
-        import time
-
-        training = make_training(layers=4)
+    def compare(self, monkeypatch, seconds_of_checkpointing):
+        """Compare both ways where a checkpointed step takes so long, and another one second."""
+        training, clock = make_training(layers=4), [0.0]
         before = snapshot(training)
+        monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])
 
         def train_step(batch):
-            if "forward" in vars(training.model.blocks[0]):
-                time.sleep(seconds_of_checkpointing)
+            is_checkpointed = "forward" in vars(training.model.blocks[0])
+            clock[0] += seconds_of_checkpointing if is_checkpointed else 1.0
             training.train_step(batch)
 
         found = find_budget(
@@ -369,8 +369,8 @@ class TestCheckpointing:
         assert "forward" not in vars(training.model.blocks[0])
         return found
 
-    def test_the_slower_way_is_told_too(self):
-        found = self.compare(0.1)
+    def test_the_slower_way_is_told_too(self, monkeypatch):
+        found = self.compare(monkeypatch, 30.0)
         assert not found.checkpointing
         assert found.slower.checkpointing
         assert found.slower.budget.tokens > 1.5 * found.budget.tokens

@@ -165,6 +165,8 @@ def send_many(connection, count):
     """Send more files than may be on their way, as a process without privileges."""
     import resource  # which not every system has
 
+    os.closerange(3, connection.fileno())  # of the test process, which may have many open
+    os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     version_3, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(version_3, no_capabilities) == 0

@@ -19,7 +19,9 @@ JOB = """
 {group}
     size, num_workers = map(int, sys.argv[1:])
     with r.make_dataloader(size, num_workers=num_workers, process_group=group) as loader:
-        r.finish(r.epochs_of(loader))
+        epochs = r.epochs_of(loader)
+        dist.barrier()  # rank 0 hosts the store: it waits for the group of the others
+        r.finish(epochs)
 """
 
 

@@ -141,7 +141,7 @@ def gaps_of(ranks: Sequence[RankRecords]) -> list[str]:
             if header.lost and min([limit, *own]) > lost:
                 found.append(
                     f"rank {records.rank}: {counted(header.lost, 'step')} from {place(lost)} on "
-                    "could not be written: see the disk."
+                    "could not be written: the disk was full, or the file was deleted."
                 )
     return found
 

@@ -15,6 +15,7 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 _PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy")
 _MAYBE_PACKAGES = ("transformers", "accelerate", "lightning", "datasets")
 _ALWAYS = ("token_budget", "window", "seed", "accumulate")
+_TEXTS = ("__str__", "__repr__")
 _MOST_ITEMS = 100  # of a list that is written out
 _LEFT_OUT = ("exclude", "process_group")  # keys of samples, of which there may be many; an object
 
@@ -28,15 +29,23 @@ def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     remedy = 'Pass values by name, such as {"lr": 1e-4}, or `vars(args)`.'
     check_type("config", config, Mapping | None, remedy)
     check_named("config", config or {})
-    try:
-        found: dict[str, Any] = json.loads(
-            json.dumps({**(config or {})}, default=str, allow_nan=False)
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`config` must be data that JSON can hold, but: {error}. {remedy}"
-        ) from None
+    found: dict[str, Any] = {}
+    for name, value in (config or {}).items():
+        try:
+            found[name] = json.loads(json.dumps(value, default=_name_of, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`config[{name!r}]` must be data that JSON can hold, but: {error}. {remedy}"
+            ) from None
     return found
+
+
+def _name_of(value: Any) -> str:
+    """Return what an object is called: the same in a run that resumes, so without its address."""
+    if name := getattr(value, "__qualname__", ""):
+        return f"{value.__module__}.{name}"
+    has_text = any(getattr(type(value), one) is not getattr(object, one) for one in _TEXTS)
+    return str(value) if has_text else type(value).__qualname__
 
 
 def loader_settings(loader: Any) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_an_error_in_the_block_loses_the_rest_and_nothing_else(tmp_path):
 
 
 def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
-    config = {"lr": 0.1, "data": tmp_path, "layers": (1, 2)}
+    config = {"lr": 0.1, "data": tmp_path, "layers": (1, 2), "collate": loss_of, "o": object()}
     budget = TokenBudget(96, layout="packed")
     weights = {"web": 1.0, "code": 3.0}
     loader = loader_of(
@@ -209,7 +209,8 @@ def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
         config["lr"] = 0.2
         train(monitor, loader, steps=2)
     (attempt,) = read_run(tmp_path).attempts
-    assert attempt["config"] == {"lr": 0.1, "data": str(tmp_path), "layers": [1, 2]}
+    texts = {"data": str(tmp_path), "collate": "monitors.loss_of", "o": "object"}  # no addresses
+    assert attempt["config"] == {"lr": 0.1, "layers": [1, 2], **texts}
     assert attempt["loader"] == {
         "token_budget": {"tokens": 96, "layout": "packed"},
         **{"window": 12, "seed": 3, "accumulate": 2},
@@ -239,7 +240,7 @@ def observe(sample):
         ({"progress": None}, "`progress`"),
         ({"config": [("lr", 0.1)]}, "`config` must be a `Mapping`"),
         ({"config": {1: 0.1}}, "`config` must have names as keys, but has 1"),
-        ({"config": {"lr": float("nan")}}, "`config` must be data that JSON can hold"),
+        ({"config": {"lr": float("nan")}}, r"`config\['lr'\]` must be data that JSON can hold"),
     ],
 )
 def test_an_argument_that_is_not_valid_is_refused(tmp_path, options, error):

@@ -106,8 +106,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
             its end, leave it out.
 
     Returns:
-        Facts and problems; `audit(...).ok` is whether there are none and the run has ended, see
-        `Audit.state`.
+        Facts and problems; `audit(...).ok` is whether there are none, and the run has ended or all
+        of its epochs are complete: see `Audit.state`.
 
     Raises:
         TypeError, ValueError: `size` is not that of the sources, `folder` or what is in it is not

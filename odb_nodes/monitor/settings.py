@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -15,7 +16,6 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 _PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy")
 _MAYBE_PACKAGES = ("transformers", "accelerate", "lightning", "datasets")
 _ALWAYS = ("token_budget", "window", "seed", "accumulate")
-_TEXTS = ("__str__", "__repr__")
 _MOST_ITEMS = 100  # of a list that is written out
 _LEFT_OUT = ("exclude", "process_group")  # keys of samples, of which there may be many; an object
 
@@ -44,8 +44,7 @@ def _name_of(value: Any) -> str:
     """Return what an object is called: the same in a run that resumes, so without its address."""
     if name := getattr(value, "__qualname__", ""):
         return f"{value.__module__}.{name}"
-    has_text = any(getattr(type(value), one) is not getattr(object, one) for one in _TEXTS)
-    return str(value) if has_text else type(value).__qualname__
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def loader_settings(loader: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -199,7 +200,13 @@ def test_an_error_in_the_block_loses_the_rest_and_nothing_else(tmp_path):
 
 
 def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
-    config = {"lr": 0.1, "data": tmp_path, "layers": (1, 2), "collate": loss_of, "o": object()}
+    config = {
+        "lr": 0.1,
+        "data": tmp_path,
+        "layers": (1, 2),
+        "collate": loss_of,
+        "o": [object(), partial(loss_of)],
+    }
     budget = TokenBudget(96, layout="packed")
     weights = {"web": 1.0, "code": 3.0}
     loader = loader_of(
@@ -209,8 +216,9 @@ def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
         config["lr"] = 0.2
         train(monitor, loader, steps=2)
     (attempt,) = read_run(tmp_path).attempts
-    texts = {"data": str(tmp_path), "collate": "monitors.loss_of", "o": "object"}  # no addresses
-    assert attempt["config"] == {"lr": 0.1, "layers": [1, 2], **texts}
+    texts = {"data": str(tmp_path), "collate": "monitors.loss_of"}  # no addresses
+    objects = ["<object object>", "functools.partial(<function loss_of>)"]
+    assert attempt["config"] == {"lr": 0.1, "layers": [1, 2], "o": objects, **texts}
     assert attempt["loader"] == {
         "token_budget": {"tokens": 96, "layout": "packed"},
         **{"window": 12, "seed": 3, "accumulate": 2},

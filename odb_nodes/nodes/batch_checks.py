@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._core.counts import counted
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import CLASS_KEYS, IGNORE_INDEX, Sample
@@ -48,6 +49,8 @@ class BatchChecks:
             batch: what `collate_fn` returned.
             info: what was planned for the step.
         """
+        if info.local_samples and not info.optimizer_targets and not info.loss_scale:
+            self._check_targets(info)
         ids = batch.get("input_ids", batch.get("inputs_embeds"))
         shape = tuple(ids.shape[:2]) if isinstance(ids, torch.Tensor) and ids.ndim > 1 else ()
         new = bool(shape) and shape not in self._shapes and len(self._shapes) < _MOST_SHAPES
@@ -67,6 +70,21 @@ class BatchChecks:
                 "one label each, others one per token, so `loss_scale` weighs the latter many "
                 "times as much. Give all samples labels of one kind, or let `observe` return an "
                 "`Observation` with `targets`.",
+            )
+
+    def _check_targets(self, info: StepInfo) -> None:
+        """Warn of an optimizer step that trains nothing, unless its samples need no labels."""
+        is_observed = "observed" in info.counted and not self.weighs_labels
+        if "labels" in info.counted or is_observed:
+            self._warn(
+                "targets",
+                f"no token of the optimizer step at step {info.step} of epoch {info.epoch} is "
+                f"supervised, on any rank: its {counted(info.optimizer_samples, 'sample')} have 0 "
+                "targets, so its loss is 0 or NaN, and it trains nothing. Targets are the labels "
+                f"after the first of a sample that are not {IGNORE_INDEX}, or what `observe` "
+                f"returns. If this is so in all steps, see whether all labels are {IGNORE_INDEX}: "
+                "what masks them in `process_fn` or the dataset, such as a template of the prompt "
+                "that is not found, or answers that are cut off.",
             )
 
     def _check_shape(self, group: list[Sample], shape: tuple[int, ...]) -> None:

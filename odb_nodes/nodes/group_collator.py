@@ -60,8 +60,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     draws for some batches alone says so by an attribute `draws_random_numbers = True`.
 
     It warns, once each, of batches that exceed the budget, of samples that are padded already, of
-    labels that are made by `collate_fn` where `loss_scale` has counted tokens or samples, and of
-    samples counted by a `label` that the loss may not be of.
+    labels that are made by `collate_fn` where `loss_scale` has counted tokens or samples, of
+    samples counted by a `label` that the loss may not be of, and of an optimizer step whose labels
+    are all -100.
 
     State: the source's, and the epoch and the number of the step.
 

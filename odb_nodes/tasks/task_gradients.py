@@ -154,8 +154,10 @@ class TaskGradients:
             )
         if not info.ends_optimizer_step:
             raise RuntimeError(
-                f"`step` came after micro-step {info.micro_step} of {info.micro_steps}, which ends "
-                "no optimizer step. Call it where `info.ends_optimizer_step`."
+                f"`step` came where `{method}` was last called for micro-step {info.micro_step} of "
+                f"{info.micro_steps} of an optimizer step, numbered from 0: it was not called for "
+                f"the micro-steps after it, or `step` came too early. Call `{method}` for each "
+                "batch, and `step` where `info.ends_optimizer_step`."
             )
         own = {"parameters": len(self.parameters), "elements": self._elements}
         self._meeting.agree({**self._weights.state_dict(), **own, **settings})

@@ -198,3 +198,29 @@ def test_samples_with_one_label_beside_others_are_told_of():
     mixed = [*LABELS[:150], *({**one, "labels": 1} for one in TEXT[:150])]
     messages = warned(mixed, collate_fn=lambda group: {"ids": [len(one) for one in group]})
     assert len(messages) == 1 and "labels+samples" in messages[0]
+
+
+SILENT = [{**one, "labels": [-100] * len(one["input_ids"])} for one in TEXT]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "count"),
+    [
+        (SILENT, {}, 1),
+        (SILENT, {"accumulate": 3}, 1),
+        (SILENT, {"observe": lambda one: Observation(len(one["input_ids"]), targets=0)}, 1),
+        (SILENT, {"loss_scaling": "none"}, 0),  # The loss may be one over samples.
+        ([{"input_ids": [1]}] * 300, {}, 0),  # Without labels.
+        (SILENT[:4] + LABELS[4:], {"token_budget": 10**5, "window": 300}, 0),
+    ],
+)
+def test_steps_that_no_token_is_supervised_in_are_told_of_once(data, options, count):
+    found = [text for text in warned(data, **options) if "is supervised, on any rank" in text]
+    assert len(found) == count
+
+
+def test_a_trainer_that_counts_the_labels_itself_is_told_of_them_too():
+    loader = ODBDataLoader(SILENT, token_budget=512, window=64)
+    loader.trust_labels()
+    with pytest.warns(UserWarning, match="step 0 of epoch 0 is supervised"):
+        list(loader)

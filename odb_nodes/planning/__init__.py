@@ -12,7 +12,7 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import CostFn
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 from odb_nodes.planning.rounds import round_steps
-from odb_nodes.planning.simulation import SimulationOptions, simulate_steps
+from odb_nodes.planning.simulation import SimulationOptions, plan_epoch, simulate_steps
 
 __all__ = [
     "MAX_AGE_WINDOWS",
@@ -25,6 +25,7 @@ __all__ = [
     "TokenBudget",
     "Uneven",
     "make_report",
+    "plan_epoch",
     "plan_round",
     "round_steps",
     "simulate_steps",

@@ -44,7 +44,7 @@ from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Required, Unpack
 
 _FIRST_EPOCH = 0
 
@@ -100,20 +100,25 @@ class SimulationOptions(JobOptions):
         check_diversity(self.diversity, TokenBudget.of(self.budget))
 
 
-class _JobKeywords(TypedDict):
-    world_size: int
-    budget: int | TokenBudget
+class PlanKeywords(TypedDict, total=False):
+    """Options of a plan, as the types of keyword arguments."""
+
+    round_size: int
+    uneven: Uneven
+    dearest_first: int
+    accumulate: int
+
+
+class _JobKeywords(PlanKeywords):
+    world_size: Required[int]
+    budget: Required[int | TokenBudget]
 
 
 class SimulationKeywords(_JobKeywords, total=False):
     """The fields of `SimulationOptions`, as the types of keyword arguments."""
 
     window: WindowSize
-    round_size: int
-    uneven: Uneven
-    dearest_first: int
     diversity: float
-    accumulate: int
     seed: int
     cost_fn: CostFn | None
 
@@ -132,6 +137,73 @@ def steps_of(lengths: npt.ArrayLike, job: SimulationOptions) -> Iterator[Step]:
     return plan_steps(
         samples, [order[rank :: job.world_size] for rank in range(job.world_size)], job
     )
+
+
+def plan_epoch(
+    lengths: npt.ArrayLike,
+    budget: int | TokenBudget,
+    *,
+    world_size: int = 1,
+    window: WindowSize = JobOptions.window,
+    seed: int = JobOptions.seed,
+    costs: npt.ArrayLike | None = None,
+    **options: Unpack[PlanKeywords],
+) -> list[list[list[int]]]:
+    """Plan the batches of samples whose lengths are known, such as rollouts or a packed dataset.
+
+        for step in plan_epoch([len(ids) for ids in rollouts], 16_384, world_size=8):
+            batch = [rollouts[index] for index in step[rank]]
+
+    Each sample is planned exactly once, but for those that `oversize="drop"` or `uneven="stop"`
+    leave out. All ranks have the same number of steps, and the groups of a step cost about the
+    same. The plan depends on the arguments alone. It is the first epoch of an
+    `ODBDataLoader(shuffle=False)` whose samples have these lengths, step by step.
+
+    Args:
+        lengths: tokens of each sample, (n,). Rank r reads every `world_size`-th, from the r-th on;
+            shuffle them for another order.
+        budget: padded tokens of a group, or a `TokenBudget`.
+        world_size: number of ranks.
+        window: samples that wait on each rank to be grouped; `len(lengths)` chooses among all.
+        seed: the seed of the order of steps.
+        costs: what a step with each sample takes, (n,) integers of at least 0 in any unit; the
+            groups of a step are matched by their sums. Default: what the groups cost under the
+            budget, padding included.
+        options: `round_size`, `uneven`, `dearest_first`, `accumulate`, as for `ODBDataLoader`.
+
+    Returns:
+        For each step the indices into `lengths` of each rank's group; none for a rank that has no
+        sample left. It computes a filler batch in training, or the step goes without it.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+        SampleError: a sample is too long under `oversize="error"`.
+    """
+    tokens = check_lengths(lengths)
+    cost_fn = None if costs is None else _SummedCosts(costs, len(tokens))
+    job = SimulationOptions(
+        world_size=world_size, budget=budget, window=window, seed=seed, cost_fn=cost_fn, **options
+    )
+    return [
+        [[sample.data for sample in group or ()] for group in step]
+        for step in steps_of(tokens, job)
+    ]
+
+
+class _SummedCosts:
+    """Cost of a group: the sum over its samples."""
+
+    def __init__(self, costs: npt.ArrayLike, samples: int) -> None:
+        given = np.asarray(costs)
+        if given.shape != (samples,) or given.dtype.kind not in "iu" or given.min() < 0:
+            raise ValueError(
+                f"`costs` must be {samples} integers of at least 0, one for each of `lengths`, but "
+                f"is {costs!r:.80} instead."
+            )
+        self._costs: list[int] = given.tolist()
+
+    def __call__(self, group: Sequence[Sample]) -> int:
+        return sum(self._costs[sample.data] for sample in group)
 
 
 def plan_steps(

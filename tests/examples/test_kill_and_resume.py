@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from odb_nodes import audit
-from odb_nodes.monitor import read_run, report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
@@ -129,11 +128,6 @@ def test_a_killed_epoch_of_tasks_is_recorded_as_if_it_had_not_been(tmp_path):
     assert audits[0].epochs[0].digest == audits[1].epochs[0].digest
 
     assert records_of(killed / "monitor") == records_of(whole / "monitor")
-    last = read_run(killed / "monitor").steps[-1]["last"]
-    assert {*last} == {f"weight/{task}" for task in tasks}
-    shown = report(killed / "monitor").runs[0].sources()
-    assert {name: one["samples"] for name, one in shown.items()} == dict.fromkeys(tasks, samples)
-    assert all(0 < one["loss"] < 1 for one in shown.values())
     page = (killed / "report.html").read_text()
     assert all(f"Loss of {task}" in page and f"weight/{task}" in page for task in tasks)
     assert [*(killed / "monitor" / "tensorboard").glob("events.*")]

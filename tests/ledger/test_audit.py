@@ -142,13 +142,9 @@ PROBLEMS = {
         ],
     ),
     "missing": ([GAPS], 12, ["epoch 0: 6 of 12 samples have no fate: keys 2 to 3, 5 to 7, 11."]),
-    "missing, of an unknown size": ([GAPS], None, []),
     "missing, of a partial epoch": ([[GAPS[0]]], 12, []),
-    "no indices": ([FAR], 3, []),
     "no indices, too few": ([FAR], 5, ["epoch 0: 2 of 5 samples have no fate."]),
     "no indices, too many": ([FAR], 2, ["epoch 0: 3 samples have a fate, but it has 2."]),
-    "sources": ([MIXED], None, []),
-    "a source": ([MIXED], {"web": 2}, []),
     "missing of sources": (
         [MIXED],
         {"web": 2, "code": 3, "math": 4},

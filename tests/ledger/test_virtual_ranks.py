@@ -11,7 +11,7 @@ from odb_nodes import Ledger, audit, pop_step_info, reshard
 from odb_nodes.ledger.records import MAGIC
 from odb_nodes.ledger.steps import read_steps
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*skipped")
+pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")
 VIRTUAL = 4
 
 

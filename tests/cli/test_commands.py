@@ -1,6 +1,7 @@
 """What each command does, apart from the figures, which have tests of their own."""
 
 import gzip
+import itertools
 import json
 import re
 import shutil
@@ -46,24 +47,6 @@ def cells(text):
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-def test_simulate_prints_what_simulate_returns(capsys, table):
-    options = ["--ranks", 1, "--ranks", 2, "--window", 32, "--budget", 1500, "--seed", 3]
-    assert run("simulate", "--lengths", table, *options, "--shapes", 6) == 0
-    out = capsys.readouterr().out
-    rows = cells(out)
-    assert [row["ranks"] for row in rows] == ["1", "2"]
-    for row in rows:
-        report = simulate(
-            LengthTable.load(table),
-            world_size=int(row["ranks"]),
-            budget=TokenBudget(1500, shapes=6),
-            window=32,
-            seed=3,
-        )
-        assert row == {"ranks": row["ranks"], "window": "32"} | report.as_row()
-    assert LengthTable.load(table).digest in out
-
-
 def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
     options = ["--lengths", table, "--budget", 1500]
     assert run("simulate", *options, "--window", "auto", 16) == 0
@@ -80,13 +63,20 @@ def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
 
 
 @pytest.mark.parametrize("ranks", [["--ranks", 2, "--ranks", 3], ["--ranks=2", 3]])
-def test_an_option_takes_several_numbers_and_the_last_pair_is_drawn(capsys, table, tmp_path, ranks):
-    options = ["--lengths", table, *ranks, "--window", 16, 32, "--budget", 1500]
+def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table, tmp_path, ranks):
+    given = ["--window", 16, 32, "--budget", 1500, "--seed", 3, "--shapes", 6]
+    options = ["--lengths", table, *ranks, *given]
     assert run("simulate", *options, "--timeline", "-") == 0
-    out = capsys.readouterr().out
-    table, _, drawn = out.rstrip().rpartition("\n\n")
-    found = [(row["ranks"], row["window"]) for row in cells(table)]
-    assert found == [("2", "16"), ("2", "32"), ("3", "16"), ("3", "32")]
+    out, _, drawn = capsys.readouterr().out.rstrip().rpartition("\n\n")
+    jobs = itertools.product((2, 3), (16, 32))
+    lengths = LengthTable.load(table)
+    job = {"budget": TokenBudget(1500, shapes=6), "seed": 3}
+    assert cells(out) == [
+        {"ranks": str(ranks), "window": str(window)}
+        | simulate(lengths, world_size=ranks, window=window, **job).as_row()
+        for ranks, window in jobs
+    ]
+    assert lengths.digest in out
     head, *lines = drawn.splitlines()
     assert head.startswith("3 ranks, window 32, ")
     assert [int(line[:5]) for line in lines] == [0, 1, 2]

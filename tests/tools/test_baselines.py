@@ -128,16 +128,6 @@ def test_offline_batches_are_cut_from_all_samples_and_sorted_windows_start_over(
     assert (found.steps, found.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
 
 
-def test_a_small_epoch_by_default_is_no_longer_than_that_of_sorted_windows():
-    lengths = lognormal_lengths(5000, cv=1.0, mean_tokens=107)
-    job = {"world_size": 8, "budget": 4096}
-    auto = figures("odb_nodes", lengths, **job)
-    for window in (512, 4096):
-        windows = figures("sorted windows", lengths, **job, window=window)
-        assert auto.steps <= windows.steps
-        assert auto.efficiency > windows.efficiency
-
-
 def test_what_knows_more_wastes_less():
     lengths = lognormal_lengths(6_000, cv=1.0)
     options = {"world_size": 4, "budget": 16_384, "window": 256}

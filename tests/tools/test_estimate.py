@@ -53,14 +53,6 @@ def test_it_is_of_all_ranks_and_asks_none():
     assert steps == pytest.approx(expected.steps, rel=0.03)
 
 
-@pytest.mark.parametrize("diversity", [0.0, 0.5])
-def test_mixtures_are_read_by_their_weights(diversity):
-    dataset = {"a": DATASET[:300], "b": DATASET[300:]}
-    options = {**OPTIONS, "weights": {"a": 1, "b": 2}, "diversity": diversity}
-    estimate = estimate_epoch(ODBDataLoader(dataset, **options), samples=None)
-    assert estimate.steps == sum(1 for _ in ODBDataLoader(dataset, **options))
-
-
 def test_some_samples_give_it_about():
     loader = ODBDataLoader(DATASET, **OPTIONS)
     whole = estimate_epoch(loader, samples=None)
@@ -70,6 +62,14 @@ def test_some_samples_give_it_about():
     assert estimate.steps == pytest.approx(whole.steps, rel=3 * estimate.relative_error)
     text = str(estimate)
     assert f"{estimate.steps:,} steps (+- " in text and "padding" in text
+
+
+def test_the_error_is_that_of_the_mean_of_draws():
+    table = LengthTable.of(LENGTHS)
+    draws = [np.random.default_rng(seed).permutation(900)[:300] for seed in range(100)]
+    means = [LENGTHS[draw].mean() / LENGTHS.mean() for draw in draws]
+    errors = [table.rows(draw).relative_error for draw in draws]
+    assert np.std(means) == pytest.approx(np.mean(errors), rel=0.15)
 
 
 def test_the_loader_and_the_generators_stay_where_they_are():

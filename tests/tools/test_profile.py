@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from odb_nodes import TokenBudget
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.tools.baselines import Baselines
 from odb_nodes.tools.length_table import LengthTable
@@ -125,15 +124,6 @@ def test_pictures_have_their_content_in_words(made):
         assert f"{summary.samples:,} samples from" in root.get("aria-label")
         bars = [one for one in root.iter() if one.tag.endswith("rect")]
         assert len(bars) == len(summary.counts)
-
-
-def test_a_profile_of_many_sources_stays_small():
-    names = tuple(f"source {number}" for number in range(300))
-    table = vars(LengthTable.of(LENGTHS)) | {"names": names, "sizes": (2,) * 300}
-    many = LengthTable(**table | {"sources": np.arange(600) % 300})
-    made = profile(many, budget=TokenBudget(1500), windows=(32,))
-    assert len(made.lengths) == 301 and "source 299" in made.to_html()
-    assert len(made.to_html()) < 2_000_000
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,7 @@ def test_jobs_that_differ_in_seed_or_ranks_are_read_anew():
             assert [*epoch.steps(job)] == [*alone.steps(job)]
 
 
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_some_samples_tell_about_the_steps_of_all(world_size):
+def test_some_samples_tell_about_the_steps_of_all(world_size=8):
     lengths = lognormal_lengths(40_000, cv=0.6)
     table = LengthTable.of(lengths)
     options = {"world_size": world_size, "budget": 16_384, "window": 256}

@@ -7,7 +7,6 @@ from step_logs import TRUE, write_log
 
 from odb_nodes import ODBDataLoader, TokenBudget
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.sources import Mixing
 from odb_nodes.tools.length_table import LengthTable
@@ -161,17 +160,6 @@ def test_a_log_decides_the_times(tmp_path, tuned):
     assert "fitted to 100 steps" in fitted.why
     by_choice = {one.choice: one for one in tuned.tried}
     assert all(one.epoch_s > by_choice[one.choice].epoch_s for one in fitted.tried)
-
-
-def test_a_model_of_memory_bounds_the_budget():
-    model = MemoryModel()
-    for rows, width in [(1, 100), (4, 100), (1, 700), (4, 700), (2, 300), (8, 300)]:
-        model.add(rows, width, 0, 10_000_000 + 1_000 * rows * width)
-    limit_bytes = 14_000_000
-    tuned = tune(TABLE, world_size=2, limit=(model, limit_bytes))
-    largest = max(one.choice.budget.tokens for one in tuned.tried)
-    assert largest == model.budget(limit_bytes).tokens
-    assert 700 < largest < 4_000
 
 
 @pytest.mark.slow

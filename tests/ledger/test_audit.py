@@ -63,7 +63,7 @@ def test_a_rank_may_have_been_killed_a_few_steps_before_another(tmp_path, behind
             f"epoch 0: not all ranks have recorded as many steps: rank 0 50, rank 1 {50 - behind}."
         )
         assert found.notes[1:] == (text,)
-        assert f"epoch 0: partial, to step {49};" in str(found)
+        assert "epoch 0: partial, to step 49;" in str(found)
     else:
         (problem,) = found.problems
         assert problem.startswith("epoch 0: rank 1: the epoch has no end: it was left, or its last")

@@ -207,10 +207,10 @@ def test_jobs_that_differ_in_seed_or_ranks_are_read_anew():
             assert [*epoch.steps(job)] == [*alone.steps(job)]
 
 
-def test_some_samples_tell_about_the_steps_of_all(world_size=8):
+def test_some_samples_tell_about_the_steps_of_all():
     lengths = lognormal_lengths(40_000, cv=0.6)
     table = LengthTable.of(lengths)
-    options = {"world_size": world_size, "budget": 16_384, "window": 256}
+    options = {"world_size": 8, "budget": 16_384, "window": 256}
     whole = simulate(table, **options)
     for seed in range(2):
         picked = np.random.default_rng(seed).permutation(len(lengths))[:512]

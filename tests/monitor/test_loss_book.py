@@ -208,7 +208,9 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
         (rank, key): 1.0 + 100 * rank + key for rank in range(2) for key in range(20)
     }
     assert [one[-1].rank for one in worst_samples(found, 21)] == [1] * 20 + [0]
-    report(tmp_path / "run", html=tmp_path / "r.html")
+    report(tmp_path / "run", html=tmp_path / "r.html", json=tmp_path / "r.json")
+    (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert run["worst"][0][-1]["loss"] == 120.0
     worst = (tmp_path / "r.html").read_text().partition("Samples with the highest loss")[2]
     assert '<th scope="row"></th><td>1</td><td>19</td>' in worst
 

@@ -119,6 +119,7 @@ REFUSALS = [
     ({"loss_by_source": [("a", 1.0, 1)]}, TypeError, "`loss_by_source` must be a `Mapping`"),
     ({"loss_by_source": {"a": 1}}, TypeError, r"\['a'\]` must be a pair"),
     ({"loss_by_source": {"a": ("x", 1)}}, TypeError, r"\['a'\]\[0\]` must be a"),
+    ({"loss_by_source": {"a": (1.0, "x")}}, TypeError, r"\['a'\]\[1\]` must be a"),
     ({"loss_by_source": {"a": (1.0, -1)}}, ValueError, r"\['a'\]\[1\]` must be 0"),
     ({"ooms": -1}, ValueError, "`ooms` must be .* -1"),
     ({"ooms": True}, TypeError, "`ooms` must be .* True"),

@@ -47,7 +47,7 @@ def strings(values):
 
 def test_csv_and_json_have_the_numbers_of_the_records(tmp_path, runs):
     report(runs, csv=tmp_path / "r.csv", json=tmp_path / "r.json")
-    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
     found = json.loads((tmp_path / "r.json").read_text())["runs"]
     for folder, one in zip(runs, found, strict=True):
         run = read_run(folder)
@@ -236,6 +236,15 @@ def test_a_mean_of_the_run_is_weighed_by_what_it_is_a_mean_over(tmp_path):
     expected = sum(a * b for a, b in told) / sum(b for _, b in told)
     assert read_run(tmp_path).epochs[0]["mean"]["loss"] == pytest.approx(expected)
     assert report(tmp_path).runs[0].whole["mean"]["loss"] == pytest.approx(expected)
+
+
+def test_records_without_weights_are_weighed_by_their_targets(tmp_path, runs):
+    (tmp_path / "old").mkdir()
+    records = map(json.loads, (runs[1] / "monitor.jsonl").read_text().splitlines())
+    old = [{name: one for name, one in record.items() if name != "weight"} for record in records]
+    (tmp_path / "old/monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in old))
+    found, expected = (report(one).runs[0].whole["mean"] for one in (tmp_path / "old", runs[1]))
+    assert found == pytest.approx(expected)
 
 
 def test_a_ledger_beside_several_runs_is_of_none_of_them(tmp_path):

@@ -149,6 +149,7 @@ BY_HAND = [
         {"steps": 2, "filler_slots": 1, "filler_share": 0.25, "filler_loss": 0.25}
         | {"density": 1.0, "efficiency": 0.75},
     ),
+    (([20] * 5, 3, 20), {"filler_loss": 1 / 6}),
     # Attention makes long groups dearer: 12,288 tokens cost twice what short samples cost.
     (([12_288, *[1] * 12_288], 1, LONG), {"attention_balance": 1.0}),
     (([12_288, 1], 2, LONG), {"balance": 12_289 / 2 / 12_288}),

@@ -41,7 +41,7 @@ def figures_by_hand(batches, lengths, world_size, budget):
 
 @pytest.mark.parametrize(
     ("samples", "world_size", "accumulate"),
-    [(400, 4, 1), (397, 2, 3), (64, 1, 3), (5, 4, 3), (397, 1, 1)],
+    [(400, 4, 1), (397, 2, 3), (64, 4, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)],
 )
 class TestAgainstTransformers:
     """The figures are those of the batches that its own samplers make."""

@@ -76,7 +76,15 @@ def epoch_of(rank, world_size, epoch=0, *, size=SIZE, per_step=4, steps=8):
     ]
 
 
-def write_run(folder, world_size=1, epochs=2, kills=(), *, make=epoch_of, **options):
+def record(folder, *steps, rank=0, world_size=1, ended=True):
+    """Record steps in an attempt, which ends or is left as by a kill."""
+    ledger = Ledger(folder, rank=rank, world_size=world_size)
+    for info in steps:
+        ledger.record(info)
+    ledger.close(ended=ended)
+
+
+def write_run(folder, world_size=1, epochs=2, kills=(), **options):
     """Let each rank record its epochs, killed after each number of steps and resumed three before.
 
     Args:
@@ -84,22 +92,17 @@ def write_run(folder, world_size=1, epochs=2, kills=(), *, make=epoch_of, **opti
         world_size: number of ranks.
         epochs: number of epochs.
         kills: numbers of steps, over all epochs, after which the job is killed.
-        make: what makes the steps of an epoch of a rank.
-        options: of `make`.
+        options: of `epoch_of`.
     """
     for rank in range(world_size):
         steps = [
-            step for epoch in range(epochs) for step in make(rank, world_size, epoch, **options)
+            step for epoch in range(epochs) for step in epoch_of(rank, world_size, epoch, **options)
         ]
         begin = 0
         for end in [*kills, len(steps)]:
-            ledger = Ledger(folder, rank=rank, world_size=world_size)
-            for info in steps[begin : end + (rank if end < len(steps) else 0)]:
-                ledger.record(info)
-            if end == len(steps):
-                ledger.close()
-            else:
-                ledger._file.forget()  # as a kill does
+            ended = end == len(steps)
+            part = steps[begin : end + (0 if ended else rank)]
+            record(folder, *part, rank=rank, world_size=world_size, ended=ended)
             begin = max(0, end - 3)
 
 

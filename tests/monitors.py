@@ -31,6 +31,11 @@ def composed_loader():
     return Loader(GroupCollator(WindowBucketer(node, budget=96, window=12)))
 
 
+def steps_of(loader):
+    """The batch and the `StepInfo` of each step, as `Monitor.step` takes them."""
+    return [(batch, pop_step_info(batch)) for batch in loader]
+
+
 def loss_of(info):
     """A loss that tells each step from every other; NaN where there are no targets."""
     return torch.tensor(1.0 + info.epoch + info.step / 64 if info.local_targets else float("nan"))

@@ -1,6 +1,7 @@
 """Jobs whose steps are made again: loaders of every kind, and what their ranks had."""
 
 import random
+from itertools import islice
 
 import numpy as np
 import torch
@@ -99,25 +100,31 @@ def with_images(group):
     )
 
 
-JOBS = [
-    *((world_size, make) for world_size in (1, 2, 4) for make in (padded, packed, mixed, uneven)),
-    *((world_size, with_images) for world_size in (2, 4)),
-]
+JOBS = [(4, padded), (1, packed), (2, mixed), (2, uneven), (2, with_images)]
 
 
-def recorded(make_loader, folder, epochs=1):
-    """What each rank had at each step, and its state after it; recorded in a ledger."""
+def recorded(make_loader, folder, epochs=1, steps=None, only=None):
+    """What each rank had at each step, and its state after it; recorded in a ledger.
+
+    Args:
+        make_loader: exchange -> loader.
+        folder: of the ledger.
+        epochs: how many are taken.
+        steps: how many of an epoch, which has no end then.
+        only: the steps that are recorded; None: all.
+    """
 
     def run(exchange):
         ledger = Ledger(folder, rank=exchange.rank, world_size=exchange.world_size)
         found = {}
         with make_loader(exchange) as loader:
             for epoch in range(epochs):
-                for batch in loader:
+                for batch in islice(loader, steps):
                     info = pop_step_info(batch)
                     found[epoch, info.step] = info, batch, loader.state_dict()
-                    ledger.record(info)
-        ledger.close()
+                    if only is None or info.step in only:
+                        ledger.record(info)
+        ledger.close(ended=steps is None)
         return found
 
     return run

@@ -1,8 +1,10 @@
 """What each command does, apart from the figures, which have tests of their own."""
 
 import gzip
+import itertools
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -45,34 +47,6 @@ def cells(text):
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-def test_simulate_prints_what_simulate_returns(capsys, table):
-    options = ["--ranks", 1, "--ranks", 2, "--window", 32, "--budget", 1500, "--seed", 3]
-    assert run("simulate", "--lengths", table, *options, "--shapes", 6) == 0
-    out = capsys.readouterr().out
-    rows = cells(out)
-    assert [row["ranks"] for row in rows] == ["1", "2"]
-    for row in rows:
-        report = simulate(
-            LengthTable.load(table),
-            world_size=int(row["ranks"]),
-            budget=TokenBudget(1500, shapes=6),
-            window=32,
-            seed=3,
-        )
-        assert row == {"ranks": row["ranks"], "window": "32"} | report.as_row()
-    assert LengthTable.load(table).digest in out
-
-
-@pytest.mark.parametrize(
-    "ranks", [["--ranks", 1, "--ranks", 2], ["--ranks", 1, 2], ["--ranks=1", 2]]
-)
-def test_an_option_that_is_repeated_takes_several_numbers(capsys, table, ranks):
-    options = ["--lengths", table, *ranks, "--window", 16, 32, "--budget", 1500]
-    assert run("simulate", *options) == 0
-    found = [(row["ranks"], row["window"]) for row in cells(capsys.readouterr().out)]
-    assert found == [("1", "16"), ("1", "32"), ("2", "16"), ("2", "32")]
-
-
 def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
     options = ["--lengths", table, "--budget", 1500]
     assert run("simulate", *options, "--window", "auto", 16) == 0
@@ -88,38 +62,48 @@ def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
     assert '`window` must be "auto" or a number' in capsys.readouterr().err
 
 
-def test_simulate_draws_a_timeline(capsys, table, tmp_path):
-    several = ["--ranks", 2, 3, "--window", 16, 32]
-    options = ["--lengths", table, *several, "--budget", 1500]
+@pytest.mark.parametrize("ranks", [["--ranks", 2, "--ranks", 3], ["--ranks=2", 3]])
+def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table, tmp_path, ranks):
+    given = ["--window", 16, 32, "--budget", 1500, "--seed", 3, "--shapes", 6]
+    options = ["--lengths", table, *ranks, *given]
     assert run("simulate", *options, "--timeline", "-") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-4].startswith("3 ranks, window 32, ")
-    assert [int(line[:5]) for line in lines[-3:]] == [0, 1, 2]
+    out, _, drawn = capsys.readouterr().out.rstrip().rpartition("\n\n")
+    jobs = itertools.product((2, 3), (16, 32))
+    lengths = LengthTable.load(table)
+    job = {"budget": TokenBudget(1500, shapes=6), "seed": 3}
+    assert cells(out) == [
+        {"ranks": str(ranks), "window": str(window)}
+        | simulate(lengths, world_size=ranks, window=window, **job).as_row()
+        for ranks, window in jobs
+    ]
+    assert lengths.digest in out
+    head, *lines = drawn.splitlines()
+    assert head.startswith("3 ranks, window 32, ")
+    assert [int(line[:5]) for line in lines] == [0, 1, 2]
     assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
-    drawn = (tmp_path / "timeline.svg").read_text()
-    assert drawn.startswith("<svg") and "3 ranks, window 32</title>" in drawn
+    picture = (tmp_path / "timeline.svg").read_text()
+    assert picture.startswith("<svg") and "3 ranks, window 32</title>" in picture
 
 
-def test_lengths_come_from_json_lines_and_their_tokenizer(capsys, tmp_path):
+def test_lengths_come_from_json_lines_and_their_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     lines = [{"text": "word " * n, "title": "word"} for n in (3, 1, 2)]
-    data = tmp_path / "data.jsonl"
+    data, compressed = tmp_path / "data.jsonl", tmp_path / "data.jsonl.gz"
     data.write_text("\n".join(map(json.dumps, lines)))
-    saved = tmp_path / "lengths.npz"
-    options = ["--tokenizer", tmp_path / "tokenizer.json", "--save-lengths", saved, "--force"]
-    assert run("simulate", data, *options) == 0
-    assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
-    assert LengthTable.load(saved).streams == ()
-    compressed = tmp_path / "data.jsonl.gz"
     compressed.write_bytes(gzip.compress(data.read_bytes()))
-    assert run("simulate", compressed, *options) == 0
-    assert LengthTable.load(saved).tokens.tolist() == [3, 1, 2]
-    assert LengthTable.load(saved).streams == ("",)
-    assert run("simulate", data, *options, "--field", "title") == 0
-    assert LengthTable.load(saved).tokens.tolist() == [1, 1, 1]
+    saved = tmp_path / "lengths.npz"
+    for path, field, tokens, streams in (
+        (data, "text", [3, 1, 2], ()),
+        (compressed, "text", [3, 1, 2], ("",)),
+        (data, "title", [1, 1, 1], ()),
+    ):
+        options = ["--tokenizer", tmp_path / "tokenizer.json", "--field", field, "--force"]
+        assert run("simulate", path, *options, "--save-lengths", saved) == 0
+        found = LengthTable.load(saved)
+        assert (found.tokens.tolist(), found.streams) == (tokens, streams)
 
 
 CHAT = [{"messages": [{"role": "user", "content": "word " * n}], "text": "word"} for n in (1, 2)]
@@ -136,30 +120,19 @@ def test_chat_records_take_the_template_of_a_tokenizer(capsys, tmp_path):
     plain.chat_template = TEMPLATE
     plain.save_pretrained(tmp_path / "chat")
     data, saved = tmp_path / "data.jsonl", tmp_path / "lengths.npz"
-    data.write_text("\n".join(map(json.dumps, CHAT)))
-
-    def simulated(tokenizer, *options):
-        return run("simulate", data, "--tokenizer", tmp_path / tokenizer, *options)
-
-    assert simulated("chat", "--save-lengths", saved) == 0
+    chat = "\n".join(map(json.dumps, CHAT))
+    for text, tokenizer, options, code, said in (
+        (chat, "chat", ["--save-lengths", saved], 0, "lengths of 2 samples"),
+        (chat, "chat/tokenizer.json", [], 2, "pass the folder or the name of the tokenizer"),
+        (chat, "plain", [], 2, "plain` has no chat template: pass a folder with"),
+        (chat, "chat/tokenizer.json", ["--field", "text"], 0, ""),
+        ('{"text": "word"}\n{"text": ""}\n', "plain", [], 0, "2 samples (1 skipped)"),
+        ('{"text": "word"}\n{"text": null}\n', "plain", [], 2, "its field 'text' is None"),
+    ):
+        data.write_text(text)
+        assert run("simulate", data, "--tokenizer", tmp_path / tokenizer, *options) == code
+        assert said in "".join(capsys.readouterr())
     assert LengthTable.load(saved).tokens.tolist() == [2, 3]
-    assert simulated("chat/tokenizer.json") == 2
-    assert "has no chat template: pass the folder or the name of the tokenizer" in (
-        capsys.readouterr().err
-    )
-    assert simulated("plain") == 2
-    assert "plain` has no chat template: pass a folder with a `chat_template.jinja`" in (
-        capsys.readouterr().err
-    )
-    assert simulated("chat/tokenizer.json", "--field", "text") == 0
-    data.write_text('{"text": "word"}\n{"text": ""}\n')
-    capsys.readouterr()
-    assert simulated("plain") == 0
-    assert "lengths of 2 samples (1 skipped)" in capsys.readouterr().out
-    data.write_text('{"text": "word"}\n{"text": null}\n')
-    assert simulated("plain") == 2
-    err = capsys.readouterr().err
-    assert "line 2 of" in err and "its field 'text' is None" in err
 
 
 def make_dataset():
@@ -293,12 +266,7 @@ def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch
     assert out.exists()
     assert run("step", *arguments, "--out", __file__, "--force") == 2
     assert "is also read" in capsys.readouterr().err
-
-
-def test_step_says_what_the_function_must_return(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
-    save_rank_state(make_loader_of_group(None).state_dict(), tmp_path)
-    assert run("step", "jobs:nothing", "--checkpoint", tmp_path) == 2
+    assert run("step", "jobs:nothing", *arguments[1:]) == 2
     assert "`make_loader(process_group)` must be an `ODBDataLoader`" in capsys.readouterr().err
 
 
@@ -312,7 +280,7 @@ def make_loader_of_group(process_group):
 
 def test_profile_writes_its_files(capsys, table, tmp_path):
     files = ["--json", tmp_path / "p.json", "--html", tmp_path / "p.html"]
-    options = ["--ranks", 1, "--ranks", 2, "--window", 32, "--budget", 1500]
+    options = ["--ranks", 1, 2, "--window", 32, "--budget", 1500]
     assert run("profile", "--lengths", table, *options, *files) == 0
     out = capsys.readouterr().out
     expected = profile(LengthTable.load(table), budget=1500, world_sizes=(1, 2), windows=(32,))
@@ -322,17 +290,13 @@ def test_profile_writes_its_files(capsys, table, tmp_path):
 
 
 def test_tune_prints_what_tune_returns(capsys, table, tmp_path):
-    write_log(tmp_path / "steps.jsonl", 50)
-    options = ["--ranks", 2, "--limit", 1500, "--tokens-per-step", 6000]
-    assert run("tune", "--lengths", table, *options, "--log", tmp_path / "steps.jsonl") == 0
+    log = tmp_path / "steps.jsonl"
+    write_log(log, 50)
+    options = ["--ranks", 2, "--limit", 1500, "--tokens-per-step", 6000, "--log", log]
+    assert run("tune", "--lengths", table, *options) == 0
     out = capsys.readouterr().out
-    expected = tune(
-        LengthTable.load(table),
-        world_size=2,
-        limit=1500,
-        tokens_per_step=6000,
-        log=tmp_path / "steps.jsonl",
-    )
+    given = {"world_size": 2, "limit": 1500, "tokens_per_step": 6000, "log": log}
+    expected = tune(LengthTable.load(table), **given)
     assert out.endswith(f"\n\n{expected.why}\n\n{expected.code()}")
     assert cells(out.partition(expected.why)[0]) == expected.rows()
 
@@ -358,25 +322,21 @@ def saved(tmp_path):
     return files
 
 
-def test_inspect_prints_what_a_state_says(capsys, saved):
-    assert run("inspect", saved[0]) == 0
+def test_inspect_prints_what_a_state_says_what_differs_and_whether_ranks_fit(
+    capsys, saved, tmp_path
+):
     _, (found,) = read_inspections(saved[0])
-    assert capsys.readouterr().out == f"{saved[0]}\n{found}\n"
-
-
-def test_inspect_prints_what_differs(capsys, saved):
-    assert run("inspect", saved[0], "--diff", saved[1]) == 1
-    assert "GroupCollator.step: 1 -> 2\n" in capsys.readouterr().out
-    assert run("inspect", saved[0], "--diff", saved[0]) == 0
-    assert "are the same" in capsys.readouterr().out
-
-
-def test_inspect_says_whether_ranks_fit(capsys, saved, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    for rank in range(2):
-        saved[rank].rename(folder / f"rank{rank:05d}-of-00002.pt")
-    assert run("inspect", folder) == 1
-    assert "rank 1: step 2, but 1 on rank 0" in capsys.readouterr().out
+    for rank, path in enumerate(saved):
+        shutil.copy(path, folder / f"rank{rank:05d}-of-00002.pt")
+    for arguments, code, text in (
+        ([saved[0]], 0, f"{saved[0]}\n{found}\n"),
+        ([saved[0], "--diff", saved[1]], 1, "GroupCollator.step: 1 -> 2\n"),
+        ([saved[0], "--diff", saved[0]], 0, "are the same"),
+        ([folder], 1, "rank 1: step 2, but 1 on rank 0"),
+    ):
+        assert run("inspect", *arguments) == code
+        assert text in capsys.readouterr().out
     assert run("inspect", folder, "--rank", 2) == 2
     assert "--rank must be below 2" in capsys.readouterr().err

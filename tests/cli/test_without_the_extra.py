@@ -48,16 +48,8 @@ def run(module, *arguments):
 def test_a_job_is_simulated():
     done = run("odb_nodes.tools.simulate", "--ranks", 1, 2, "--samples-per-rank", 90)
     assert done.returncode == 0, done.stderr
-    assert [line[:13] for line in done.stdout.splitlines()[2:]] == [
-        "| 1.0 |     1",
-        "| 1.0 |     2",
-    ]
-
-
-def test_a_step_is_asked_for():
-    done = run("odb_nodes.tools.steps", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: odb_nodes.tools.steps ")
+    ranks = [line.split("|")[2].strip() for line in done.stdout.splitlines()[2:]]
+    assert ranks == ["1", "2"]
 
 
 def test_the_command_says_in_one_line_what_to_install():

@@ -9,12 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from monitors import records_of
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-from odb_nodes import audit
-from odb_nodes.monitor import read_run, report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
@@ -25,6 +21,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 LAST_CHECKPOINT = {
     "train_packed": "checkpoints/*-step-6-*/rank00000-of-00001.pt",
     "train_vlm": "checkpoints/*-step-6-*/rank00000-of-00001.pt",
+    "train_tasks": "checkpoints/*-step-6-*/rank00000-of-00001.pt",
     "mix_sources": "checkpoints/*-step-6-*/rank00000-of-00001.pt",
     "train_hf_trainer": "checkpoint-6/model.safetensors",
     "train_accelerate": "step-6/model.safetensors",
@@ -103,42 +100,3 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(script, tmp_path):
     )
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_killed_epoch_of_tasks_is_recorded_as_if_it_had_not_been(tmp_path):
-    samples, save_every = 1200, 10
-    options = ("--steps", 999, "--samples", samples, "--save-every", save_every)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    losses, end = run("train_tasks", whole, *options)
-    kill_in_mid_epoch("train_tasks", killed, *options, after=save_every + 3)
-    resumed_losses, resumed_end = run("train_tasks", killed, *options, "--resume")
-
-    assert 0 < len(resumed_losses) <= len(losses) - save_every
-    assert resumed_losses == losses[-len(resumed_losses) :]
-    expected, actual = (weights(_newest_checkpoint(folder)) for folder in (whole, killed))
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    assert resumed_end.splitlines()[-1] == end.splitlines()[-1]  # the weights of the tasks
-
-    tasks = ("lines", "same", "brighter")
-    audits = [audit(folder / "ledger", dict.fromkeys(tasks, samples)) for folder in (whole, killed)]
-    assert all(found.ok and found.epochs[0].is_complete for found in audits)
-    assert audits[1].epochs[0].fates == {"trained": 3 * samples}
-    assert len(audits[1].attempts[0]) == 2
-    assert audits[0].epochs[0].digest == audits[1].epochs[0].digest
-
-    assert records_of(killed / "monitor") == records_of(whole / "monitor")
-    last = read_run(killed / "monitor").steps[-1]["last"]
-    assert {*last} == {f"weight/{task}" for task in tasks}
-    shown = report(killed / "monitor").runs[0].sources()
-    assert {name: one["samples"] for name, one in shown.items()} == dict.fromkeys(tasks, samples)
-    assert all(0 < one["loss"] < 1 for one in shown.values())
-    page = (killed / "report.html").read_text()
-    assert all(f"Loss of {task}" in page and f"weight/{task}" in page for task in tasks)
-    assert [*(killed / "monitor" / "tensorboard").glob("events.*")]
-
-
-def _newest_checkpoint(folder):
-    found = max((folder / "checkpoints").glob("*-step-*"), key=lambda path: path.name)
-    return found / "rank00000-of-00001.pt"

@@ -6,7 +6,7 @@ from monitors import loader_of, train
 
 from odb_nodes.monitor import Monitor, read_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
+pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
 
 def test_memory_is_in_the_records(tmp_path, monkeypatch):

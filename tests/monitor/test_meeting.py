@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from monitors import DATA, loader_of, loss_of, train
+from monitors import DATA, loader_of, loss_of, steps_of, train
 
 from odb_nodes import ODBDataLoader, PeerError, StateError, pop_step_info
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.monitor import Monitor, read_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches", "ignore:.*are padding")
+pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
 
 def samples_of(rank):
@@ -55,36 +55,29 @@ def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
     assert epoch["mean"]["rank_balance"] == pytest.approx(sum(map(sum, padded)) / (2 * busiest))
 
 
-def test_ranks_at_different_steps_are_an_error_on_both(tmp_path):
-    infos = []
-    for batch in loader_of(accumulate=1):
-        infos.append((batch, pop_step_info(batch)))
+@pytest.mark.parametrize(
+    ("every", "timeout_s", "error", "match"),
+    [
+        ([1, 2], 20.0, StateError, "`Monitor.every` is 1 on rank 0, 2 on rank 1"),
+        ([1, 99], 0.5, PeerError, None),  # rank 1 does not come: an error and no hang
+    ],
+)
+def test_ranks_at_different_steps_are_an_error(tmp_path, every, timeout_s, error, match):
+    told = steps_of(loader_of(accumulate=1))
 
     def run(exchange):
-        monitor = Monitor(tmp_path, every=1 + exchange.rank, process_group=exchange)
-        with pytest.raises(StateError, match="`Monitor.every` is 1 on rank 0, 2 on rank 1"):
-            for batch, info in infos:
-                monitor.step(batch, info)
+        monitor = Monitor(tmp_path, every=every[exchange.rank], process_group=exchange)
+        for step in told if every[exchange.rank] < 3 else []:
+            monitor.step(*step)
 
-    on_ranks(2, run)
-
-
-def test_a_rank_that_does_not_come_is_an_error_and_no_hang(tmp_path):
-    batch = next(iter(loader_of(accumulate=1)))
-    info = pop_step_info(batch)
-
-    def run(exchange):
-        if exchange.rank == 0:
-            with pytest.raises(PeerError):
-                Monitor(tmp_path, every=1, process_group=exchange).step(batch, info)
-
-    on_ranks(2, run, timeout_s=1.0)
+    with pytest.raises(error, match=match):
+        on_ranks(2, run, timeout_s=timeout_s)
 
 
 def test_the_tokens_and_squares_are_those_of_the_dearest_rank_of_each_step(tmp_path):
     hub, rows = InProcessHub(2, 20.0), {0: [4, 4, 1], 1: [1, 8, 1]}  # of 1000, 1000, 20000 tokens
     widths = [1000, 500, 20_000]
-    (info, *_) = [pop_step_info(batch) for batch in loader_of(accumulate=1)]
+    ((_, info), *_) = steps_of(loader_of(accumulate=1))
 
     def run(exchange):
         with Monitor(tmp_path, every=3, process_group=hub.exchange(exchange.rank)) as monitor:

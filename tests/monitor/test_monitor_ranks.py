@@ -27,6 +27,8 @@ for batch in monitor.watch(loader):
     if info.ends_optimizer_step and step % 4 == 0:
         checkpoints.save(step)
     if info.ends_optimizer_step and step == kill_at and (rank or not sys.argv[3:]):
+        if rank == 0:  # in the middle of a line
+            os.write(os.open(folder + "/run/monitor.jsonl", os.O_WRONLY | os.O_APPEND), b'{"kind"')
         os.kill(os.getpid(), signal.SIGKILL)
 monitor.close()
 """
@@ -53,10 +55,9 @@ def test_ranks_that_are_killed_go_on_in_one_file(tmp_path):
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 
-@pytest.mark.parametrize("after", [1, 3])
-def test_other_ranks_go_on_in_one_file(tmp_path, after):
+def test_other_ranks_go_on_in_one_file(tmp_path):
     """The checkpoint is of step 4; records had 3 steps each, so step 4 is in that of the epoch."""
-    for world_size, kill_at in ((2, 7), (after, 0)):
+    for world_size, kill_at in ((2, 7), (3, 0)):
         with RankJob(tmp_path, TRAIN, world_size, str(tmp_path), str(kill_at)) as job:
             results = job.results()
         codes = [code for code, *_ in results]
@@ -66,7 +67,7 @@ def test_other_ranks_go_on_in_one_file(tmp_path, after):
     assert (epoch["first_step"], epoch["step"]) == (1, run.steps[-1]["step"])
     assert epoch["sum"]["samples"] == 200
     assert [one["first_step"] for one in run.steps[:3]] == [1, 5, 8]
-    assert [one["world_size"] for one in run.attempts] == [2, after]
+    assert [one["world_size"] for one in run.attempts] == [2, 3]
     assert sorted(one.key for one in found) == [*range(200)]
     weighted = sum(one.loss * one.targets for one in found) / epoch["sum"]["targets"]
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)

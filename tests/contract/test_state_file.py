@@ -48,33 +48,23 @@ def test_a_full_disk_is_an_os_error_that_names_the_file(path):
     assert_unchanged(path)
 
 
-def test_a_disk_that_is_full_at_the_end_is_an_os_error_that_names_the_file(path, monkeypatch):
-    def fail(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match=r"No space left on device: '.*state.pt'"):
-        save_state(STATE, path)
-    assert_unchanged(path)
-
-
 def test_the_folder_is_flushed_after_the_rename(path, monkeypatch):
     """A rename that is not on the disk is undone by a loss of power."""
-    calls = []
-
-    def watched(name, call, describe):
-        def run(*arguments):
-            calls.append((name, describe(*arguments)))
-            return call(*arguments)
-
-        return run
-
+    calls, fsync, replace = [], os.fsync, os.replace
     folder = path.parent.stat().st_ino
-    is_folder = lambda handle: os.fstat(handle).st_ino == folder  # noqa: E731
-    monkeypatch.setattr(os, "fsync", watched("fsync", os.fsync, is_folder))
-    monkeypatch.setattr(os, "replace", watched("replace", os.replace, lambda *_: None))
+
+    def watched_fsync(handle):
+        calls.append("folder" if os.fstat(handle).st_ino == folder else "file")
+        fsync(handle)
+
+    def watched_replace(*names):
+        calls.append("rename")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
     save_state({"step": 2}, path)
-    assert calls == [("fsync", False), ("replace", None), ("fsync", True)]
+    assert calls == ["file", "rename", "folder"]
 
 
 @pytest.mark.parametrize("call", ["open", "fsync"])
@@ -149,8 +139,7 @@ def test_a_file_has_the_permissions_of_any_other(path, tmp_path):
 
 
 def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
-    interrupts, others = 0, []
-    done = threading.Event()
+    interrupts, done = 0, threading.Event()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
@@ -168,12 +157,9 @@ def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
                     save_state(STATE, path)
             except KeyboardInterrupt:
                 interrupts += 1
-            except Exception as error:
-                others.append(error)
     finally:
         thread.join()
         signal.signal(signal.SIGINT, before)
-    assert others == []
     assert interrupts > 20
     found = load_state(path)  # on a slow disk, no call may have come to its end
     assert found == {"step": 1} or found["weights"].shape == (400_000,)
@@ -232,10 +218,9 @@ def test_only_regular_files_are_read_and_replaced(name, tmp_path):
     path = tmp_path / name
     if name == "pipe":
         os.mkfifo(path)
-    with pytest.raises(StateError, match=f"`{path}` is a pipe, socket or device"):
-        load_state(path)
-    with pytest.raises(StateError, match=f"`{path}` is a pipe, socket or device"):
-        save_state({}, path)
+    for call in (load_state, lambda path: save_state({}, path)):
+        with pytest.raises(StateError, match=f"`{path}` is a pipe, socket or device"):
+            call(path)
     assert not path.is_file()
 
 

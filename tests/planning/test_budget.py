@@ -86,22 +86,19 @@ def test_a_row_of_attention_tokens_costs_twice_its_tokens():
     assert "`tokens` is 6000, with `attention_tokens=1000` that of" in budget.limit_of(2001)
 
 
-def test_with_attention_a_ladder_has_fewer_rows_of_long_samples():
-    budget = TokenBudget(6000, attention_tokens=1000, shapes=3)
-    assert budget.shape_ladder() == ((49, 110), (9, 457), (1, 2000))
-    assert budget.cost([80, 80]) == 49 * (110 + 12)
-    packed = TokenBudget(6000, attention_tokens=1000, shapes=3, layout="packed")
-    assert packed.shape_ladder() == ((1, 2000),)
-    assert packed.cost([1500, 500]) == 2000 + 2250 + 250
-
-
 @pytest.mark.parametrize(
-    ("sizes", "rows"),
-    [("any", [1, 2, 6, 13, 21]), ("even", [1, 2, 6, 12, 20]), ("friendly", [1, 2, 6, 12, 16])],
+    ("fields", "ladder"),
+    [
+        ({}, [(21, 20), (13, 49), (6, 107), (2, 322), (1, 645)]),
+        ({"row_sizes": "even"}, [(20, 21), (12, 53), (6, 107), (2, 322), (1, 645)]),
+        ({"row_sizes": "friendly"}, [(16, 26), (12, 53), (6, 107), (2, 322), (1, 645)]),
+        # With attention there are fewer rows of long samples.
+        ({"attention_tokens": 100}, [(21, 5), (21, 15), (12, 38), (4, 86), (1, 209)]),
+        ({"attention_tokens": 100, "layout": "packed"}, [(1, 209)]),
+    ],
 )
-def test_the_shapes_of_a_ladder_have_rows_of_the_sizes_asked_for(sizes, rows):
-    ladder = TokenBudget(645, shapes=5, max_samples=21, row_sizes=sizes).shape_ladder()
-    assert [count for count, _ in reversed(ladder)] == rows
+def test_the_shapes_of_a_ladder(fields, ladder):
+    assert TokenBudget(645, shapes=5, max_samples=21, **fields).shape_ladder() == (*ladder,)
 
 
 def test_a_field_that_states_were_saved_without_is_in_the_fingerprint_where_it_is_set():

@@ -115,15 +115,6 @@ def test_more_groups_make_the_dearest_one_cheaper_also_beside_an_oversize_sample
     assert max(costs[2:]) < 0.83 * costs[0]
 
 
-@pytest.mark.parametrize("limit", [{"layout": "packed"}, {"max_patches": 9}], ids=str)
-def test_few_partitions_are_tried_where_each_takes_long(limit, monkeypatch):
-    rest = Rest([Sample(None, 1 + at % 60, 1, 0) for at in range(300)], TokenBudget(400, **limit))
-    tried, cut = [], rest._cut
-    monkeypatch.setattr(rest, "_cut", lambda budget: (tried.append(budget), cut(budget))[1])
-    rest.groups(rest.fewest + 3)
-    assert len(tried) == 2
-
-
 def test_fewer_groups_than_the_budget_needs_are_refused():
     samples = [Sample(None, 30, 1, 0)] * 9
     with pytest.raises(ValueError, match="`most` must be at least 3, but is 2"):

@@ -1,4 +1,3 @@
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -41,24 +40,6 @@ def test_the_limits_hold_beside_the_tokens():
     assert take([10, 11, 12], packed(100, max_patches=5), [9, 0, 0]) == [10]  # oversize
     assert take([50, 46, 3], packed(100, pad_to_multiple_of=8)) == [50, 46]
     assert take([50, 47, 3], packed(100, pad_to_multiple_of=8)) == [50, 3]
-
-
-def test_rows_are_filled_with_what_attention_adds():
-    # Of 10 tokens each, a sample costs 10 + 10 * 10 // 10 = 20, one of 20 tokens 60.
-    budget = packed(100, attention_tokens=10)
-    assert take([20, 10, 10, 10, 10], budget) == [20, 10, 10]
-    assert take([10, 10, 10, 10, 10, 10], budget) == [10] * 5
-    assert take([10, 20, 12, 10], budget) == [10, 20, 10]
-    assert take([27, 1, 1], budget) == [27, 1]  # 27 + 72, and 1
-    assert take([28, 1, 1], budget) == [28]  # oversize: 28 + 78
-    assert take([10, 10, 10, 10, 10], replace(budget, shapes=1)) == [10, 10]  # 27 tokens, no more
-
-
-def test_with_attention_a_row_leaves_room_for_its_rounding():
-    budget = packed(100, attention_tokens=10, pad_to_multiple_of=8)
-    assert budget.cost([10] * 5) == 56 + 50
-    assert take([10] * 6, budget) == [10] * 4
-    assert take([10, 10, 10, 20], budget) == [10, 20]  # a third of 10 fills 100 of 93
 
 
 def test_with_attention_a_sample_that_is_oversize_by_its_padding_shares_no_row():

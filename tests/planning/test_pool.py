@@ -194,14 +194,6 @@ def test_the_oldest_sample_does_not_wait_for_all_of_the_dearest():
     assert next(at for at, group in enumerate(groups) if 0 in group) < 30
 
 
-def test_only_the_first_groups_are_others():
-    lengths = lognormal(4000)
-    plain, dear = (run(lengths, 16_384, 256, dearest_first=first)[0] for first in (0, 4))
-    assert all(16_384 // 2 < max(lengths[i] for i in one) * len(one) for one in dear[:4])
-    assert dear[:4] != plain[:4]
-    assert abs(len(dear) - len(plain)) <= 3
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_longest_samples_of_all_ranks_are_in_the_first_round(layout):
     lengths, budget = lognormal(4000), TokenBudget(32_768, layout=layout, attention_tokens=8192)

@@ -40,7 +40,10 @@ def batches(loader):
     return [np.asarray(batch["input_ids"]).tolist() for epoch in epochs for batch in epoch]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+NAMES = [name for name in KINDS if not name.startswith("virtual ")]  # as those that they host
+
+
+@pytest.mark.parametrize("kind", NAMES)
 def test_no_damage_passes(kind, tmp_path):
     broken = list(damaged(saved(kind, tmp_path)))
     with make(kind, tmp_path) as loader:
@@ -51,7 +54,7 @@ def test_no_damage_passes(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "threads"])
+@pytest.mark.parametrize("kind", [name for name in NAMES if name != "threads"])
 def test_without_a_digest_no_damage_hangs_or_is_blamed_on_a_sample(kind, tmp_path, exhaustive):
     """A value that the node could have saved may give other batches here: hence the digest."""
     broken = list(damaged(saved(kind, tmp_path)))
@@ -106,12 +109,12 @@ def test_flipped_bits_in_the_bytes_of_a_distributed_state_are_found(tmp_path, ex
                 DistributedState(loader).load_state_dict({key: io.BytesIO(one)})
 
 
-@pytest.mark.parametrize(
-    "state", [None, 1, "x", [], {}, {"node": "Loader"}, {"node": None}, {1: 2}, (1, 2)], ids=repr
-)
-def test_what_is_no_state_is_refused(tmp_path, state):
-    with pytest.raises(StateError):
-        make("replay", tmp_path).load_state_dict(state)
+def test_what_is_no_state_is_refused(tmp_path):
+    with make("replay", tmp_path) as loader:
+        for state in (None, 1, "x", [], {}, {"node": "Loader"}, {"node": None}, {1: 2}, (1, 2)):
+            with pytest.raises(StateError):
+                loader.load_state_dict(state)
+                pytest.fail(repr(state))
 
 
 def test_a_state_survives_a_file_and_a_format_that_sorts_keys(tmp_path):

@@ -164,11 +164,3 @@ def test_with_that_count_batches_are_weighed_by_all_labels():
         if not info.is_filler:
             found = int(batch["labels"].ne(-100).sum())
             assert info.loss_scale == pytest.approx(found / info.optimizer_targets)
-
-
-def test_a_class_of_each_sample_is_one_target():
-    classes = [{**one, "labels": n % 2} for n, one in enumerate(TEXT)]
-    for batch in ODBDataLoader(classes, token_budget=512, window=32, accumulate=2):
-        info = pop_step_info(batch)
-        assert (info.counted, info.local_targets) == ("samples", info.local_samples)
-        assert info.loss_scale == info.local_samples / info.optimizer_samples

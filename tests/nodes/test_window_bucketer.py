@@ -348,10 +348,16 @@ def test_a_pool_is_large_enough_where_groups_hold_few_samples_or_no_padding(fiel
     assert warnings_of(node) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_alone_it_chooses_its_window_after_the_first_group(layout):
+def test_alone_it_chooses_its_window_after_the_first_group(layout, sampled):
     lengths = [1 + length // 50 for length in lognormal(400)]
-    loader = Loader(WindowBucketer(samples(lengths), TokenBudget(200, layout=layout)))
+
+    def make():
+        return Loader(WindowBucketer(samples(lengths), TokenBudget(200, layout=layout)))
+
+    assert_resumes_exactly(make, **sampled(every=13, horizon=6, chain=0))
+    loader = make()
     node = loader.root
     pulled, windows = zip(
         *[(node.pulled_samples, node.window.samples) for _ in loader], strict=True

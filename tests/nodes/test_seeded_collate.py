@@ -22,6 +22,7 @@ from odb_nodes import (
 from odb_nodes._core.seeds import declares_draws, seed_rngs
 from odb_nodes.nodes import ReadAhead
 from odb_nodes.nodes.seeded_collate import SeededCollate
+from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
 from odb_nodes.vision.step_images import StepImages
 
@@ -50,7 +51,7 @@ def draw_from(generator):
 
 
 class Keeper:
-    """A collate function with a generator of its own, which it may make in its first call only."""
+    """Draws from a generator of its own, which it may make in its first call, and a global one."""
 
     def __init__(self, make, *, lazily=False):
         self.make, self.generator = make, None if lazily else make()
@@ -58,7 +59,7 @@ class Keeper:
     def __call__(self, samples):
         if self.generator is None:
             self.generator = self.make()
-        return {"drawn": draw_from(self.generator)}
+        return {"drawn": (draw_from(self.generator), random.random())}
 
 
 def groups(collate, seed=0, rank=0):
@@ -87,6 +88,11 @@ def test_each_step_epoch_rank_and_seed_has_numbers_of_its_own():
     numbers = [number for run in runs for one in drawn(run) for number in one]
     assert len({*numbers}) == 4 * 6 * 3
     assert numbers[: 6 * 3] == sum(drawn(groups(draw_all)), [])
+
+
+@pytest.mark.parametrize("collate", [draw_all, Keeper(OWN["torch"], lazily=True)])
+def test_it_resumes_exactly_at_every_step(collate):
+    assert_resumes_exactly(lambda: groups(collate))
 
 
 def test_the_rank_is_that_of_the_environment(monkeypatch):

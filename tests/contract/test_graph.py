@@ -39,10 +39,13 @@ class Node(BaseNode):
     def __init__(self, **attributes):
         super().__init__()
         vars(self).update(attributes)
-        self.closed = 0
+        self.calls = set()
 
     def close(self):
-        self.closed += 1
+        self.calls.add("close")
+
+    def interrupt(self):
+        self.calls.add("interrupt")
 
 
 class Gated(BaseNode):
@@ -206,10 +209,10 @@ def test_a_thread_that_does_not_come_back_is_an_error_that_names_its_node(make, 
     stop(root, 30)
 
 
-def test_every_node_with_a_close_is_closed_also_of_a_graph_that_never_ran(new_threads):
+def test_every_node_is_closed_and_interrupted_also_in_a_graph_that_never_ran(new_threads):
     nodes = [Node(), Node()]
     close_nodes(Node(sources=nodes, below=Prefetcher(ParallelMapper(indices(), abs, 2), 2)), 1)
-    assert [node.closed for node in nodes] == [1, 1]
+    assert [node.calls for node in nodes] == [{"close", "interrupt"}] * 2
     assert new_threads() == []
 
 

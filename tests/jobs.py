@@ -18,6 +18,7 @@ from odb_nodes import (
     Loader,
     Mixing,
     ODBDataLoader,
+    PaddingCollate,
     ParallelProcessor,
     RankAligner,
     ShardedSampler,
@@ -55,6 +56,11 @@ def augmented(index):
     """A sample that draws its length and its tokens from the global generators."""
     tokens = np.random.randint(0, 99, 3 + random.randrange(20))
     return {"input_ids": tokens + index * 0}
+
+
+def noisy(samples):
+    """A batch that holds a number from a global generator."""
+    return {**PaddingCollate()(samples), "noise": np.array(random.random())}
 
 
 class Shuffled:
@@ -145,6 +151,7 @@ KINDS = {
     "random": Kind({"process_fn": augmented}),
     "threads": Kind({"workers": THREADS, "process_fn": augmented}),
     "accumulate": Kind({"accumulate": 3}),
+    "collate": Kind({"collate_fn": noisy}),
     "packed": Kind({"token_budget": TokenBudget(90, layout="packed")}),
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
     "auto window": Kind({"window": "auto"}),
@@ -184,7 +191,7 @@ class Job:
 
     def __init__(self, kind, world_size, folder, exclude=frozenset(), states=None):
         hub = InProcessHub(world_size, TIMEOUT_S)
-        self.pool = ThreadPoolExecutor(world_size)
+        self.threads = [ThreadPoolExecutor(1) for _ in range(world_size)]  # one for each rank
         self.loaders = self.each(
             lambda rank: KINDS[kind].loader(hub.exchange(rank), folder, exclude), range(world_size)
         )
@@ -194,7 +201,8 @@ class Job:
 
     def each(self, do, *of_ranks):
         """What `do` returns on every rank at once."""
-        futures = [self.pool.submit(do, *given) for given in zip(*of_ranks, strict=True)]
+        calls = zip(self.threads, *of_ranks, strict=True)
+        futures = [thread.submit(do, *given) for thread, *given in calls]
         return [future.result(4 * TIMEOUT_S) for future in futures]
 
     def states(self):
@@ -230,7 +238,8 @@ class Job:
 
     def end(self):
         self.close()
-        self.pool.shutdown()
+        for thread in self.threads:
+            thread.shutdown()
 
 
 class Step(NamedTuple):

@@ -5,25 +5,30 @@ from hypothesis import strategies as st
 
 from odb_nodes.planning import RollingPool, TokenBudget
 
-budgets = st.builds(
-    TokenBudget,
-    st.integers(16, 200),
-    max_samples=st.none() | st.integers(1, 9),
-    max_patches=st.none() | st.integers(1, 40),
-    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
-    layout=st.sampled_from(["padded", "packed"]),
-    shapes=st.none() | st.integers(1, 12),
-)
-long_budgets = st.builds(
-    TokenBudget,
-    st.integers(300, 900),
-    attention_tokens=st.integers(1, 200),
-    max_samples=st.none() | st.integers(1, 9),
-    max_patches=st.none() | st.integers(1, 40),
-    pad_to_multiple_of=st.sampled_from([1, 4, 16]),
-    layout=st.sampled_from(["padded", "packed"]),
-    shapes=st.none() | st.integers(1, 12),
-)
+LIMITS = {
+    "max_samples": st.none() | st.integers(1, 9),
+    "max_patches": st.none() | st.integers(1, 40),
+    "pad_to_multiple_of": st.sampled_from([1, 4, 16]),
+    "shapes": st.none() | st.integers(1, 12),
+}
+ROW_SIZES = {"row_sizes": st.sampled_from(["any", "even", "friendly"])}
+PACKED = {"layout": st.just("packed")}
+ATTENTION = {"attention_tokens": st.integers(1, 200)}
+
+
+def budgets_of(*parts):
+    """Budgets with every limit, and with what else is given."""
+    return st.one_of(
+        st.builds(TokenBudget, st.integers(16, 200), **LIMITS, **part)
+        | st.builds(TokenBudget, st.integers(300, 900), **LIMITS, **ATTENTION, **part)
+        for part in parts
+    )
+
+
+padded_budgets = budgets_of(ROW_SIZES)
+budgets = budgets_of(ROW_SIZES, PACKED)
+streams = st.lists(st.tuples(st.integers(1, 120), st.integers(0, 50), st.integers(0, 4)))
+"""Tokens, patches and task of each sample."""
 
 
 def run(lengths, budget, window, patches=None, dearest_first=0, tasks=(), diversity=0.0):
@@ -41,6 +46,15 @@ def run(lengths, budget, window, patches=None, dearest_first=0, tasks=(), divers
         age = max(age, pool.pulled - pool.oldest)
         dearest = len(groups) < dearest_first
         groups.append(pool.take(draining=pool.pulled == len(lengths), dearest=dearest))
+
+
+def pool_of(lengths, budget, patches=None):
+    """A pool that holds samples of these lengths, by their numbers."""
+    pool = RollingPool(TokenBudget.of(budget), len(lengths))
+    numbers = range(len(lengths))
+    pool.add([*numbers], lengths, patches or [0] * len(lengths), [*numbers])
+    pool.pulled = len(lengths)
+    return pool
 
 
 def lognormal(count, cv=1.0, seed=0):

@@ -125,9 +125,9 @@ class SavedTensorMeter:
                 self._bytes += storage.nbytes()
             self._peak_bytes = max(self._peak_bytes, self._bytes)
             if self._bytes > self._limit_bytes:
-                self._exceeded = True
                 if self._fails_in == "forward":
                     self._fail("forward")
+                self._exceeded = True
 
     def _release(self, storage: torch.UntypedStorage) -> None:
         with self._lock:

@@ -19,33 +19,38 @@ def window_of(lengths, patches=None, tokens=10_000, **fields):
     return window_samples("auto", TokenBudget(tokens, **fields), lengths, patches)
 
 
-def test_it_holds_32_budgets_within_its_limits():
-    assert window_of([500] * 10) == 32 * 20
-    assert window_of([300, 500, 700]) == 32 * 20
-    assert window_of([3, 4]) == 4096
-    assert window_of([5000]) == 128
-    assert window_of([499]) == round(32 * 10_000 / 499)
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [
+        (([500] * 10,), 32 * 20),
+        (([300, 500, 700],), 32 * 20),
+        (([499],), round(32 * 10_000 / 499)),
+        (([3, 4],), 4096),  # within limits
+        (([5000],), 128),
+        # A sample that exceeds the budget fills one group, however long it is.
+        (([500] * 9 + [10**6],), round(32 * 10 * 10_000 / 14_500)),
+    ],
+)
+def test_it_holds_32_budgets_within_its_limits(given, window):
+    assert window_of(*given) == window
 
 
-def test_a_group_is_full_by_the_limit_that_is_reached_first():
-    lengths = [500] * 10
-    assert window_of(lengths, max_samples=8) == 32 * 8
-    assert window_of(lengths, max_samples=64) == 32 * 20
-    assert window_of(lengths, [100] * 10, max_patches=1000) == 32 * 10
-    assert window_of(lengths, [100, 300] * 5, max_patches=1000, max_samples=4) == 128
-    assert window_of(lengths, [1] * 10, max_patches=1000) == 32 * 20
-
-
-def test_what_attention_adds_fills_groups_in_either_layout():
-    # A row of 500 tokens costs 500 + 500 * 500 / 500.
-    assert window_of([500] * 10, attention_tokens=500) == 32 * 10
-    assert window_of([500] * 10, attention_tokens=500, layout="packed") == 32 * 10
-    assert window_of([500] * 10, layout="packed") == 32 * 20
-
-
-def test_a_sample_that_exceeds_the_budget_fills_one_group():
-    # 9 x 500 and one of 10,000 tokens, however long it is.
-    assert window_of([500] * 9 + [10**6]) == round(32 * 10 * 10_000 / 14_500)
+@pytest.mark.parametrize(
+    ("patches", "fields", "groups_of"),
+    [
+        (0, {"max_samples": 8}, 8),
+        (0, {"max_samples": 64}, 20),
+        (100, {"max_patches": 1000}, 10),
+        (200, {"max_patches": 1000, "max_samples": 4}, 4),
+        (1, {"max_patches": 1000}, 20),
+        # With attention, a row of 500 tokens costs 500 + 500 * 500 / 500.
+        (0, {"attention_tokens": 500}, 10),
+        (0, {"attention_tokens": 500, "layout": "packed"}, 10),
+        (0, {"layout": "packed"}, 20),
+    ],
+)
+def test_a_group_is_full_by_the_limit_that_is_reached_first(patches, fields, groups_of):
+    assert window_of([500] * 10, [patches] * 10, **fields) == 32 * groups_of
 
 
 def test_ranks_choose_by_the_lengths_of_all_whatever_their_budgets():
@@ -56,11 +61,8 @@ def test_ranks_choose_by_the_lengths_of_all_whatever_their_budgets():
     assert many.report(small) == (40, 3 * 2**20)
     assert chosen_window([few.report(small), many.report(small)]) == 32 * 60 // 4
     assert chosen_window([few.report(small), few.report(large)]) == round(32 * 40 / 1.5)
-
-
-def test_without_samples_there_is_none():
+    assert chosen_window([(0, 0), few.report(small)]) == 32 * 20
     assert chosen_window([(0, 0), (0, 0)]) == 0
-    assert chosen_window([(0, 0), (20, 2**20)]) == 32 * 20
 
 
 def test_lengths_that_come_in_parts_count_alike():
@@ -73,15 +75,19 @@ def test_lengths_that_come_in_parts_count_alike():
     assert whole.patches == lengths.sum()
 
 
-@pytest.mark.parametrize("window", ["Auto", "", "7", 0, -1, 1.5, True, None, 2**31])
-def test_another_window_is_an_error(window):
+REFUSALS = [
+    *((check_window, "window", value) for value in ("Auto", "7", 0, -1, 1.5, True, None, 2**31)),
+    *((parse_window, value) for value in ("Auto", "-1", "0", "1.5", "")),
+]
+
+
+@pytest.mark.parametrize("call", REFUSALS, ids=str)
+def test_another_window_is_an_error(call):
+    check, *given = call
     with pytest.raises((TypeError, ValueError), match="`window` must be "):
-        check_window("window", window)
+        check(*given)
 
 
 def test_a_window_on_the_command_line():
     assert (parse_window("auto"), parse_window("256")) == ("auto", 256)
-    for text in ("Auto", "-1", "0", "1.5", ""):
-        with pytest.raises(ValueError, match="`window` must be "):
-            parse_window(text)
     assert (shown("auto", 1311), shown(1024, 1024)) == ("auto (1,311)", "1,024")

@@ -4,34 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import pool_of
 
 from odb_nodes import TokenBudget
-from odb_nodes.planning import RollingPool
 from odb_nodes.planning.caps import (
     NO_CAPS,
     agreed_caps,
     caps_of_round,
     offered_costs,
-    quantiles,
-    without_cap_of,
 )
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
-
-
-def pool_of(lengths, budget):
-    pool = RollingPool(TokenBudget.of(budget), len(lengths))
-    numbers = range(len(lengths))
-    pool.add([*numbers], lengths, [0] * len(lengths), [*numbers])
-    pool.pulled = len(lengths)
-    return pool
-
-
-def test_quantiles_are_interpolated_at_the_middle_of_each_part():
-    costs = np.array([100, 80, 60, 40])
-    assert quantiles(costs, 4).tolist() == [100, 80, 60, 40]
-    assert quantiles(costs, 2).tolist() == [90, 50]
-    assert quantiles(costs, 8).tolist() == [100, 95, 85, 75, 65, 55, 45, 40]
-    assert quantiles(NO_CAPS, 3).tolist() == []
 
 
 def test_a_pool_offers_the_costs_of_its_full_groups():
@@ -64,13 +46,6 @@ def test_the_median_of_the_ranks_is_agreed_on_where_most_offer_something():
     assert agreed_caps([np.array([100, 100, 97])]).tolist() == []  # there is nothing to gain
     assert agreed_caps([*offers, np.array([90, 80, 40, 10])]).tolist() == []  # another budget
     assert caps_of_round(np.array([100, 90, 40]), 3).tolist() == [40, 90, 100]
-
-
-def test_the_smallest_cap_that_holds_a_cost_is_used_up():
-    caps = np.array([40, 90, 90, 100])
-    assert without_cap_of(caps, 41).tolist() == [40, 90, 100]
-    assert without_cap_of(caps, 40).tolist() == [90, 90, 100]
-    assert without_cap_of(caps, 101).tolist() == [40, 90, 90]
 
 
 @given(

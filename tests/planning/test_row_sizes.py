@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pools import lognormal, run
+from pools import run
 
 from odb_nodes import TokenBudget
 from odb_nodes.planning.row_sizes import allowed_rows
@@ -26,23 +26,6 @@ def test_the_largest_numbers_of_rows_are_rounded_as_well():
 
 
 @given(
-    lengths=st.lists(st.integers(1, 120), max_size=200),
-    tokens=st.integers(120, 2000),
-    attention_tokens=st.none() | st.integers(10, 200),
-    max_samples=st.none() | st.integers(1, 40),
-    sizes=st.sampled_from(["even", "friendly"]),
-    window=st.integers(1, 50),
-)
-def test_every_padded_group_has_rows_of_the_sizes_asked_for(
-    lengths, tokens, attention_tokens, max_samples, sizes, window
-):
-    budget = TokenBudget(tokens, max_samples, attention_tokens=attention_tokens, row_sizes=sizes)
-    groups, _ = run(lengths, budget, window)
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    assert {len(group) for group in groups} <= ALLOWED[sizes]
-
-
-@given(
     lengths=st.lists(st.integers(1, 60), min_size=60, max_size=200),
     sizes=st.sampled_from(["even", "friendly"]),
     data=st.data(),
@@ -54,8 +37,3 @@ def test_under_a_limit_of_patches_groups_have_these_rows_until_the_data_ends(len
     out = np.cumsum([len(group) for group in groups])
     before_the_end = int(np.searchsorted(out, len(lengths) - 30, side="right"))
     assert {len(group) for group in groups[:before_the_end]} <= ALLOWED[sizes]
-
-
-@pytest.mark.parametrize(("sizes", "steps"), [("any", 2085), ("even", 2209), ("friendly", 2372)])
-def test_what_row_sizes_cost_in_steps(sizes, steps):
-    assert len(run(lognormal(40_000), TokenBudget(16_384, row_sizes=sizes), 1024)[0]) == steps

@@ -39,13 +39,6 @@ class Numbers(BaseNode):
         return {"parts": [self.saved(self.position)]}
 
 
-def test_it_counts_what_it_went_through():
-    report = assert_resumes_exactly(lambda: ShardedSampler(6, rank=0, world_size=1), epochs=2)
-    assert report.steps == 12
-    assert report.resumes > 14  # one from each item and end, and chains of them
-    assert report.state_bytes > 100
-
-
 @pytest.mark.parametrize("chain", [0, 2])
 @pytest.mark.parametrize("horizon", [2, None])
 def test_each_resume_counts_and_goes_as_far_as_the_horizon(horizon, chain):
@@ -64,7 +57,8 @@ def test_each_resume_counts_and_goes_as_far_as_the_horizon(horizon, chain):
         return graphs[-1]
 
     report = assert_resumes_exactly(make, epochs=2, horizon=horizon, chain=chain)
-    assert len(graphs) == 1 + report.resumes
+    assert (report.steps, len(graphs)) == (12, 1 + report.resumes)
+    assert report.state_bytes > 100
     places = 1 + 2 * (6 + 1)  # before the first item, after each of them, and after each end
     assert report.resumes == places if chain == 0 else report.resumes > places
     furthest = 12 if horizon is None else max(horizon, 5)  # a link of a chain takes up to 5
@@ -72,26 +66,28 @@ def test_each_resume_counts_and_goes_as_far_as_the_horizon(horizon, chain):
     assert horizon is None or chain or max(graph.taken for graph in graphs[1:]) == horizon
 
 
+ONE = Numbers()
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "options", "error", "message"),
     [
-        (lambda: Numbers(lost=1), r"resumed after 0 items of epoch 0: .*\[?.*instead of 0"),
-        (lambda: Numbers(np.int64), r"\['root'\]\['parts'\]\[0\]` is a `numpy.int64`"),
-        (lambda: Numbers(lambda n: {n}.pop), r"\['parts'\]\[0\]` is a `builtins.builtin_function"),
-        (lambda: IterableWrapper([]), "there is nothing to resume"),
+        (lambda: Numbers(lost=1), {}, AssertionError, r"resumed after 0 items of epoch 0: .*of 0"),
+        (lambda: Numbers(np.int64), {}, AssertionError, r"\['parts'\]\[0\]` is a `numpy.int64`"),
+        (lambda: Numbers(lambda n: {n}.pop), {}, AssertionError, r"is a `builtins.builtin_func"),
+        (lambda: IterableWrapper([]), {}, AssertionError, "there is nothing to resume"),
+        (lambda: ONE, {}, ValueError, "must return a new graph each time, .*`Numbers`"),
+        (ONE, {}, TypeError, "`make_graph` must be a function"),
+        (Numbers, {"every": 0}, ValueError, "`every`"),
+        (Numbers, {"epochs": 0}, ValueError, "`epochs`"),
+        (Numbers, {"epochs": 1.5}, TypeError, "`epochs`"),
+        (Numbers, {"chain": -1}, ValueError, "`chain`"),
+        (Numbers, {"horizon": 0}, ValueError, "`horizon`"),
     ],
 )
-def test_what_does_not_resume_is_named(make, message):
-    with pytest.raises(AssertionError, match=message):
-        assert_resumes_exactly(make)
-
-
-def test_one_graph_is_not_resumed_into_itself():
-    graph = Numbers()
-    with pytest.raises(ValueError, match="must return a new graph each time"):
-        assert_resumes_exactly(lambda: graph)
-    with pytest.raises(TypeError, match="must be a function"):
-        assert_resumes_exactly(graph)
+def test_what_does_not_resume_or_is_not_valid_is_named(make, options, error, message):
+    with pytest.raises(error, match=message):
+        assert_resumes_exactly(make, **options)
 
 
 @dataclass(kw_only=True)
@@ -131,21 +127,19 @@ class Counter(StatefulNode):
 DATASET = [{"input_ids": [0] * (n % 7 + 1)} for n in range(50)]
 
 
-def counted_graph(forgetful, below):
-    """A graph with a counter below a node whose state hides that of its source."""
-    samples = ParallelProcessor(ShardedSampler(DATASET, seed=0), DATASET.__getitem__, seed=0)
-    counter = Counter(LengthObserver(samples), forgetful)
-    if below == "WindowBucketer":
-        return GroupCollator(WindowBucketer(counter, budget=32, window=16))
-    return Prefetcher(counter, 2)
+@pytest.mark.parametrize(
+    "above",
+    [
+        lambda source: GroupCollator(WindowBucketer(source, budget=32, window=16)),
+        lambda source: Prefetcher(source, 2),
+    ],
+)
+def test_a_counter_that_is_not_restored_is_found_below_what_hides_its_state(above):
+    def make(forgetful):
+        samples = ParallelProcessor(ShardedSampler(DATASET, seed=0), DATASET.__getitem__, seed=0)
+        return above(Counter(LengthObserver(samples), forgetful))
 
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("below", ["WindowBucketer", "Prefetcher"])
-def test_a_counter_that_is_not_restored_is_found_wherever_it_stands(below, every):
-    with pytest.raises(
-        AssertionError,
-        match=r"`Counter` was reset to a state, .*: state\['passed'\] is 0 instead of \d",
-    ):
-        assert_resumes_exactly(lambda: counted_graph(True, below), every=every, horizon=5)
-    assert_resumes_exactly(lambda: counted_graph(False, below), every=every, horizon=5)
+    options = {"every": 2, "horizon": 5, "chain": 0}
+    with pytest.raises(AssertionError, match=r"`Counter` was reset .*'passed'\] is 0 instead of"):
+        assert_resumes_exactly(lambda: make(True), **options)
+    assert_resumes_exactly(lambda: make(False), **options)

@@ -116,7 +116,7 @@ def of_nodes(exchange, budget=BUDGET, exclude=()):
 
 
 def with_own_key(sample):
-    return Observation(len(sample["input_ids"]), key=7 * int(sample["input_ids"][0]))
+    return Observation(len(sample["input_ids"]), key=1000 + int(sample["input_ids"][0]))
 
 
 class Kind(NamedTuple):
@@ -183,11 +183,14 @@ KINDS = {
     "dearest first": Kind({"dearest_first": 3}),
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),
+    "stop iterable": Kind({"uneven": "stop", "dataset": lambda *_: Shuffled()}, moves=False),
     "in order": Kind({"shuffle": False}),
     "own keys": Kind({"observe": with_own_key}),
     "sampler": Kind({"sampler": [*range(60, SAMPLES), *range(60)]}, moves=False),
-    "weighted": Kind({"sampler": WeightedSampler(range(1, SAMPLES + 1), replacement=False)}),
-    "drawn again": Kind({"sampler": WeightedSampler(range(SAMPLES))}, once=False),
+    "weighted": Kind(
+        {"sampler": WeightedSampler(range(1, SAMPLES + 1), replacement=False)}, moves=False
+    ),
+    "drawn again": Kind({"sampler": WeightedSampler(range(SAMPLES))}, False, once=False),
     "own data": Kind({"sharded": True, "dataset": range(60)}, moves=False, once=False),
     "iterable": Kind({"dataset": lambda *_: Shuffled()}, moves=False),
     "stateful": Kind({"dataset": lambda *_: Stateful()}, moves=False),
@@ -198,7 +201,9 @@ KINDS = {
     "mixed": Kind({"dataset": two(), "weights": {"a": 0.6, "b": 0.4}}),
     "names": Kind({"dataset": two(names=("web", "web/en"))}),
     "mixed by tokens": Kind({"dataset": two(), "weights": Mixing(by="tokens")}),
-    "first exhausted": Kind({"dataset": two(), "weights": Mixing(stop="first_exhausted")}),
+    "first exhausted": Kind(
+        {"dataset": two(), "weights": Mixing(stop="first_exhausted")}, once=False
+    ),
     "cycle": Kind(
         {"dataset": two(90, 9), "weights": Mixing(by="tokens", stop="cycle")}, False, once=False
     ),
@@ -339,10 +344,6 @@ class Step(NamedTuple):
         """(source, key) of each sample that is trained on."""
         return [row[:2] for row in self.rows]
 
-    @property
-    def left_out(self):
-        return [(one.source, one.key) for one in self.info.left_out]
-
 
 def described(batch):
     if batch is None:
@@ -353,13 +354,15 @@ def described(batch):
     return Step(info, zlib.crc32(values), batch["input_ids"].numel(), targets)
 
 
+def left_out_of(steps):
+    """What all ranks have left out in some steps."""
+    return [one for step in steps for rank in step for one in rank.info.left_out]
+
+
 def keys_of(steps):
     """The keys of all ranks in some steps: of samples that were trained on, and left out."""
-    ranks = [rank for step in steps for rank in step]
-    return (
-        [key for rank in ranks for key in rank.keys],
-        [key for rank in ranks for key in rank.left_out],
-    )
+    trained = [key for step in steps for rank in step for key in rank.keys]
+    return trained, [(one.source, one.key) for one in left_out_of(steps)]
 
 
 def check_counts(steps):
@@ -396,6 +399,6 @@ def by_virtual_rank(steps):
                 info.left_out,
                 (info.micro_step // hosted, info.micro_steps // hosted),
                 (info.optimizer_samples, info.optimizer_targets, info.all_samples_this_step),
-                info.loss_scale / len(of_ranks),
+                round(info.loss_scale / len(of_ranks), 9),
             )
     return found

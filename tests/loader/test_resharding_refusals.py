@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from elastic import SAMPLES, job, make, resharded, states_at, tokens_of, whole
+from elastic import job, make, resharded, states_at, tokens_of, whole
 
 from odb_nodes import (
     GroupCollator,
@@ -30,8 +30,16 @@ def states(world_size=2, **options):
     return states_at(job(world_size, steps=2, **options) if options else whole(world_size), 2)
 
 
-def at_the_end(exchange, **options):
-    return make(exchange, process_fn=lambda index: tokens_of(SAMPLES - index), **options)
+def from_(first):
+    """What makes a loader of other data, by a function of the same name."""
+
+    def make_from(exchange, **options):
+        def shifted(index):
+            return tokens_of(first + index)
+
+        return make(exchange, process_fn=shifted, **options)
+
+    return states(make=make_from)
 
 
 def without_aligner():
@@ -59,7 +67,7 @@ REFUSALS = [
     (lambda: states(state="payload"), 'saved with `state="payload"`'),
     (lambda: [states()[0], states_at(whole(2), 3)[1]], "`step` is 2 on rank 0, but 3 on rank 1"),
     (lambda: [states()[0], states(window=8)[1]], "different graphs: `WindowBucketer`"),
-    (lambda: [states()[0], states(make=at_the_end)[1]], "different places: `totals_digest`"),
+    (lambda: [from_(0)[0], from_(1)[1]], "different places: `totals_digest`"),
     (lambda: [states()[0], states(exclude=[7, 8, 90, 229])[1]], "different places: `excluded`"),
     (lambda: paired(states(3), states(3)[::-1]), "state of rank 0 of a loader is where"),
     (lambda: paired(states(), states(1) * 2), r"are of ranks \[0, 0\] of 1"),

@@ -1,14 +1,20 @@
 """Mixtures go on with another number of ranks, in the shares that they had."""
 
+import random
 from collections import Counter
 
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
-from elastic import job, resharded, states_at, tokens_of
+from elastic import job, resharded, states_at
 
-from odb_nodes import Mixing, ODBDataLoader, StateError, reshard
+from odb_nodes import Mixing, ODBDataLoader, StateError, WorkerOptions, reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def text(index):
+    return {"input_ids": [1] * random.Random(index).randint(2, 40), "id": index}
+
 
 EQUAL = {"a": 1, "b": 1, "c": 1}
 
@@ -19,7 +25,8 @@ def mixed(sizes=(120, 40, 61), **mixing):
     def make(exchange, **options):
         datasets = {name: range(size) for name, size in zip("abc", sizes, strict=False)}
         given = {"token_budget": 90, "window": 12, "round_size": 8, "timeout_s": TIMEOUT_S}
-        given |= {"weights": Mixing(**mixing), "process_fn": tokens_of}
+        given |= {"weights": Mixing(**mixing), "process_fn": text}
+        given |= {"workers": WorkerOptions(chunk_size=5)}
         return ODBDataLoader(datasets, process_group=exchange, **given | options)
 
     return make
@@ -100,7 +107,7 @@ def test_weights_that_were_set_go_on_once_all_ranks_draw_by_them():
             refused.append(step)
     # From the round in which the ranks agree on them to the first that draws by them alone.
     assert refused == [*range(4, 12)]
-    rest = job(2, states, make=make, steps=8)
+    rest = job(2, states, make=make, steps=8, prefetch=0)
     assert all(
         info.source_shares["a"] == pytest.approx(0.8) for found, _ in rest for info, _ in found
     )

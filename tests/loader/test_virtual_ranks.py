@@ -10,6 +10,7 @@ from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import job, make, states_at
 from gradients import LanguageModel, mean_loss, samples_of
 from jobs import TO_VIRTUAL, Given, Job, by_virtual_rank
+from torch.utils.data import IterableDataset
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -26,8 +27,9 @@ from odb_nodes import (
 )
 from odb_nodes.memory import OomGuard
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*(Further ones|were skipped)")
 
-@pytest.mark.filterwarnings("ignore")
+
 @pytest.mark.parametrize("kind", TO_VIRTUAL)
 def test_all_numbers_of_processes_take_the_steps_of_plain_ranks(kind, tmp_path):
     jobs = [Job(Given(kind, 4, tmp_path))]
@@ -248,7 +250,7 @@ def test_what_cannot_be_the_same_on_all_is_refused(options, error, message):
         ODBDataLoader(**given | options)
 
 
-class Locked:
+class Locked(IterableDataset):
     def __init__(self):
         self.lock = threading.Lock()
 

@@ -2,13 +2,11 @@
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from rank_jobs import run_ranks
 from torchdata.nodes import IterableWrapper, Unbatcher
 
 from odb_nodes import (
@@ -304,27 +302,3 @@ def test_who_processes_makes_no_difference(method):
     workers = WorkerOptions(num_workers=2, chunk_size=3, method=method)
     others = ParallelProcessor(ShardedSampler(30, shuffle=False), augmented, workers=workers)
     assert drawn(others) == drawn(ParallelProcessor(ShardedSampler(30), augmented))
-
-
-def test_over_real_ranks_with_workers_each_comes_once(tmp_path):
-    body = """
-        sys.path.append(sys.argv[1])
-        from test_keys import BUDGET, text
-        import warnings
-        warnings.simplefilter("ignore")
-        data = {"a": range(120), "b": range(40)}
-        options = {"process_fn": text, "window": 8, "num_workers": 2, "accumulate": 2}
-        with ODBDataLoader(data, token_budget=BUDGET, round_size=4, **options) as loader:
-            for epoch in range(2):
-                seen = []
-                for batch in loader:
-                    info = pop_step_info(batch)
-                    if not info.is_filler:
-                        assert list(info.keys) == batch["id"].tolist()
-                    seen += zip(info.row_sources, info.keys)
-                    seen += [(one.source, one.key) for one in info.left_out]
-                everywhere = sorted(pair for rank in r.gathered(seen) for pair in rank)
-                assert everywhere == [(name, key) for name in data for key in data[name]]
-        r.finish(len(seen))
-    """
-    assert sum(run_ranks(tmp_path, body, 2, Path(__file__).parent)) == 160

@@ -68,11 +68,14 @@ class Shuffled:
 
     epoch = position = start = 0
 
+    def __init__(self, size=SAMPLES):
+        self.size = size
+
     def set_epoch(self, epoch):
         self.epoch = epoch
 
     def __iter__(self):
-        order = random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)
+        order = random.Random(self.epoch).sample(range(self.size), self.size)
         self.position, self.start = self.start, 0
         for index in order[self.position :]:
             self.position += 1
@@ -211,6 +214,17 @@ KINDS = {
     "settable": Kind({"dataset": two(), "weights": SETTABLE}, moves=False, calls=CALLS),
     "settable payload": Kind(
         {"dataset": two(), "weights": SETTABLE, "state": "payload"}, moves=False, calls=CALLS
+    ),
+    "settable iterable": Kind(
+        {
+            "dataset": lambda *_: {"a": Shuffled(60), "b": Shuffled(50)},
+            "weights": SETTABLE,
+            "round_size": 4,
+            "prefetch": 0,
+        },
+        moves=False,
+        ranks=(1, 2),
+        calls=CALLS,
     ),
     "nodes": Kind({}, make=of_nodes),
     "virtual": Kind({"virtual_ranks": 4}, ranks=(1, 2, 4)),

@@ -49,8 +49,8 @@ def tokens_of(index):
 def sample(index):
     """A sample, but for some that are skipped; of a record of a file, or of an index."""
     index = index["i"] if isinstance(index, dict) else index
-    if index % 31 == 5:
-        return Skipped("thirty-first")
+    if index % 9 == 5:
+        return Skipped("ninth")
     return {
         "input_ids": tokens_of(index),
         "labels": np.where(np.arange(len(tokens_of(index))) % 3, index, -100),

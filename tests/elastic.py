@@ -26,12 +26,6 @@ def trained_on():
     return [index for index in range(SAMPLES) if index not in gone]
 
 
-def augmented(index):
-    """A sample that draws from the global generators."""
-    length = 3 + random.randrange(20)
-    return {"input_ids": [random.randrange(99) for _ in range(length)], "id": index}
-
-
 def make(exchange, **options):
     given = {
         "process_fn": sample,
@@ -46,7 +40,7 @@ def make(exchange, **options):
 
 
 def job(world_size, states=None, steps=None, make=make, epochs=1, **options):
-    """Of each rank: its steps, as (info, ids), the states around them, and counts at the end.
+    """Of each rank: its steps, as (info, ids), and the states around them.
 
     Args:
         world_size: number of ranks.
@@ -71,26 +65,21 @@ def job(world_size, states=None, steps=None, make=make, epochs=1, **options):
                 info = pop_step_info(batch)
                 found.append((info, [] if info.is_filler else batch["id"].tolist()))
                 saved.append(loader.state_dict())
-        counts = loader.skipped_samples, loader.dropped_samples, loader.excluded_samples
-        try:
-            total = loader.num_samples
-        except TypeError:  # of a source that does not know
-            total = 0
-        return found, saved, (*counts, loader.samples_done, total)
+        return found, saved
 
     return on_ranks(world_size, run)
 
 
 def ids_of(ranks, steps=None):
     """What became of samples: those in steps, and those that are left out, by their keys."""
-    trained = [index for found, *_ in ranks for _, ids in found[:steps] for index in ids]
-    left = [one.key for found, *_ in ranks for info, _ in found[:steps] for one in info.left_out]
+    trained = [index for found, _ in ranks for _, ids in found[:steps] for index in ids]
+    left = [one.key for found, _ in ranks for info, _ in found[:steps] for one in info.left_out]
     return sorted(trained), sorted(left)
 
 
 def states_at(ranks, step):
     """The state of each rank after so many steps."""
-    return [saved[step] for _, saved, _ in ranks]
+    return [saved[step] for _, saved in ranks]
 
 
 def resharded(ranks, step, world_size):
@@ -103,15 +92,8 @@ def whole(world_size):
     return job(world_size)
 
 
-def infos(ranks):
-    return [[(info, ids) for info, ids in found] for found, *_ in ranks]
-
-
 def tokens_of(index):
     rng = random.Random(index)
     tokens = [rng.randrange(33) for _ in range(rng.randint(2, 24))]
-    return {
-        "input_ids": tokens,
-        "labels": [one if rng.random() < 0.6 else -100 for one in tokens],
-        "id": index,
-    }
+    labels = [one if rng.random() < 0.6 else -100 for one in tokens]
+    return {"input_ids": tokens, "labels": labels, "id": index}

@@ -3,13 +3,16 @@
 A job is a loader on each of N ranks, which are threads of this process.
 """
 
+import gzip
 import random
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from odb_nodes import (
     GroupCollator,
@@ -17,6 +20,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     Mixing,
+    Observation,
     ODBDataLoader,
     PaddingCollate,
     ParallelProcessor,
@@ -24,6 +28,7 @@ from odb_nodes import (
     ShardedSampler,
     Skipped,
     TokenBudget,
+    WeightedSampler,
     WeightSchedule,
     WindowBucketer,
     WorkerOptions,
@@ -33,6 +38,7 @@ from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 SAMPLES = 110
 LONG, TIMEOUT_S = 90, 20.0
+BUDGET = TokenBudget(80, oversize="drop")
 
 
 def tokens_of(index):
@@ -44,8 +50,8 @@ def tokens_of(index):
 def sample(index):
     """A sample, but for some that are skipped; of a record of a file, or of an index."""
     index = index["i"] if isinstance(index, dict) else index
-    if index % 31 == 5:
-        return Skipped("thirty-first")
+    if index % 9 == 5:
+        return Skipped("ninth")
     return {
         "input_ids": tokens_of(index),
         "labels": np.where(np.arange(len(tokens_of(index))) % 3, index, -100),
@@ -55,7 +61,7 @@ def sample(index):
 def augmented(index):
     """A sample that draws its length and its tokens from the global generators."""
     tokens = np.random.randint(0, 99, 3 + random.randrange(20))
-    return {"input_ids": tokens + index * 0}
+    return {"input_ids": tokens + index * 0, "labels": tokens}
 
 
 def noisy(samples):
@@ -68,11 +74,14 @@ class Shuffled:
 
     epoch = position = start = 0
 
+    def __init__(self, size=SAMPLES):
+        self.size = size
+
     def set_epoch(self, epoch):
         self.epoch = epoch
 
     def __iter__(self):
-        order = random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)
+        order = random.Random(self.epoch).sample(range(self.size), self.size)
         self.position, self.start = self.start, 0
         for index in order[self.position :]:
             self.position += 1
@@ -87,25 +96,36 @@ class Stateful(Shuffled):
         self.start = state["position"]
 
 
-def two(a=60, b=50):
-    return {"a": range(a), "b": range(b)}
+def two(a=60, b=50, names="ab"):
+    return lambda *_: dict(zip(names, (range(a), range(b)), strict=True))
 
 
 @cache
-def records(folder):
-    """A folder of two files of records."""
-    for name, indices in (("a", range(0, 70)), ("b", range(70, SAMPLES))):
-        (folder / f"{name}.jsonl").write_text("".join(f'{{"i": {index}}}\n' for index in indices))
+def records(folder, end=""):
+    """A folder of two files of records, with an empty file and empty lines between."""
+    folder /= f"records{end}"
+    folder.mkdir(exist_ok=True)
+    for name, indices in (("a", range(0, 70)), ("b", ()), ("c", range(70, SAMPLES))):
+        text = "".join(f'{{"i": {index}}}\n{index % 3 * chr(10)}' for index in indices)
+        with (gzip.open if end else open)(folder / f"{name}.jsonl{end}", "wt") as file:
+            file.write(text)
     return folder
 
 
-def of_nodes(exchange, exclude=(), accumulate=1, **options):
+def read(end="", **options):
+    return lambda folder, *shard: JsonlSource(records(folder, end), *shard, **options)
+
+
+def of_nodes(exchange, budget=BUDGET, exclude=()):
     """The graph of `ODBDataLoader`, node by node."""
     shard = {"rank": exchange.rank, "world_size": exchange.world_size}
     source = ParallelProcessor(ShardedSampler(SAMPLES, seed=3, **shard), sample, **shard)
-    budget = TokenBudget(80, oversize="drop")
     bucketer = WindowBucketer(LengthObserver(source), budget, 16, exclude=exclude)
     return Loader(GroupCollator(RankAligner(bucketer, exchange, 8, timeout_s=TIMEOUT_S)))
+
+
+def with_own_key(sample):
+    return Observation(len(sample["input_ids"]), key=1000 + int(sample["input_ids"][0]))
 
 
 class Kind(NamedTuple):
@@ -114,37 +134,51 @@ class Kind(NamedTuple):
     Attributes:
         options: of `ODBDataLoader`; a `dataset` may be made of (folder, rank, world size).
         moves: whether it goes on with another number of ranks also within an epoch.
-        make: exchange, options -> loader, in place of `ODBDataLoader`.
+        make: exchange, budget, exclude -> loader, in place of `ODBDataLoader`.
+        ranks: the numbers of ranks that it may have.
+        once: whether each sample comes once in an epoch.
+        calls: weights that are set after a step, by its number.
     """
 
     options: dict
     moves: bool = True
     make: object = None
+    ranks: tuple = (1, 2, 3, 4)
+    once: bool = True
+    calls: dict = {}  # noqa: RUF012
 
-    def loader(self, exchange, folder, exclude=()):
+    def budget(self, cuts=0):
+        """Its budget, after it was lowered so many times."""
+        budget = self.options.get("token_budget", BUDGET)
+        return replace(budget, tokens=budget.tokens * (4, 3, 2)[cuts] // 4)
+
+    def loader(self, exchange, folder, exclude=(), cuts=0):
         by_source = {name: [] for name, _ in exclude}
         for name, key in exclude:
             by_source[name].append(key)
-        options = {"exclude": by_source.get("", by_source)} if exclude else {}
+        excluded = {"exclude": by_source.get("", by_source)} if exclude else {}
         if self.make is not None:
-            return self.make(exchange, **options)
+            return self.make(exchange, self.budget(cuts), **excluded)
         given = {
             "dataset": range(SAMPLES),
             "process_fn": sample,
-            "token_budget": TokenBudget(80, oversize="drop"),
             "window": 16,
             "round_size": 8,
             "seed": 3,
             "timeout_s": TIMEOUT_S,
             "process_group": exchange,
         }
-        given |= self.options
+        given |= self.options | excluded | {"token_budget": self.budget(cuts)}
         if callable(given["dataset"]):
             given["dataset"] = given["dataset"](folder, exchange.rank, exchange.world_size)
-        return ODBDataLoader(**given | options)
+        return ODBDataLoader(**given)
 
 
 THREADS = WorkerOptions(num_workers=2, method="thread", chunk_size=3)
+SCHEDULE = WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
+CALLS = {1: {"a": 1, "b": 8}, 4: {"a": 8, "b": 1}, 5: {"a": 2, "b": 1}}
+SETTABLE = Mixing(weights={"a": 1, "b": 1}, settable=True)
+TO_VIRTUAL = ("accumulate", "auto window", "threads", "packed", "stop", "stateful", "payload")
 KINDS = {
     "replay": Kind({}),
     "payload": Kind({"state": "payload"}, moves=False),
@@ -154,48 +188,101 @@ KINDS = {
     "collate": Kind({"collate_fn": noisy}),
     "packed": Kind({"token_budget": TokenBudget(90, layout="packed")}),
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
+    "shapes": Kind({"token_budget": TokenBudget(80, shapes=4, oversize="drop")}),
     "auto window": Kind({"window": "auto"}),
     "dearest first": Kind({"dearest_first": 3}),
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),
+    "stop iterable": Kind({"uneven": "stop", "dataset": lambda *_: Shuffled()}, moves=False),
     "in order": Kind({"shuffle": False}),
+    "own keys": Kind({"observe": with_own_key}),
+    "sampler": Kind({"sampler": [*range(60, SAMPLES), *range(60)]}, moves=False),
+    "weighted": Kind(
+        {"sampler": WeightedSampler(range(1, SAMPLES + 1), replacement=False)}, moves=False
+    ),
+    "drawn again": Kind({"sampler": WeightedSampler(range(SAMPLES))}, False, once=False),
+    "own data": Kind({"sharded": True, "dataset": range(60)}, moves=False, once=False),
     "iterable": Kind({"dataset": lambda *_: Shuffled()}, moves=False),
     "stateful": Kind({"dataset": lambda *_: Stateful()}, moves=False),
-    "records": Kind({"dataset": lambda folder, *shard: JsonlSource(records(folder), *shard)}),
-    "mixed": Kind({"dataset": lambda *_: two(), "weights": {"a": 0.6, "b": 0.4}}),
-    "mixed by tokens": Kind({"dataset": lambda *_: two(), "weights": Mixing(by="tokens")}),
-    "scheduled": Kind(
-        {
-            "dataset": lambda *_: two(),
-            "weights": Mixing(
-                weights=WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
-            ),
-        }
+    "records": Kind({"dataset": read()}),
+    "records in order": Kind({"dataset": read(shuffle=False)}),
+    "compressed": Kind({"dataset": read(".gz", shuffle=False)}, moves=False),
+    "mixed records": Kind({"dataset": lambda *given: {"a": range(60), "records": read()(*given)}}),
+    "mixed": Kind({"dataset": two(), "weights": {"a": 0.6, "b": 0.4}}),
+    "names": Kind({"dataset": two(names=("web", "web/en"))}),
+    "mixed by tokens": Kind({"dataset": two(), "weights": Mixing(by="tokens")}),
+    "first exhausted": Kind(
+        {"dataset": two(), "weights": Mixing(stop="first_exhausted")}, once=False
     ),
-    "virtual ranks": Kind({"virtual_ranks": 4}),
+    "cycle": Kind(
+        {"dataset": two(90, 9), "weights": Mixing(by="tokens", stop="cycle")}, False, once=False
+    ),
+    "scheduled": Kind({"dataset": two(), "weights": Mixing(weights=SCHEDULE)}),
+    "settable": Kind({"dataset": two(), "weights": SETTABLE}, moves=False, calls=CALLS),
+    "settable payload": Kind(
+        {"dataset": two(), "weights": SETTABLE, "state": "payload"}, moves=False, calls=CALLS
+    ),
+    "settable iterable": Kind(
+        {
+            "dataset": lambda *_: {"a": Shuffled(60), "b": Shuffled(50)},
+            "weights": SETTABLE,
+            "round_size": 4,
+            "prefetch": 0,
+        },
+        moves=False,
+        ranks=(1, 2),
+        calls=CALLS,
+    ),
     "nodes": Kind({}, make=of_nodes),
+    "virtual": Kind({"virtual_ranks": 4}, ranks=(1, 2, 4)),
+    "virtual mixed": Kind(
+        {"virtual_ranks": 3, "dataset": two(), "weights": Mixing(by="tokens")}, ranks=(1, 3)
+    ),
 }
 """The kinds of jobs, by name."""
+KINDS |= {
+    f"virtual {name}": Kind(KINDS[name].options | {"virtual_ranks": 4}, ranks=(1, 2, 4))
+    for name in TO_VIRTUAL
+}
+
+
+class Given(NamedTuple):
+    """What makes a job.
+
+    Attributes:
+        kind: name of its kind.
+        world_size: number of ranks.
+        folder: where files of data may be.
+        exclude: (source, key) of samples that are left out.
+        cuts: how many times the budget was lowered.
+    """
+
+    kind: str
+    world_size: int
+    folder: object
+    exclude: frozenset = frozenset()
+    cuts: int = 0
 
 
 class Job:
     """A run of N ranks that goes on: their loaders, and what each has at a step.
 
     Args:
-        kind: name of its kind.
-        world_size: number of ranks.
-        folder: where files of data may be.
-        exclude: keys that are left out.
+        given: what makes it.
         states: a state of each rank; None begins.
     """
 
-    def __init__(self, kind, world_size, folder, exclude=frozenset(), states=None):
-        hub = InProcessHub(world_size, TIMEOUT_S)
-        self.threads = [ThreadPoolExecutor(1) for _ in range(world_size)]  # one for each rank
+    def __init__(self, given, states=None):
+        self.kind = KINDS[given.kind]
+        hub = InProcessHub(given.world_size, TIMEOUT_S)
+        self.threads = [ThreadPoolExecutor(1) for _ in range(given.world_size)]  # one for each rank
+        make = self.kind.loader
         self.loaders = self.each(
-            lambda rank: KINDS[kind].loader(hub.exchange(rank), folder, exclude), range(world_size)
+            lambda rank: make(hub.exchange(rank), given.folder, given.exclude, given.cuts),
+            range(given.world_size),
         )
         self.its, self.touched = None, False  # whether a step was taken since `iter`
+        self.loaded = False  # a state, which no `iter` has taken up yet
         if states is not None:
             self.load(states)
 
@@ -209,8 +296,12 @@ class Job:
         return self.each(lambda loader: loader.state_dict(), self.loaders)
 
     def load(self, states):
-        self.each(lambda loader, state: loader.load_state_dict(state), self.loaders, states)
-        self.its, self.touched = None, False
+        self.each(
+            lambda loader, state: loader.load_state_dict(state, change_budget=True),
+            self.loaders,
+            states,
+        )
+        self.its, self.touched, self.loaded = None, False, True
 
     def step(self):
         """What each rank has in its next step; None at the end of an epoch."""
@@ -222,6 +313,8 @@ class Job:
             assert not any(found), "some ranks have steps left"
             self.its, self.touched = None, False
             return None
+        if (weights := self.kind.calls.get(found[0].info.step)) is not None:
+            self.each(lambda loader: loader.set_weights(weights), self.loaders)
         return found
 
     def epoch(self):
@@ -230,7 +323,19 @@ class Job:
 
     def begin(self):
         """Begin an epoch, or go on with one that was loaded."""
-        self.its, self.touched = self.each(iter, self.loaders), False
+        self.its, self.touched, self.loaded = self.each(iter, self.loaders), False, False
+
+    def set_epoch(self, number):
+        self.each(lambda loader: loader.set_epoch(number), self.loaders)
+        self.its, self.touched = None, False
+
+    def counts(self):
+        """Over all ranks: samples that were left out, and trained on, in the epoch."""
+        out = [
+            sum(loader.skipped_samples.values()) + loader.dropped_samples + loader.excluded_samples
+            for loader in self.loaders
+        ]
+        return sum(out), sum(loader.samples_done for loader in self.loaders)
 
     def close(self):
         self.each(lambda loader: loader.close(), self.loaders)
@@ -243,21 +348,24 @@ class Job:
 
 
 class Step(NamedTuple):
-    """What a rank has in a step, and a checksum of its tensors."""
+    """What a rank has in a step: a checksum of its tensors, and numbers that come from them."""
 
     info: object
     content: int
+    tokens: int  # padded
+    targets: int
+
+    @property
+    def rows(self):
+        """(source, key, repeat) of each sample that is trained on."""
+        info = self.info
+        facts = zip(info.row_sources, info.keys, info.row_repeats, strict=True)
+        return [] if info.is_filler else [*facts]
 
     @property
     def keys(self):
         """(source, key) of each sample that is trained on."""
-        info = self.info
-        sources = info.row_sources or ("",) * len(info.keys)
-        return [] if info.is_filler else list(zip(sources, info.keys, strict=True))
-
-    @property
-    def left_out(self):
-        return [(one.source, one.key) for one in self.info.left_out]
+        return [row[:2] for row in self.rows]
 
 
 def described(batch):
@@ -265,13 +373,55 @@ def described(batch):
         return None
     info = pop_step_info(batch)
     values = b"".join(np.asarray(batch[name]).tobytes() for name in sorted(batch))
-    return Step(info, zlib.crc32(values))
+    targets = 0 if info.is_filler else int((batch["labels"][:, 1:] != -100).sum())
+    return Step(info, zlib.crc32(values), batch["input_ids"].numel(), targets)
+
+
+def left_out_of(steps):
+    """What all ranks have left out in some steps."""
+    return [one for step in steps for rank in step for one in rank.info.left_out]
 
 
 def keys_of(steps):
     """The keys of all ranks in some steps: of samples that were trained on, and left out."""
-    ranks = [rank for step in steps for rank in step]
-    return (
-        [key for rank in ranks for key in rank.keys],
-        [key for rank in ranks for key in rank.left_out],
-    )
+    trained = [key for step in steps for rank in step for key in rank.keys]
+    return trained, [(one.source, one.key) for one in left_out_of(steps)]
+
+
+def check_counts(steps):
+    """Check that what steps say of all ranks is what the batches of all ranks hold."""
+    optimizer_step, number = [], 0
+    for step in steps:
+        optimizer_step += step
+        number += 1
+        assert len({one.info.ends_optimizer_step for one in step}) == 1
+        if not step[0].info.ends_optimizer_step:
+            continue
+        targets = sum(one.targets for one in optimizer_step)
+        samples = sum(len(one.rows) for one in optimizer_step)
+        assert samples
+        for one in optimizer_step:
+            info = one.info
+            assert (info.micro_steps, info.local_targets) == (number, one.targets)
+            assert (info.optimizer_samples, info.optimizer_targets) == (samples, targets)
+            assert info.loss_scale == pytest.approx(len(step) * one.targets / max(1, targets))
+        optimizer_step, number = [], 0
+    assert not optimizer_step
+
+
+def by_virtual_rank(steps):
+    """What each virtual rank has at each step, the same whichever process hosts it."""
+    found = {}
+    for of_ranks in steps:
+        for process, one in enumerate(of_ranks):
+            info = one.info
+            step, number = divmod(info.step, hosted := info.batches_per_step)
+            found[info.epoch, step, process * hosted + number] = (
+                one[1:],
+                one.rows,
+                info.left_out,
+                (info.micro_step // hosted, info.micro_steps // hosted),
+                (info.optimizer_samples, info.optimizer_targets, info.all_samples_this_step),
+                round(info.loss_scale / len(of_ranks), 9),
+            )
+    return found

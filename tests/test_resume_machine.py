@@ -1,9 +1,10 @@
 """One machine for all that is promised of states: whatever befalls a run, it goes on exactly.
 
-A run of any kind of job takes steps, is saved, killed, loaded, closed, left, given more samples to
-exclude, and moved to other numbers of ranks, in any order. Its oracle is a run that nobody
-interrupts: the same steps, on every rank, to the last bit. Where ranks or exclusions change, the
-oracle is a run from the changed states, and both together have each sample once.
+A run of any kind of job takes steps, is saved, killed, loaded, closed, left, sent to another epoch,
+given more samples to exclude, a lower budget, and other numbers of ranks, in any order. Its oracle
+is a run that nobody interrupts: the same steps, on every rank, to the last bit. Where ranks, budget
+or exclusions change, the oracle is a run from the changed states, and both together have each
+sample once, and count it exactly.
 """
 
 from functools import cache
@@ -19,32 +20,34 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from jobs import KINDS, Job, keys_of
+from jobs import KINDS, Given, Job, by_virtual_rank, check_counts, keys_of, left_out_of
 
 from odb_nodes import StateError, reshard
 
-RANKS = [1, 2, 4]
-EXCLUDED = 5  # at most, each time
+LEFT = 8  # samples of each rank that `exclude_more` leaves at least
+PLANNED = 18  # steps at most in which groups come that were formed before: two rounds
 
 
 class Line:
     """A run that nobody interrupts, from the beginning or from states."""
 
-    def __init__(self, kind, world_size, folder, exclude=frozenset(), states=None):
-        self.given = kind, world_size, folder, exclude
-        self.kind, self.world_size, self.folder, self.exclude = self.given
-        self.job, self._epochs = Job(*self.given, states), []
+    def __init__(self, given, states=None):
+        self.given, self.job, self._epochs = given, Job(given, states), []
+        self._is_whole = states is None
 
     def epoch(self, number):
         """The steps of an epoch of this run; the first may be the rest of one."""
         while len(self._epochs) <= number:
-            self._epochs.append(self.job.epoch())
+            steps = self.job.epoch()
+            if self._epochs or self._is_whole:
+                check_counts(steps)
+            self._epochs.append(steps)
         return self._epochs[number]
 
 
 @cache
-def whole(kind, world_size, folder):
-    return Line(kind, world_size, folder)
+def whole(*given):
+    return Line(Given(*given))
 
 
 class Place(NamedTuple):
@@ -63,21 +66,32 @@ class Place(NamedTuple):
         before = self.before if self.epoch == 0 else ()
         return [*before, *self.line.epoch(self.epoch)[: self.step]]
 
+    def rest(self):
+        return self.line.epoch(self.epoch)[self.step :]
+
+    def ends_optimizer_step(self):
+        done = self.steps()
+        return not done or done[-1][0].info.ends_optimizer_step
+
 
 class ResumeMachine(RuleBasedStateMachine):
     kinds, folder, job = (), None, None
 
-    @initialize(data=st.data(), world_size=st.sampled_from(RANKS))
-    def begin(self, data, world_size):
-        self.kind = data.draw(st.sampled_from(self.kinds))
-        self.saved, self.lines = [], []
-        self.go_to(Place(whole(self.kind, world_size, self.folder)))
+    @initialize(data=st.data(), steps=st.integers(0, 12))
+    def begin(self, data, steps):
+        name = data.draw(st.sampled_from(self.kinds))
+        self.start(name, data.draw(st.sampled_from(KINDS[name].ranks)))
+        self.take(steps)
+
+    def start(self, name, world_size):
+        self.kind, self.saved, self.lines = KINDS[name], [], []
+        self.go_to(Place(whole(name, world_size, self.folder)))
 
     def go_to(self, place, states=None):
         """Be a new run at a place, as after a kill."""
         if self.job is not None:
             self.job.end()
-        self.place, self.job = place, Job(*place.line.given, states)
+        self.place, self.job = place, Job(place.line.given, states)
 
     def teardown(self):
         for one in (self, *self.lines):
@@ -100,8 +114,8 @@ class ResumeMachine(RuleBasedStateMachine):
         self.saved.append((self.place, self.job.states()))
 
     @precondition(lambda self: self.saved)
-    @rule(data=st.data(), at=st.integers(0, 99))
-    def load(self, data, at):
+    @rule(at=st.integers(0, 99))
+    def load(self, at):
         """As after a kill, or into the loaders that run."""
         place, states = self.saved[at % len(self.saved)]
         if place.line.given == self.place.line.given and at % 2:
@@ -117,51 +131,117 @@ class ResumeMachine(RuleBasedStateMachine):
             self.job.close()
         self.job.load(states)
 
+    @precondition(lambda self: self.job.touched and not self.kind.calls)
     @rule()
     def leave(self):
         """Break out of the loop, and begin the next epoch."""
-        if self.job.touched:
-            self.job.begin()
-            self.place = Place(self.place.line, self.place.epoch + 1)
+        self.job.begin()
+        self.place = Place(self.place.line, self.place.epoch + 1)
 
-    @rule(world_size=st.sampled_from(RANKS))
-    def change_ranks(self, world_size):
-        kind, _, folder, exclude = self.place.line.given
-        if self.ends_optimizer_step() and world_size != self.place.line.world_size:
-            try:
-                states = reshard(self.job.states(), world_size)
-            except StateError:
-                assert (self.place.step or self.place.before) and not KINDS[kind].moves
-            else:
-                self.change(Line(kind, world_size, folder, exclude, states), states)
+    @precondition(lambda self: not self.kind.calls)
+    @rule(number=st.integers(0, 3))
+    def set_epoch(self, number):
+        """Go to any epoch, unless a state was loaded that stands within one."""
+        if not self.job.loaded:
+            self.job.set_epoch(number)
+            self.place = Place(self.fresh(self.place.line.given), number)
+        elif self.place.step:
+            self.job.set_epoch(number)
 
     @rule(data=st.data())
-    def exclude_more(self, data):
-        kind, world_size, folder, exclude = self.place.line.given
-        if self.ends_optimizer_step():
-            keys = data.draw(st.sets(st.sampled_from(sorted(self.everything())), max_size=EXCLUDED))
-            states = self.job.states()
-            self.change(Line(kind, world_size, folder, exclude | keys, states), states)
+    def change_ranks(self, data):
+        others = [one for one in self.kind.ranks if one != self.place.line.given.world_size]
+        self.move(data.draw(st.sampled_from(others)))
 
-    def ends_optimizer_step(self):
-        done = self.place.line.epoch(self.place.epoch)[: self.place.step]
-        return not done or done[-1][0].info.ends_optimizer_step
+    def move(self, world_size):
+        """Go on with another number of ranks; whether that can be."""
+        given, rest = self.place.line.given, self.place.rest()
+        if not self.place.ends_optimizer_step():
+            with pytest.raises(StateError, match="within an optimizer step"):
+                reshard(self.job.states(), world_size)
+            return
+        try:
+            states = reshard(self.job.states(), world_size)
+        except StateError:
+            assert self.place.steps() and not self.kind.moves
+            return
+        self.change(given._replace(world_size=world_size), states)
+        if "virtual_ranks" in self.kind.options:
+            assert by_virtual_rank(self.place.rest()) == by_virtual_rank(rest)
+
+    @rule(data=st.data(), how=st.sampled_from(["few", "half", "rank"]))
+    def exclude_more(self, data, how):
+        given, here = self.place.line.given, sorted(self.everything())
+        if how == "few" or not self.place.step:
+            keys = data.draw(st.sets(st.sampled_from(here), max_size=5))
+        elif how == "half":
+            keys = {*here[data.draw(st.integers(0, 1)) :: 2]}
+        else:  # all that a rank has left
+            rank = data.draw(st.integers(0, given.world_size - 1))
+            keys = {key for step in self.place.rest() for key in step[rank].keys}
+        exclude = given.exclude | keys
+        trained = {*keys_of(whole(given.kind, 1, self.folder).epoch(0))[0]}
+        if len(trained - exclude) < LEFT * given.world_size:
+            return
+        states = self.job.states()
+        if self.place.ends_optimizer_step() or exclude == given.exclude:
+            self.change(given._replace(exclude=exclude), states)
+            assert not {*keys_of(self.place.rest())[0]} & exclude
+        elif "virtual_ranks" not in self.kind.options:
+            job = Job(given._replace(exclude=exclude), states)
+            with pytest.raises(StateError, match="within an optimizer step"):
+                job.begin()
+            job.end()
+
+    @precondition(lambda self: self.place.line.given.cuts < 2)
+    @rule()
+    def lower_budget(self):
+        if "virtual_ranks" in self.kind.options and not self.place.ends_optimizer_step():
+            return  # the batches of a step that are out must stay what they are
+        given = self.place.line.given
+        given = given._replace(cuts=given.cuts + 1)
+        if self.kind.budget().shapes:
+            job = Job(given, self.job.states())
+            with pytest.raises(StateError, match="With `shapes`"):
+                job.begin()
+            job.end()
+            return
+        self.change(given, self.job.states())
+        tokens = self.kind.budget(given.cuts).tokens
+        rest = self.place.rest()
+        for step in rest[PLANNED * rest[0][0].info.batches_per_step if rest else 0 :]:
+            assert all(one.tokens <= tokens or len(one.rows) <= 1 for one in step)
 
     def everything(self):
-        return {key for part in keys_of(whole(self.kind, 1, self.folder).epoch(0)) for key in part}
+        given = self.place.line.given
+        return {*sum(keys_of(whole(given.kind, 1, self.folder).epoch(0)), [])}
 
-    def change(self, line, states):
+    def fresh(self, given):
+        """A run from the beginning."""
+        if not given.exclude and not given.cuts:
+            return whole(*given)
+        self.lines.append(Line(given))
+        return self.lines[-1]
+
+    def change(self, given, states):
         """Go on as another line, which has what is left of this one."""
+        before, line = self.place.steps(), Line(given, states)
         self.lines.append(line)
-        before = self.place.steps()
         self.go_to(Place(line, before=tuple(before)), states)
-        trained, left_out = keys_of([*before, *line.epoch(0)])
-        assert len(trained) == len(set(trained))
-        assert {*trained, *left_out} == self.everything()
-        assert not {*keys_of(line.epoch(0))[0]} & line.exclude
-        if line.epoch(0) and not line.exclude:
-            number = line.epoch(0)[0][0].info.epoch
-            assert line.epoch(1) == whole(self.kind, line.world_size, self.folder).epoch(number + 1)
+        rest = line.epoch(0)
+        check_counts([*before, *rest])
+        rows = [row for step in [*before, *rest] for one in step for row in one.rows]
+        assert len(rows) == len({*rows}) or self.kind.options.get("sharded")
+        if self.kind.once:
+            trained, left_out = keys_of([*before, *rest])
+            if rest and self.kind.make is None:
+                unread = sum(one.reason == "unemitted" for one in left_out_of([*before, *rest]))
+                assert line.job.counts() == (len(left_out) - unread, len(trained))
+            assert len([*trained, *left_out]) == len({*trained, *left_out})
+            assert {*trained, *left_out} == self.everything() or (not rest and given.exclude)
+        if rest and not given.exclude:
+            number = rest[0][0].info.epoch + 1
+            assert line.epoch(1) == self.fresh(given).epoch(number)
 
 
 @pytest.fixture(scope="module")
@@ -169,20 +249,48 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("resume")
 
 
-def run_machine(folder, kinds, **options):
-    machine = type("Machine", (ResumeMachine,), {"kinds": kinds, "folder": folder})
-    given = settings(stateful_step_count=12, deadline=None, **options)
-    run_state_machine_as_test(machine, settings=given)
+def machine_of(folder, kinds):
+    return type("Machine", (ResumeMachine,), {"kinds": kinds, "folder": folder})
+
+
+def run_machine(folder, kinds, examples):
+    given = settings(stateful_step_count=12, deadline=None, max_examples=examples)
+    run_state_machine_as_test(machine_of(folder, kinds), settings=given)
 
 
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore")
 def test_whatever_befalls_a_run_it_goes_on_exactly(folder):
-    run_machine(folder, [*KINDS], max_examples=2 * len(KINDS))
+    run_machine(folder, [*KINDS], len(KINDS))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_befalls_a_run_of_any_kind_it_goes_on_exactly(kind, folder):
-    run_machine(folder, [kind])
+    run_machine(folder, [kind], settings.default.max_examples // 5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_any_kind_goes_on_from_each_step_and_on_other_ranks(kind, folder):
+    run = machine_of(folder, [kind])()
+    *others, world_size = KINDS[kind].ranks
+    run.start(kind, world_size)
+    for _ in range(12):
+        run.save()
+        run.take(1)
+    for at in range(12):
+        run.load(at)
+        run.take(3)
+    for at in range(1, 12, 2):
+        run.load(at)
+        run.move(others[at // 2 % len(others)])
+    run.lower_budget()
+    run.take(3)
+    if not KINDS[kind].calls:
+        run.set_epoch(0)
+        run.load_own_state(closed=True)
+        run.take(1)
+    run.teardown()

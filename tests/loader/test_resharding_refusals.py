@@ -6,23 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from aligned_ranks import TIMEOUT_S
-from elastic import (
-    SAMPLES,
-    infos,
-    job,
-    resharded,
-    states_at,
-    tokens_of,
-    whole,
-)
+from elastic import job, make, resharded, states_at, tokens_of, whole
 
 from odb_nodes import (
     GroupCollator,
-    IterableSource,
     LengthObserver,
     Loader,
-    ODBDataLoader,
     ShardedSampler,
     StateError,
     StepInfo,
@@ -36,59 +25,77 @@ from odb_nodes.monitor import Monitor
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def iterable(exchange, **options):
-    data = [tokens_of(index) for index in range(SAMPLES)]
-    return ODBDataLoader(
-        IterableSource(data, exchange.rank, exchange.world_size),
-        token_budget=80,
-        window=16,
-        process_group=exchange,
-        timeout_s=TIMEOUT_S,
-        **options,
-    )
+def states(world_size=2, **options):
+    """The state of each rank after two steps."""
+    return states_at(job(world_size, steps=2, **options) if options else whole(world_size), 2)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"make": iterable}, "the source cannot read samples by keys"),
-        ({"state": "payload"}, 'saved with `state="payload"`'),
-    ],
-    ids=["iterable", "payload"],
-)
-def test_what_no_other_rank_can_read_goes_on_with_others_between_epochs(how, message):
-    begun = job(2, **how)
+def from_(first):
+    """What makes a loader of other data, by a function of the same name."""
+
+    def make_from(exchange, **options):
+        def shifted(index):
+            return tokens_of(first + index)
+
+        return make(exchange, process_fn=shifted, **options)
+
+    return states(make=make_from)
+
+
+def without_aligner():
+    groups = WindowBucketer(LengthObserver(ShardedSampler(9, rank=0, world_size=1), len), 9)
+    return [Loader(GroupCollator(groups)).state_dict()]
+
+
+def nested():
+    deep = 1
+    for _ in range(2000):
+        deep = {"a": deep}
+    return [{"loader": one, "deep": deep} for one in states()]
+
+
+def paired(left, right):
+    return [{"a": one, "b": two} for one, two in zip(left, right, strict=True)]
+
+
+REFUSALS = [
+    (lambda: states(4)[::2], r"ranks \[1, 3\] are missing"),
+    (lambda: [*states(), states()[0]], r"are of ranks \[0, 0, 1\]"),
+    (lambda: [*states(4)[:3], states()[0]], r"of jobs of \[2, 4\] ranks"),
+    (lambda: [{"step": 3}], "hold none of a loader"),
+    (lambda: states(sharded=True), "each rank has data of its own"),
+    (lambda: states(state="payload"), 'saved with `state="payload"`'),
+    (lambda: [states()[0], states_at(whole(2), 3)[1]], "`step` is 2 on rank 0, but 3 on rank 1"),
+    (lambda: [states()[0], states(window=8)[1]], "different graphs: `WindowBucketer`"),
+    (lambda: [from_(0)[0], from_(1)[1]], "different places: `totals_digest`"),
+    (lambda: [states()[0], states(exclude=[7, 8, 90, 229])[1]], "different places: `excluded`"),
+    (lambda: paired(states(3), states(3)[::-1]), "state of rank 0 of a loader is where"),
+    (lambda: paired(states(), states(1) * 2), r"are of ranks \[0, 0\] of 1"),
+    (lambda: [states()[0], states()[1] | {"num_yielded": 1}], "digest"),
+    (nested, "nested too deeply"),
+    (without_aligner, "must be a `RankAligner`"),
+]
+
+
+@pytest.mark.parametrize(("make_states", "message"), REFUSALS, ids=[one[1] for one in REFUSALS])
+def test_states_that_are_not_those_of_all_ranks_of_a_run_are_refused(make_states, message):
+    given = make_states()
     with pytest.raises(StateError, match=message):
-        resharded(begun, 3, 3)
-    for step, epoch in ((0, 0), (-1, 1)):
-        rest = job(3, resharded(begun, step, 3), epochs=1 + epoch, **how)
-        expected = job(3, epochs=1 + epoch, **how)
-        assert infos(rest) == [
-            [one for one in found if one[0].epoch == epoch] for found in infos(expected)
-        ]
+        reshard(given, 5)
 
 
-def test_data_that_a_rank_has_for_itself_is_not_another_ranks():
-    begun = job(2, steps=3, sharded=True)
-    with pytest.raises(StateError, match="each rank has data of its own"):
-        resharded(begun, -1, 3)
-
-
-def test_states_of_all_ranks_are_needed():
-    states = states_at(whole(4), 2)
-    with pytest.raises(StateError, match=r"those of ranks \[1, 3\] are missing"):
-        reshard([states[0], states[2]], 2)
-    with pytest.raises(StateError, match=r"one of each rank, but are of ranks \[0, 0, 1, 2, 3\]"):
-        reshard([*states, states[0]], 2)
-    with pytest.raises(StateError, match=r"of jobs of \[3, 4\] ranks"):
-        reshard([*states[:3], states_at(whole(3), 2)[0]], 2)
+def test_an_empty_list_of_states_is_refused():
     with pytest.raises(ValueError, match="`states` must have the state of each rank"):
         reshard([], 2)
-    with pytest.raises(StateError, match="hold none of a loader"):
-        reshard([{"step": 3}], 2)
 
 
-RANK = ("rank", "world_size")
+def test_what_only_its_rank_can_read_goes_on_with_others_between_epochs():
+    begun = job(2, state="payload")
+    for step, epoch in ((0, 0), (-1, 1)):
+        rest = job(3, resharded(begun, step, 3), epochs=1 + epoch, state="payload")
+        expected = job(3, epochs=1 + epoch, state="payload")
+        for (found, _), (of_run, _) in zip(rest, expected, strict=True):
+            assert found == [one for one in of_run if one[0].epoch == epoch]
 
 
 def ranks_in(state):
@@ -102,109 +109,52 @@ def ranks_in(state):
 
 @pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4}], ids=["ranks", "virtual"])
 def test_a_damaged_rank_or_number_of_ranks_is_refused(options):
-    first, second = states_at(job(2, steps=2, **options), 2)
-    places = [(n, name) for n, one in enumerate(ranks_in(second)) for name in one if name in RANK]
-    for (place, name), value in product(places, (None, [], "x", 1.5, 10**30)):
+    first, second = states(**options)
+    names = ("rank", "world_size")
+    places = [(n, name) for n, one in enumerate(ranks_in(second)) for name in one if name in names]
+    for (place, name), value in product(places, (None, [], 1.5, 10**30)):
         damaged = copy.deepcopy(second)
         [*ranks_in(damaged)][place][name] = value
-        for world_size in (1, 2):
-            with pytest.raises(StateError, match="digest"):
-                reshard([first, damaged], world_size)
-            if place == 0:  # which says whose the state is, also where its digest was made again
-                del damaged["digest"]
-                with pytest.raises(StateError):
-                    reshard([first, damaged := add_digest(damaged)], world_size)
-                damaged["digest"] += 1
+        with pytest.raises(StateError, match="digest"):
+            reshard([first, damaged], 1)
+        if place == 0:  # which says whose the state is, also where its digest was made again
+            del damaged["digest"]
+            with pytest.raises(StateError):
+                reshard([first, add_digest(damaged)], 1)
 
 
-def test_states_of_other_steps_or_arguments_are_refused():
-    states = states_at(whole(2), 2)
-    with pytest.raises(StateError, match="`step` is 2 on rank 0, but 3 on rank 1"):
-        reshard([states[0], states_at(whole(2), 3)[1]], 3)
-    other = states_at(job(2, steps=2, window=8), 2)
-    with pytest.raises(StateError, match="of different graphs: `WindowBucketer` with"):
-        reshard([states[0], other[1]], 3)
+# --- what is beside the loader --------------------------------------------------------------------
 
 
-def test_states_of_two_runs_are_refused():
-    def run(first, **options):
-        def make(exchange, **options):
-            data = [tokens_of(index) for index in range(first, first + SAMPLES)]
-            given = {"token_budget": 80, "window": 16, "timeout_s": TIMEOUT_S}
-            return ODBDataLoader(data, process_group=exchange, **given | options)
-
-        return states_at(job(2, steps=2, make=make, **options), 2)
-
-    states = run(0)
-    with pytest.raises(StateError, match="of different places: `totals_digest`"):
-        reshard([states[0], run(1)[1]], 3)
-    with pytest.raises(StateError, match="of different places: `excluded`"):
-        reshard([states[0], run(0, exclude=[229])[1]], 3)
-
-
-def test_each_loader_of_a_dict_must_be_of_the_same_ranks():
-    states = states_at(whole(3), 2)
-    (alone,) = states_at(whole(1), 0)
-    with pytest.raises(StateError, match="state of rank 0 of a loader is where that of rank 2"):
-        reshard([{"a": one, "b": two} for one, two in zip(states, states[::-1], strict=True)], 2)
-    with pytest.raises(StateError, match=r"are of ranks \[0, 0, 0\] of 1"):
-        reshard([{"a": one, "b": alone} for one in states], 2)
-
-
-def test_a_damaged_state_is_refused():
-    states = states_at(whole(2), 2)
-    damaged = {**states[1], "num_yielded": 1}
-    with pytest.raises(StateError, match="digest"):
-        reshard([states[0], damaged], 3)
-    deep = 1
-    for _ in range(2000):
-        deep = {"a": deep}
-    with pytest.raises(StateError, match="nested too deeply"):
-        reshard([{"loader": one, "deep": deep} for one in states], 3)
-
-
-def test_a_state_without_ranks_is_refused():
-    groups = WindowBucketer(LengthObserver(ShardedSampler(9, rank=0, world_size=1), len), 9)
-    with pytest.raises(StateError, match="below the `GroupCollator` must be a `RankAligner`"):
-        reshard([Loader(GroupCollator(groups)).state_dict()], 2)
+def beside(*data):
+    return [{"loader": one, **some} for one, some in zip(states(), data, strict=True)]
 
 
 def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
-    states = states_at(whole(2), 2)
-    beside = [{"loader": one, "step": 2, "ema": torch.ones(3)} for one in states]
-    found = reshard(beside, 3)
-    assert [one["loader"] for one in found] == reshard(states, 3)
-    assert all(one["step"] == 2 and one["ema"].equal(torch.ones(3)) for one in found)
-    beside[1]["ema"] = torch.zeros(3)
-    with pytest.raises(StateError, match=r"`state\['ema'\]` must be equal on all ranks"):
-        reshard(beside, 3)
+    nan, ones = torch.tensor([1, float("nan")]), torch.ones(3)
+    found = reshard(beside(*[{"ema": ones, "at": nan, "best": float("nan")}] * 2), 3)
+    assert [one["loader"] for one in found] == reshard(states(), 3)
+    assert all(one["ema"].equal(ones) and one["at"] is nan for one in found)
+    assert len(reshard(beside({"at": nan}, {"at": nan.clone()}), 3)) == 3
+    for other in (torch.zeros(3), torch.tensor([1, 2.0])):
+        with pytest.raises(StateError, match=r"`state\['at'\]` must be equal on all ranks"):
+            reshard(beside({"at": nan}, {"at": other}), 3)
 
 
-def test_what_is_no_number_is_equal_to_itself():
-    states = states_at(whole(2), 2)
-    nan, other = ({"best": float("nan"), "at": torch.tensor([1, x])} for x in (float("nan"), 2.0))
-    beside = [{"loader": one, **data} for one, data in zip(states, ({**nan}, {**nan}), strict=True)]
-    beside[1]["at"] = nan["at"].clone()
-    assert all(one["at"] is nan["at"] for one in reshard(beside, 3))
-    with pytest.raises(StateError, match=r"`state\['at'\]` must be equal on all ranks"):
-        reshard([beside[0], beside[1] | {"at": other["at"]}], 3)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 def test_a_monitor_goes_on_beside_a_loader(before, after, tmp_path):
-    states = states_at(whole(before), 2)
-    beside = []
-    for rank, state in enumerate(states):
+    given = []
+    for rank, state in enumerate(states(before)):
         with Monitor(tmp_path / str(rank)) as monitor:
             for step in range(2):
                 info = StepInfo.of_one_rank([], step)
                 monitor.step({"input_ids": torch.ones(rank + 1, 2)}, info)
-            beside.append({"loader": state, "monitor": monitor.state_dict()})
+            given.append({"loader": state, "monitor": monitor.state_dict()})
             monitor.close(write=False)
-    assert beside[0]["monitor"]["share"]["shapes"] == {"1x2": 2}
-    found, monitors = reshard(beside, after), [one["monitor"] for one in beside]
+    assert given[0]["monitor"]["share"]["shapes"] == {"1x2": 2}
+    found, monitors = reshard(given, after), [one["monitor"] for one in given]
     assert [one["monitor"] for one in found] == Monitor.reshard_states(monitors, after)
-    assert [one["loader"] for one in found] == reshard(states, after)
+    assert [one["loader"] for one in found] == reshard(states(before), after)
 
 
 @dataclass(kw_only=True)
@@ -216,9 +166,8 @@ class RunState(NodeState):
 
 
 def test_what_holds_a_loader_must_be_whole():
-    states = states_at(whole(2), 2)
-    runs = [seal_whole("Run", RunState(samples=9, loader=one)) for one in states]
+    runs = [seal_whole("Run", RunState(samples=9, loader=one)) for one in states()]
     found = reshard(runs, 3)
-    assert [unseal_whole(one, "Run", RunState).loader for one in found] == reshard(states, 3)
+    assert [unseal_whole(one, "Run", RunState).loader for one in found] == reshard(states(), 3)
     with pytest.raises(StateError, match="`state` is damaged: its digest"):
         reshard([{**one, "samples": 8} for one in runs], 3)

@@ -165,6 +165,15 @@ KINDS = {
             ),
         }
     ),
+    "mixed kinds of sources": Kind(
+        {
+            "dataset": lambda folder, *_: {"a": JsonlSource(records(folder)), "b": Shuffled()},
+            "process_fn": {"a": sample, "b": augmented},
+        },
+        moves=False,
+    ),
+    "mixed tasks": Kind({"dataset": lambda *_: two(), "diversity": 0.5, "round_size": 4}),
+    "shapes": Kind({"token_budget": TokenBudget(96, shapes=6, oversize="drop")}),
     "virtual ranks": Kind({"virtual_ranks": 4}),
     "nodes": Kind({}, make=of_nodes),
 }

@@ -57,6 +57,10 @@ def augmented(index):
     return {"input_ids": tokens + index * 0}
 
 
+def labelled(index):
+    return (tokens := augmented(index)) | {"labels": tokens["input_ids"]}
+
+
 class Shuffled:
     """An iterable with an order for each epoch, and a state of its own."""
 
@@ -168,7 +172,7 @@ KINDS = {
     "mixed kinds of sources": Kind(
         {
             "dataset": lambda folder, *_: {"a": JsonlSource(records(folder)), "b": Shuffled()},
-            "process_fn": {"a": sample, "b": augmented},
+            "process_fn": {"a": sample, "b": labelled},
         },
         moves=False,
     ),

@@ -171,7 +171,10 @@ KINDS = {
     ),
     "mixed kinds of sources": Kind(
         {
-            "dataset": lambda folder, *_: {"a": JsonlSource(records(folder)), "b": Shuffled()},
+            "dataset": lambda folder, *shard: {
+                "a": JsonlSource(records(folder), *shard),
+                "b": Shuffled(),
+            },
             "process_fn": {"a": sample, "b": labelled},
         },
         moves=False,

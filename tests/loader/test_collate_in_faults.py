@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import warnings
 from functools import partial
@@ -47,15 +46,21 @@ def test_an_error_is_the_one_that_the_trainer_would_raise():
     assert rest == [info for _, info, _ in expected][kept.step + 1 :]
 
 
-def test_an_error_names_the_sample():
-    def name_row(samples):
-        raise SampleError("is odd", index=2)
+def name_row(samples):
+    raise SampleError("is odd", index=2)
 
-    with (
-        ODBDataLoader(Rows(), **options(collate_fn=name_row)) as loader,
-        pytest.raises(SampleError, match=r"^a sample.*key \d+.*`id` 'row \d+': is odd"),
-    ):
-        next(iter(loader))
+
+@pytest.mark.parametrize(
+    ("collate", "error", "message"),
+    [
+        (name_row, SampleError, r"^a sample.*key \d+.*`id` 'row \d+': is odd"),
+        (len, TypeError, "must return a dict"),
+    ],
+)
+def test_an_error_names_the_sample_or_the_function(collate, error, message):
+    with ODBDataLoader(Rows(), **options(collate_fn=collate)) as loader:
+        with pytest.raises(error, match=message):
+            next(iter(loader))
 
 
 def in_workers_only(samples, trainer, fault):
@@ -88,15 +93,11 @@ def test_what_only_a_worker_cannot_do_the_trainer_does(fault, said):
 
 
 def fork(batch):
+    """Leave a child that ends by `sys.exit`, as if it were the worker."""
     if not (child := os.fork()):
         sys.exit(0)
     os.waitpid(child, 0)
     return batch
-
-
-def test_a_child_that_a_collate_function_forks_does_not_answer_for_it():
-    runs = [("main", where), ("workers", faulty(fork))]
-    assert_equal(*(epoch(Rows(), mode, collate_fn=collate) for mode, collate in runs))
 
 
 class Item:
@@ -116,29 +117,25 @@ def slow_row(item):
     return Rows()[item.index]
 
 
-@pytest.mark.parametrize("collate_in", ["main", "workers"])
-def test_an_order_that_a_worker_cannot_read_is_no_error_of_the_item_in_hand(collate_in, capfd):
+def test_an_order_that_a_worker_cannot_read_is_no_error_of_the_item_in_hand(capfd):
     items = IterableWrapper([Item(index, os.getpid()) for index in range(SIZE)])
     workers = WorkerOptions(num_workers=1, chunk_size=5, in_flight_samples=20, **WORKERS)
-    given = options(collate_in=collate_in, process_fn=slow_row, workers=workers)
+    given = options(process_fn=slow_row, workers=workers)
     with ODBDataLoader(items, **given) as loader, pytest.raises(WorkerError, match="exit code 1"):
         next(iter(loader))
     assert "cannot arrive" in capfd.readouterr().err
 
 
-def die(batch):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
     """Batches of which the samples are there still come; a reset starts new workers."""
     expected = epoch(Rows(), "main", collate_fn=where)
+    assert_equal(expected, epoch(Rows(), "workers", collate_fn=faulty(fork)))
     once = tmp_path / "once"
 
     def fault(batch):
         if batch["ids"] == expected[4][0]["ids"] and not once.exists():
             once.touch()
-            die(batch)
+            os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
     collate = faulty(fault)
@@ -162,14 +159,6 @@ def test_a_collate_function_that_hangs_is_an_error_after_the_limit():
     with (
         ODBDataLoader(Rows(), **options(collate_fn=collate, workers=workers)) as loader,
         pytest.raises(WorkerError, match=r"within 2 s .*`collate_fn`"),
-    ):
-        next(iter(loader))
-
-
-def test_what_is_no_batch_is_refused():
-    with (
-        ODBDataLoader(Rows(), **options(collate_fn=len)) as loader,
-        pytest.raises(TypeError, match="must return a dict"),
     ):
         next(iter(loader))
 
@@ -206,37 +195,9 @@ def processor_of(loader):
     return node
 
 
-def test_a_worker_that_owed_several_batches_is_warned_of_once(tmp_path):
-    expected = epoch(Rows(), "main", collate_fn=where, window=SIZE)
-    go = tmp_path / "go"
-
-    def end_when_told(_batch):
-        while not go.exists():
-            time.sleep(0.01)
-        os._exit(5)
-
-    given = options(collate_fn=faulty(end_when_told), window=SIZE, prefetch=8)
-    with ODBDataLoader(Rows(), **given) as loader:
-        batches, workers = iter(loader), processor_of(loader).runner._pool._workers
-
-        def tell():
-            while min(one.batches_due for one in workers) < 2:
-                time.sleep(0.01)
-            go.touch()
-
-        threading.Thread(target=tell, daemon=True).start()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            found = [pop_step_info(batch) for batch in batches]
-    assert found == [info for _, info, _ in expected]
-    said = [re.search(r"process (\d+) died", str(one.message))[1] for one in told]
-    assert sorted(said) == sorted(str(one.pid) for one in workers)
-
-
-@pytest.mark.parametrize("collate_in", ["main", "workers"])
-def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
+def test_workers_that_died_with_nothing_to_do_are_started_anew():
     workers = WorkerOptions(num_workers=2, in_flight_samples=SIZE, **WORKERS)
-    given = options(collate_in=collate_in, workers=workers, prefetch=1, collate_fn=where)
+    given = options(workers=workers, prefetch=1, collate_fn=where)
     with ODBDataLoader(Rows(), **given) as loader:
         node = processor_of(loader)
         batches, pids = iter(loader), node.worker_pids
@@ -251,7 +212,7 @@ def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
         while not all(one.is_buried for one in workers):  # A kill takes its time.
             time.sleep(0.01)
         # A batch may be ordered before its worker is known to be dead.
-        owed = "nothing to do" if collate_in == "main" else "(nothing to do|batches to make)"
+        owed = "(nothing to do|batches to make)"
         with pytest.warns(UserWarning, match=f"-9.* It had {owed}.* All workers are started anew"):
             again = [pop_step_info(batch) for batch in loader]
         assert sum(info.local_samples for info in again) == SIZE

@@ -2,14 +2,12 @@
 
 import gc
 import os
-import signal
 import sys
 import threading
 import time
 import warnings
 from pathlib import Path
 
-import psutil
 import pytest
 from stored_rows import WORKERS, Rows, assert_equal, epoch, options, same, where
 
@@ -19,7 +17,6 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.processing import shared_pages
-from odb_nodes.sample import StoredData
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
@@ -76,26 +73,15 @@ def open_files(process="self"):
     return sum("memfd:odb_nodes" in name for name in held) + mapped
 
 
-def test_epochs_hold_no_more_and_more_files():
+@pytest.mark.parametrize("forking", [False, True])
+def test_epochs_hold_no_more_and_more_files(forking):
+    """Also where a fork, whose child may read them, retires those that are in use."""
     before = open_files()
-    with ODBDataLoader(Rows(300, 100), **options(collate_fn=where)) as loader:
-        counts = []
-        for _ in range(8):
-            for batch in loader:
-                del batch
-            counts.append([open_files(pid) for pid in ("self", *loader.worker_pids)])
-    for several in zip(*counts, strict=True):
-        assert max(several[4:]) <= 1.5 * max(several[:4]) + 4
-    del loader
-    assert open_files() == before
-
-
-def test_files_that_are_retired_by_a_fork_are_let_go_of():
     with ODBDataLoader(Rows(300, 100), **options(collate_fn=where)) as loader:
         counts = []
         for _ in range(6):
             for step, batch in enumerate(loader):
-                if step % 3 == 0:
+                if forking and step % 3 == 0:
                     child = os.fork()
                     if not child:
                         os._exit(0)
@@ -104,6 +90,8 @@ def test_files_that_are_retired_by_a_fork_are_let_go_of():
             counts.append([open_files(pid) for pid in ("self", *loader.worker_pids)])
     for several in zip(*counts, strict=True):
         assert max(several[3:]) <= 1.5 * max(several[:3]) + 4
+    del loader
+    assert open_files() == before
 
 
 def test_few_descriptors_are_enough(monkeypatch):
@@ -129,30 +117,18 @@ def allow_no_files(worker):
     shared_pages.CAN_SHARE = False
 
 
-def test_large_batches_come_through_the_socket_where_a_worker_can_make_no_files():
-    workers = WorkerOptions(num_workers=2, worker_init_fn=allow_no_files, **WORKERS)
-    given = {"collate_fn": where, "workers": workers}
-    assert_equal(*(epoch(Rows(60, 400), mode, **given) for mode in ("main", "workers")))
-
-
 def allow_few_files(worker):
     import resource  # which not every system has
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 
 
-def test_a_worker_leaves_descriptors_for_the_files_that_it_is_sent():
-    """It processes far more samples ahead than it may have files."""
-    workers = WorkerOptions(num_workers=1, chunk_size=1, worker_init_fn=allow_few_files, **WORKERS)
-    given = {"collate_fn": where, "workers": workers, "window": 200}
+@pytest.mark.parametrize("allow", [allow_no_files, allow_few_files])
+def test_a_worker_may_have_few_files_or_none(allow):
+    """None: large batches come through the socket. Few: it processes more samples ahead."""
+    given = {"chunk_size": 1, "worker_init_fn": allow, **WORKERS}
+    given = {"workers": WorkerOptions(num_workers=1, **given), "collate_fn": where, "window": 200}
     assert_equal(*(epoch(Rows(300, 150), mode, **given) for mode in ("main", "workers")))
-
-
-def test_samples_do_not_come_to_the_trainer():
-    with ODBDataLoader(Rows(), **options()) as loader:
-        next(iter(loader))
-        pooled = loader._graphs[0].bucketer._pool.items().values()
-        assert {isinstance(one.data, StoredData) for one in pooled} == {True}
 
 
 def test_a_batch_is_made_while_a_chunk_is_processed():
@@ -174,34 +150,3 @@ def test_a_batch_is_made_while_a_chunk_is_processed():
         assert len(batch["ids"]) == 3
         assert time.monotonic() - start < 0.64  # of 64 samples, each 20 ms
         assert threading.active_count() == before
-
-
-def test_killed_with_files_in_hand_nothing_is_left():
-    begun, ended = os.pipe()
-    trainer = os.fork()
-    if not trainer:
-        os.close(begun)
-        loader = ODBDataLoader(Rows(4000, 400), **options(collate_fn=where))
-        iterator = iter(loader)
-        next(iterator)
-        os.write(ended, " ".join(map(str, loader.worker_pids)).encode())
-        for _ in iterator:
-            pass
-        os._exit(0)
-    os.close(ended)
-    workers = [*map(int, os.read(begun, 100).split())]
-    os.close(begun)
-    assert len(workers) == 2
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
-    deadline = time.monotonic() + 5
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_running, workers))
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

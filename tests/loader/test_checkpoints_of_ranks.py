@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from aligned_ranks import on_ranks
@@ -140,29 +141,22 @@ def test_fsdp_modules_are_saved_in_shards(tmp_path):
 # Ranks that are threads.
 
 
-class Rank:
-    """What a rank that is a thread has in hand."""
-
-    def __init__(self, rank, folder, meet):
-        self.rank, self.folder, self.meet = rank, folder, meet
-
-    def checkpoints(self, parts=None, folder=None, **options):
-        return Checkpoints(
-            folder or self.folder, {"done": {}} if parts is None else parts, **options
-        )
-
-
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """Runs a function on two ranks; returns what it returned, or raised, on each of them."""
     local, barrier = threading.local(), threading.Barrier(2, timeout=30)
     monkeypatch.setattr(module, "resolve_exchange", lambda group, timeout_s: local.exchange)
 
+    def checkpoints(parts=None, folder="checkpoints", **options):
+        return Checkpoints(tmp_path / folder, {"done": {}} if parts is None else parts, **options)
+
     def run(body, timeout_s=20.0):
         def on_rank(exchange):
             local.exchange = exchange
             try:
-                return body(Rank(exchange.rank, tmp_path / "checkpoints", barrier.wait))
+                return body(
+                    SimpleNamespace(rank=exchange.rank, meet=barrier.wait, checkpoints=checkpoints)
+                )
             except (PeerError, StateError) as error:
                 return f"{type(error).__name__}: {error}"
 
@@ -222,10 +216,9 @@ def alone(own):
 
 
 def folder_of_each(own):
-    folder = own.folder / str(own.rank)
-    own.checkpoints(folder=folder).save(1)
+    own.checkpoints(folder=str(own.rank)).save(1)
     own.meet()
-    own.checkpoints(folder=folder).load()
+    own.checkpoints(folder=str(own.rank)).load()
 
 
 def other_parts(own):

@@ -295,7 +295,7 @@ def test_a_program_ends_while_the_thread_of_a_forgotten_loader_is_inside_torch(r
 # --- leaks ----------------------------------------------------------------------------------------
 
 EPOCHS = """
-    import multiprocessing, psutil
+    import psutil
 
     def held():
         names = os.listdir("/proc/self/fd")
@@ -310,12 +310,6 @@ EPOCHS = """
         }
 
     start_method, prefetch = sys.argv[1], int(sys.argv[2])
-    if start_method == "spawn":
-        # Python's own helper process, which lives until the program ends.
-        helper = multiprocessing.get_context(start_method).Process(target=time.time)
-        helper.start()
-        helper.join()
-        helper.close()
     before = held()
     loader = w.dataloader(w.Texts(100), start_method, prefetch=prefetch)
     steps = set()
@@ -335,9 +329,7 @@ EPOCHS = """
 """
 
 
-@pytest.mark.parametrize(
-    ("start_method", "prefetch"), [("fork", 4), ("fork", 0), ("spawn", 4), ("thread", 4)]
-)
+@pytest.mark.parametrize(("start_method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
 def test_many_epochs_leave_nothing_behind(start_method, prefetch, run):
     code, _, errors = run(EPOCHS, start_method, prefetch).finish(120)
     assert (code, complaints(errors)) == (0, [])

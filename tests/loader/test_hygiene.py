@@ -78,7 +78,8 @@ def test_a_killed_trainer_leaves_no_process(start_method, run, exhaustive):
     assert program.line() == str(2 * len(names))
     assert len(program.running()) > 2 * len(names)
     os.kill(program.process.pid, signal.SIGKILL)
-    assert_nobody_is_left(program)
+    # Those that were started last may still import torch.
+    assert_nobody_is_left(program, ORPHAN_LIMIT_S if start_method == "fork" else 30)
 
 
 WRITING = """
@@ -419,11 +420,9 @@ def test_of_two_loaders_one_may_lose_a_worker_or_be_closed(fate):
             os.kill(victim.worker_pids[0], signal.SIGKILL)
             started = time.monotonic()
             with pytest.raises(WorkerError, match="-9"):
-                for batch in (*iterator, *victim):  # maybe all was processed before
-                    seen[1] += ids([batch])
+                list(iterator), list(victim)  # maybe all was processed before
             assert time.monotonic() - started < 10
-            assert ids(victim) == alone
-        assert seen[0] + ids(others) == alone
+        assert [seen[0] + ids(others), ids(other)] == [alone, alone]
 
 
 def test_workers_start_while_other_threads_are_busy(run):

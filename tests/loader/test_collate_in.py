@@ -118,7 +118,7 @@ KINDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is skipped:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_steps_and_states_are_the_same(kind, monkeypatch):
     monkeypatch.setattr(worker_batches, "_LARGE_BYTES", 10_000)
@@ -131,7 +131,7 @@ def test_batches_steps_and_states_are_the_same(kind, monkeypatch):
     assert_equal(*runs)
 
 
-@pytest.mark.filterwarnings("ignore:.*is skipped:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")
 @pytest.mark.parametrize("kind", ["keeps a generator", "payload, skipped"])
 def test_a_run_resumes_exactly(kind, sampled):
     loaders = []

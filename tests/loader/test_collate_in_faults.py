@@ -101,6 +101,7 @@ def fork(batch):
     return batch
 
 
+@pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning")
 def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
     """Batches of which the samples are there still come; a reset starts new workers."""
     expected = epoch(Rows(), "main", collate_fn=where)
@@ -138,6 +139,7 @@ def test_a_collate_function_that_hangs_is_an_error_after_the_limit():
         next(iter(loader))
 
 
+@pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning")
 def test_workers_that_died_with_nothing_to_do_are_started_anew():
     workers = WorkerOptions(num_workers=2, in_flight_samples=SIZE, **WORKERS)
     given = options(workers=workers, prefetch=1, collate_fn=where)

@@ -334,6 +334,13 @@ def test_arguments_that_are_not_valid_are_named(options, error, message):
         ODBDataLoader(**{"dataset": SAMPLES, "token_budget": 256, **options})
 
 
+@pytest.mark.slow  # to import
+def test_a_table_is_refused():
+    frame = pytest.importorskip("pandas").DataFrame({"input_ids": [[1], [2]]})
+    with pytest.raises(TypeError, match="datasets.Dataset.from_pandas"):
+        ODBDataLoader(frame, token_budget=16)
+
+
 class KeepsLoader(IterableDataset):
     """An iterable over a loader of its own, as nobody forms batches there."""
 

@@ -23,16 +23,7 @@ CALLS = (
 
 
 def arrange(checkpoints, pids, *, rank, after_calls, delay_s, seed):
-    """Kill all ranks within a save.
-
-    Args:
-        checkpoints: whose `save` it is.
-        pids: the processes of all ranks.
-        rank: the one that does it.
-        after_calls: number of calls into the file system, within saves, before that.
-        delay_s: seconds after the last of them.
-        seed: what the pauses between calls are drawn from.
-    """
+    """Kill `pids` within a save: on `rank`, `delay_s` after so many calls into the file system."""
     own = pids.index(os.getpid())
     draw = random.Random(f"{seed} {own}")  # of its own: those of the job are a part of its state
     thread, inside, count = threading.get_ident(), False, 0

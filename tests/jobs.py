@@ -69,6 +69,10 @@ def noisy(samples):
     return {**PaddingCollate()(samples), "noise": np.array(random.random())}
 
 
+def labelled(index):
+    return (tokens := augmented(index)) | {"labels": tokens["input_ids"]}
+
+
 class Shuffled:
     """An iterable with an order for each epoch, and a state of its own."""
 
@@ -233,6 +237,14 @@ KINDS = {
         ranks=(1, 2),
         calls=CALLS,
     ),
+    "mixed kinds of sources": Kind(
+        {
+            "dataset": lambda *given: {"a": read()(*given), "b": Shuffled(50)},
+            "process_fn": {"a": sample, "b": augmented},
+        },
+        moves=False,
+    ),
+    "mixed tasks": Kind({"dataset": two(), "diversity": 0.5, "round_size": 4}),
     "nodes": Kind({}, make=of_nodes),
     "virtual": Kind({"virtual_ranks": 4}, ranks=(1, 2, 4)),
     "virtual mixed": Kind(

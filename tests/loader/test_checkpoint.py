@@ -6,6 +6,8 @@ from elastic import job, states_at
 
 from odb_nodes import DistributedState, StateError, load_rank_state, reshard, save_rank_state
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*exceed", "ignore:.*skipped")
+
 
 @pytest.fixture
 def as_rank(monkeypatch):
@@ -18,75 +20,62 @@ def as_rank(monkeypatch):
     return become
 
 
-def save_all(folder, world_size, as_rank):
-    for rank in range(world_size):
-        as_rank(rank, world_size)
-        save_rank_state({"rank": rank, "weights": torch.arange(rank)}, folder)
+@pytest.fixture
+def save_all(as_rank):
+    def save(folder, world_size):
+        for rank in range(world_size):
+            as_rank(rank, world_size)
+            save_rank_state({"rank": rank, "weights": torch.arange(rank)}, folder)
+
+    return save
 
 
-def test_each_rank_finds_its_own_state(tmp_path, as_rank):
-    save_all(tmp_path / "new" / "folder", 3, as_rank)
-    for rank in range(3):
-        as_rank(rank, 3)
-        assert load_rank_state(tmp_path / "new" / "folder")["rank"] == rank
-
-
-def test_what_is_no_state_of_a_loader_is_not_resharded(tmp_path, as_rank):
-    save_all(tmp_path, 3, as_rank)
-    as_rank(0, 2)
-    with pytest.raises(StateError, match="hold none of a loader"):
-        load_rank_state(tmp_path)
-
-
-def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):
-    states = states_at(job(3, steps=2), 2)
-    for rank, state in enumerate(states):
-        as_rank(rank, 3)
-        save_rank_state({"loader": state, "step": 2}, tmp_path)
-    for rank, expected in enumerate(reshard(states, 2)):
-        as_rank(rank, 2)
-        with caplog.at_level("INFO", "odb_nodes"):
-            assert load_rank_state(tmp_path) == {"loader": expected, "step": 2}
-        assert "3 ranks have saved it, 2 load it" in caplog.text
-
-
-def test_two_checkpoints_in_one_folder_are_refused(tmp_path, as_rank):
-    save_all(tmp_path / "three", 3, as_rank)
-    save_all(tmp_path / "two", 2, as_rank)
-    for file in (tmp_path / "two").iterdir():
-        file.rename(tmp_path / "three" / file.name)
-    with pytest.raises(StateError, match="saved by 2 and 3 ranks: it is two checkpoints"):
-        load_rank_state(tmp_path / "three")
-
-
-def test_a_rank_that_did_not_save_is_named(tmp_path, as_rank):
-    save_all(tmp_path, 3, as_rank)
-    (tmp_path / "odb_nodes-rank00001-of-00003.pt").unlink()
-    with pytest.raises(StateError, match=r"lacks the states of ranks \[1\]"):
-        load_rank_state(tmp_path)
-
-
-def test_a_checkpoint_of_another_number_of_ranks_is_kept(tmp_path, as_rank):
-    save_all(tmp_path, 3, as_rank)
-    (tmp_path / "model.pt").write_text("something else")
-    with pytest.raises(StateError, match="holds states of 3 ranks, but this job has 2"):
-        save_all(tmp_path, 2, as_rank)
-    as_rank(2, 3)
-    assert load_rank_state(tmp_path)["rank"] == 2
-
-
-@pytest.mark.parametrize("make", [False, True])
-def test_a_folder_without_a_checkpoint_is_not_found(make, tmp_path):
-    folder = tmp_path / "folder"
-    if make:
-        folder.mkdir()
+def test_each_rank_finds_its_own_state_in_a_folder_of_that_number_of_ranks_alone(
+    tmp_path, as_rank, save_all
+):
+    folder = tmp_path / "new" / "folder"
     with pytest.raises(FileNotFoundError, match="folder"):
         load_rank_state(folder)
+    folder.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="folder"):
+        load_rank_state(folder)
+    save_all(folder, 3)
+    (folder / "model.pt").write_text("something else")
+    with pytest.raises(StateError, match="holds states of 3 ranks, but this job has 2"):
+        save_all(folder, 2)
+    for rank in range(3):
+        as_rank(rank, 3)
+        assert load_rank_state(folder)["rank"] == rank
+
+
+def damage_by_another(folder, save_all):
+    save_all(folder / "two", 2)
+    for file in (folder / "two").iterdir():
+        file.rename(folder / file.name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder, save_all: None, "hold none of a loader"),
+        (damage_by_another, "saved by 2 and 3 ranks: it is two checkpoints"),
+        (
+            lambda folder, _: (folder / "odb_nodes-rank00001-of-00003.pt").unlink(),
+            r"lacks the states of ranks \[1\]",
+        ),
+    ],
+)
+def test_what_cannot_be_resharded_is_refused(damage, message, tmp_path, as_rank, save_all):
+    save_all(tmp_path, 3)
+    damage(tmp_path, save_all)
+    as_rank(0, 2)
+    with pytest.raises(StateError, match=message):
+        load_rank_state(tmp_path)
 
 
 class Counter:
-    def __init__(self):
-        self.state = {"count": 0}
+    def __init__(self, state):
+        self.state = state
 
     def state_dict(self):
         return self.state
@@ -95,39 +84,33 @@ class Counter:
         self.state = state
 
 
-def test_a_distributed_state_is_one_leaf_of_bytes(as_rank):
-    as_rank(1, 2)
-    counter = Counter()
-    counter.state = {"count": 5}
-    saved = DistributedState(counter).state_dict()
-    assert [type(leaf) for leaf in saved.values()] == [io.BytesIO]
-    fresh = Counter()
-    DistributedState(fresh).load_state_dict(saved)
-    assert fresh.state == {"count": 5}
-
-
-def test_a_distributed_state_of_another_number_of_ranks_is_refused(as_rank):
-    as_rank(1, 2)
-    saved = DistributedState(Counter()).state_dict()
-    as_rank(1, 3)
-    with pytest.raises(StateError, match="saved by another number of ranks"):
-        DistributedState(Counter()).load_state_dict(saved)
-    with pytest.raises(StateError, match="has no `odb_nodes-rank00000-of-00002.pt`"):
-        DistributedState(Counter(), saved_by=2).load_state_dict(saved)
-
-
-def test_a_distributed_state_is_resharded_where_it_says_how_many_have_saved(as_rank):
-    states = states_at(job(3, steps=2), 2)
-    saved = {}
+def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):
+    states, saved = states_at(job(3, steps=2), 2), {}
     for rank, state in enumerate(states):
         as_rank(rank, 3)
-        counter = Counter()
-        counter.state = state
-        saved |= DistributedState(counter).state_dict()
+        save_rank_state({"loader": state, "step": 2}, tmp_path)
+        saved |= DistributedState(Counter(state)).state_dict()
     for rank, expected in enumerate(reshard(states, 2)):
         as_rank(rank, 2)
-        fresh = Counter()
+        with caplog.at_level("INFO", "odb_nodes"):
+            assert load_rank_state(tmp_path) == {"loader": expected, "step": 2}
+        assert "3 ranks have saved it, 2 load it" in caplog.text
+        fresh = Counter({})
         asked = DistributedState(fresh, saved_by=3)
         assert asked.state_dict().keys() == saved.keys()
         asked.load_state_dict(saved)
         assert fresh.state == expected
+
+
+def test_a_distributed_state_is_one_leaf_of_bytes(as_rank):
+    as_rank(1, 2)
+    saved = DistributedState(Counter({"count": 5})).state_dict()
+    assert [type(leaf) for leaf in saved.values()] == [io.BytesIO]
+    fresh = Counter({})
+    DistributedState(fresh).load_state_dict(saved)
+    assert fresh.state == {"count": 5}
+    as_rank(1, 3)
+    with pytest.raises(StateError, match="saved by another number of ranks"):
+        DistributedState(fresh).load_state_dict(saved)
+    with pytest.raises(StateError, match="has no `odb_nodes-rank00000-of-00002.pt`"):
+        DistributedState(fresh, saved_by=2).load_state_dict(saved)

@@ -1,12 +1,19 @@
-"""Checkpoints of real ranks: killed at any moment of a save, and asked for in different ways."""
+"""Checkpoints of ranks: killed at any moment of a save, and asked for in different ways."""
 
 import json
+import os
 import random
+import re
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from aligned_ranks import on_ranks
 from rank_jobs import RankJob, run_ranks
 
+from odb_nodes import Checkpoints, PeerError, StateError, load_state
+from odb_nodes.loader import checkpoints as module
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
 WORLD_SIZE = 2
@@ -60,10 +67,11 @@ def whole(tmp_path_factory):
     return [events for _, events, _ in run_trainer(folder, folder / "checkpoints")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_killed_at_any_moment_of_a_save_resumes_exactly(whole, tmp_path, exhaustive):
     draw, kills, incomplete, folder = random.Random(7), 0, 0, tmp_path / "0"
-    while kills < (100 if exhaustive else 8):
+    while kills < (100 if exhaustive else 6):
         kill = {
             "rank": draw.randrange(WORLD_SIZE),
             "after_calls": draw.randrange(1, 60),  # of several saves
@@ -102,41 +110,10 @@ def names_in(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def errors_of(job_folder, body, *args, world_size=2):
-    """What each rank of a job printed as its last line: its error, or what it returned."""
-    caught = """
-    from odb_nodes import Checkpoints, PeerError, StateError
-    def run():
-{body}
-    try:
-        result = run()
-    except (PeerError, StateError) as error:
-        result = f"{{type(error).__name__}}: {{error}}"
-    r.finish(result)
-    """
-    return run_ranks(job_folder, caught.format(body=body), world_size, *args)
-
-
-def test_what_is_equal_on_all_ranks_is_written_once(tmp_path):
-    body = """
-        def checkpoints(value, **options):
-            parts = {"model": {"value": value}, "own": {"value": value}}
-            return parts, Checkpoints(sys.argv[1], parts, **options)
-        _, before = checkpoints(rank, replicated=["model"])
-        folder = before.save(4)
-        dist.barrier()
-        parts, after = checkpoints(None)  # it knows what was replicated
-        assert after.load() == 4
-        path = folder / f"rank{rank:05d}-of-00002.pt"
-        saved = torch.load(path, weights_only=True)["parts"]
-        return [parts["model"]["value"], parts["own"]["value"], sorted(saved)]
-    """
-    folder = tmp_path / "checkpoints"
-    assert errors_of(tmp_path, body, folder) == [[0, 0, ["model", "own"]], [0, 1, ["own"]]]
-
-
+@pytest.mark.slow
 def test_fsdp_modules_are_saved_in_shards(tmp_path):
     body = """
+        from odb_nodes import Checkpoints
         from torch.distributed.fsdp import fully_shard
         def job(seed):
             torch.manual_seed(seed)
@@ -156,134 +133,169 @@ def test_fsdp_modules_are_saved_in_shards(tmp_path):
         dist.barrier()
         model, optimizer, checkpoints = job(1)
         assert checkpoints.load() == 1
-        return train(model, optimizer) == expected
+        r.finish(train(model, optimizer) == expected)
     """
-    assert errors_of(tmp_path, body, tmp_path / "checkpoints") == [True, True]
+    assert run_ranks(tmp_path, body, 2, tmp_path / "checkpoints") == [True, True]
 
 
-def test_where_a_rank_cannot_load_all_raise_and_no_part_has_changed(tmp_path):
-    body = """
-        parts = {"done": {"rank": rank}, "more": {}}
-        folder = Checkpoints(sys.argv[1], parts).save(1)
-        dist.barrier()
-        if rank == 1:
+# Ranks that are threads.
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Runs a function on two ranks; returns what it returned, or raised, on each of them."""
+    local, barrier = threading.local(), threading.Barrier(2, timeout=30)
+    monkeypatch.setattr(module, "resolve_exchange", lambda group, timeout_s: local.exchange)
+
+    def checkpoints(parts=None, folder="checkpoints", **options):
+        return Checkpoints(tmp_path / folder, {"done": {}} if parts is None else parts, **options)
+
+    def run(body, timeout_s=20.0):
+        def on_rank(exchange):
+            local.exchange = exchange
+            try:
+                return body(
+                    SimpleNamespace(rank=exchange.rank, meet=barrier.wait, checkpoints=checkpoints)
+                )
+            except (PeerError, StateError) as error:
+                return f"{type(error).__name__}: {error}"
+
+        return on_ranks(2, on_rank, timeout_s)
+
+    return run
+
+
+def saved_steps(folder):
+    return [path.name[:13] for path in complete(folder)]
+
+
+def test_what_is_equal_on_all_ranks_is_written_once(results):
+    def body(own):
+        parts = {"model": {"value": own.rank}, "own": {"value": own.rank}}
+        folder = own.checkpoints(parts, replicated=["model"]).save(4)
+        own.meet()
+        for part in parts.values():
+            part["value"] = None
+        assert own.checkpoints(parts).load() == 4  # it knows what was replicated
+        saved = load_state(folder / f"rank{own.rank:05d}-of-00002.pt")["parts"]
+        return [parts["model"]["value"], parts["own"]["value"], sorted(saved)]
+
+    assert results(body) == [[0, 0, ["model", "own"]], [0, 1, ["own"]]]
+
+
+def test_where_a_rank_cannot_load_all_raise_and_no_part_has_changed(results):
+    def body(own):
+        parts = {"done": {"rank": own.rank}, "more": {}}
+        folder = own.checkpoints(parts).save(1)
+        own.meet()
+        if own.rank == 1:
             (folder / "rank00001-of-00002.pt").write_bytes(b"damaged")
         parts["done"]["rank"] = 7
-        try:
-            Checkpoints(sys.argv[1], parts).load()
-        except StateError as error:
-            return [f"StateError: {error}", parts]
-    """
-    (other, changed), (own, _) = errors_of(tmp_path, body, tmp_path / "checkpoints")
-    assert changed == {"done": {"rank": 7}, "more": {}}
-    assert "StateError" in own and "truncated or not a state file" in own and "Remove `" in own
-    assert "StateError: rank 1 failed in loading the checkpoint" in other
+        with pytest.raises((StateError, PeerError)) as caught:
+            own.checkpoints(parts).load()
+        assert parts == {"done": {"rank": 7}, "more": {}}
+        return str(caught.value)
+
+    other, own = results(body)
+    assert "truncated or not a state file" in own and "Remove `" in own
+    assert "rank 1 failed in loading the checkpoint" in other
 
 
-def test_a_rank_that_does_not_come_is_an_error(tmp_path):
-    body = """
-        start = time.monotonic()
-        if rank == 1:
-            time.sleep(5)
-            return "not come"
-        try:
-            Checkpoints(sys.argv[1], {"done": {}}, timeout_s=3).load()
-        finally:
-            assert time.monotonic() - start < 10
-    """
-    error, _ = errors_of(tmp_path, body, tmp_path / "checkpoints")
-    assert "PeerError: rank 1 did not come to the first exchange within 3" in error
+def not_come(own):
+    if own.rank == 1:
+        return "not come"
+    return own.checkpoints(timeout_s=1).load()
 
 
-def test_saving_on_one_rank_alone_is_an_error(tmp_path):
-    body = """
-        checkpoints = Checkpoints(sys.argv[1], {"done": {}}, timeout_s=3)
-        checkpoints.load()
-        if rank == 0:
-            for step in range(4):
-                checkpoints.save(step)
-    """
-    error, _ = errors_of(tmp_path, body, tmp_path / "checkpoints")
-    assert "PeerError: rank 1 has not saved the checkpoint" in error and "000001-step-0" in error
+def alone(own):
+    checkpoints = own.checkpoints(timeout_s=1)
+    checkpoints.load()
+    if own.rank == 0:
+        for step in range(4):
+            checkpoints.save(step)
 
 
-def test_saving_different_steps_is_an_error_at_the_second_save_at_the_latest(tmp_path):
-    body = """
-        checkpoints = Checkpoints(sys.argv[1], {"done": {}}, timeout_s=60)
+def folder_of_each(own):
+    own.checkpoints(folder=str(own.rank)).save(1)
+    own.meet()
+    own.checkpoints(folder=str(own.rank)).load()
+
+
+def other_parts(own):
+    own.checkpoints({f"done{own.rank}": {}}).load()
+
+
+def waiting(own):
+    """Rank 0 is two saves ahead, and waits, when rank 1 saves another step."""
+    checkpoints = own.checkpoints()
+    checkpoints.load()
+    if own.rank == 1:
+        time.sleep(0.5)
+        checkpoints.save(7)
+    for step in range(3):
+        checkpoints.save(step)
+
+
+@pytest.mark.parametrize(
+    ("body", "first", "second"),
+    [
+        (not_come, r"PeerError: .*rank \[?1\]? .*within", "not come"),
+        (alone, "PeerError: rank 1 has not saved the checkpoint .*000001-step-0", "None"),
+        (folder_of_each, *["StateError: .*rank 0 sees the files of 1 ranks.*all ranks share"] * 2),
+        (other_parts, *["`Checkpoints.parts`"] * 2),
+        (waiting, *["PeerError: the ranks save different steps"] * 2),
+    ],
+)
+def test_ranks_that_do_not_agree_are_an_error(body, first, second, results):
+    started = time.monotonic()
+    one, other = map(str, results(body, 2.0 if body is not_come else 20.0))
+    assert re.search(first, one) and re.search(second, other), (one, other)
+    assert time.monotonic() - started < 15
+
+
+def test_saving_different_steps_is_an_error_at_the_second_save_at_the_latest(results, tmp_path):
+    def body(own):
+        checkpoints = own.checkpoints()
         checkpoints.save(1)
-        if rank == 0:
+        if own.rank == 0:
             checkpoints.save(10)
-        dist.barrier()
+        own.meet()
         try:
-            if rank == 1:
+            if own.rank == 1:
                 checkpoints.save(11)
         finally:
-            dist.barrier()
-        if rank == 0:
+            own.meet()
+        if own.rank == 0:
             checkpoints.save(20)
-    """
-    folder = tmp_path / "checkpoints"
+
     # Rank 1 sees what rank 0 has saved; rank 0, which was first, sees it one save later.
-    first, second = errors_of(tmp_path, body, folder)
+    first, second = results(body)
     for error, rank, mine, its in ((first, 0, 10, 11), (second, 1, 11, 10)):
-        assert (
-            f"PeerError: the ranks save different steps: rank {rank} saves `000002-step-{mine}-"
-            in error
-        )
+        assert f"different steps: rank {rank} saves `000002-step-{mine}-" in error
         assert f"but another rank `000002-step-{its}-" in error
-    assert [path.name[:13] for path in complete(folder)] == ["000001-step-1"]
+    assert saved_steps(tmp_path / "checkpoints") == ["000001-step-1"]
 
 
-def test_a_save_that_failed_on_one_rank_may_be_tried_again_there(tmp_path):
-    body = """
-        checkpoints = Checkpoints(sys.argv[1], {"done": {"step": 0}}, timeout_s=60)
+def test_a_save_that_failed_on_one_rank_may_be_tried_again_there(results, tmp_path, monkeypatch):
+    replace, failing = os.replace, []
+
+    def replace_or_fail(*paths):
+        if threading.get_ident() in failing:
+            failing.clear()
+            raise OSError("disk")
+        return replace(*paths)
+
+    monkeypatch.setattr(os, "replace", replace_or_fail)
+
+    def body(own):
+        checkpoints = own.checkpoints({"done": {"step": 0}})
         checkpoints.save(1)
-        if rank == 1:
-            replace, os.replace = os.replace, lambda *_: 1 / 0
-            try:
+        if own.rank == 1:
+            failing.append(threading.get_ident())
+            with pytest.raises(OSError, match="disk"):
                 checkpoints.save(2)
-            except ZeroDivisionError:
-                os.replace = replace
         for step in (2, 3, 4):
             checkpoints.save(step)
-        dist.barrier()
-    """
-    folder = tmp_path / "checkpoints"
-    assert errors_of(tmp_path, body, folder) == [None, None]
-    assert [path.name[:13] for path in complete(folder)] == ["000003-step-3", "000004-step-4"]
 
-
-def test_different_steps_are_seen_while_a_rank_waits_for_the_other(tmp_path):
-    body = """
-        checkpoints = Checkpoints(sys.argv[1], {"done": {}}, timeout_s=60)
-        checkpoints.load()
-        if rank == 1:
-            time.sleep(3)  # rank 0 is two saves ahead, and waits
-            checkpoints.save(7)
-        for step in range(3):
-            checkpoints.save(step)
-    """
-    start = time.monotonic()
-    for error in errors_of(tmp_path, body, tmp_path / "checkpoints"):
-        assert "PeerError: the ranks save different steps" in error
-    assert time.monotonic() - start < 50
-
-
-def test_a_folder_of_each_rank_is_an_error(tmp_path):
-    body = """
-        folder = f"{sys.argv[1]}/{rank}"
-        Checkpoints(folder, {"done": {}}).save(1)
-        dist.barrier()
-        Checkpoints(folder, {"done": {}}).load()
-    """
-    for error in errors_of(tmp_path, body, tmp_path / "checkpoints"):
-        assert "StateError" in error and "rank 0 sees the files of 1 ranks" in error
-        assert "Use a folder on a disk that all ranks share" in error
-
-
-def test_other_parts_on_other_ranks_are_an_error(tmp_path):
-    body = """
-        Checkpoints(sys.argv[1], {f"done{rank}": {}}).load()
-    """
-    for error in errors_of(tmp_path, body, tmp_path / "checkpoints"):
-        assert "`Checkpoints.parts`" in error
+    assert results(body) == [None, None]
+    assert saved_steps(tmp_path / "checkpoints") == ["000003-step-3", "000004-step-4"]

@@ -1,17 +1,16 @@
-"""What goes wrong where workers make the batches."""
+"""What goes wrong where workers make the batches, and the memory that these are made of."""
 
+import gc
 import os
-import re
 import signal
 import sys
-import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 from stored_rows import SIZE, WORKERS, Rows, assert_equal, epoch, options, where
-from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
     ODBDataLoader,
@@ -21,6 +20,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.contract.graph import walk
+from odb_nodes.processing import shared_pages
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
@@ -47,15 +47,21 @@ def test_an_error_is_the_one_that_the_trainer_would_raise():
     assert rest == [info for _, info, _ in expected][kept.step + 1 :]
 
 
-def test_an_error_names_the_sample():
-    def name_row(samples):
-        raise SampleError("is odd", index=2)
+def name_row(samples):
+    raise SampleError("is odd", index=2)
 
-    with (
-        ODBDataLoader(Rows(), **options(collate_fn=name_row)) as loader,
-        pytest.raises(SampleError, match=r"^a sample.*key \d+.*`id` 'row \d+': is odd"),
-    ):
-        next(iter(loader))
+
+@pytest.mark.parametrize(
+    ("collate", "error", "message"),
+    [
+        (name_row, SampleError, r"^a sample.*key \d+.*`id` 'row \d+': is odd"),
+        (len, TypeError, "must return a dict"),
+    ],
+)
+def test_an_error_names_the_sample_or_the_function(collate, error, message):
+    with ODBDataLoader(Rows(), **options(collate_fn=collate)) as loader:
+        with pytest.raises(error, match=message):
+            next(iter(loader))
 
 
 def in_workers_only(samples, trainer, fault):
@@ -88,57 +94,24 @@ def test_what_only_a_worker_cannot_do_the_trainer_does(fault, said):
 
 
 def fork(batch):
+    """Leave a child that ends by `sys.exit`, as if it were the worker."""
     if not (child := os.fork()):
         sys.exit(0)
     os.waitpid(child, 0)
     return batch
 
 
-def test_a_child_that_a_collate_function_forks_does_not_answer_for_it():
-    runs = [("main", where), ("workers", faulty(fork))]
-    assert_equal(*(epoch(Rows(), mode, collate_fn=collate) for mode, collate in runs))
-
-
-class Item:
-    """Cannot be sent to a worker, if it is the thirtieth."""
-
-    def __init__(self, index, trainer):
-        self.index, self.trainer = index, trainer
-        if index == 30 and os.getpid() != trainer:
-            raise ValueError("cannot arrive")
-
-    def __reduce__(self):
-        return Item, (self.index, self.trainer)
-
-
-def slow_row(item):
-    time.sleep(0.01)
-    return Rows()[item.index]
-
-
-@pytest.mark.parametrize("collate_in", ["main", "workers"])
-def test_an_order_that_a_worker_cannot_read_is_no_error_of_the_item_in_hand(collate_in, capfd):
-    items = IterableWrapper([Item(index, os.getpid()) for index in range(SIZE)])
-    workers = WorkerOptions(num_workers=1, chunk_size=5, in_flight_samples=20, **WORKERS)
-    given = options(collate_in=collate_in, process_fn=slow_row, workers=workers)
-    with ODBDataLoader(items, **given) as loader, pytest.raises(WorkerError, match="exit code 1"):
-        next(iter(loader))
-    assert "cannot arrive" in capfd.readouterr().err
-
-
-def die(batch):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
+@pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning")
 def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
     """Batches of which the samples are there still come; a reset starts new workers."""
     expected = epoch(Rows(), "main", collate_fn=where)
+    assert_equal(expected, epoch(Rows(), "workers", collate_fn=faulty(fork)))
     once = tmp_path / "once"
 
     def fault(batch):
         if batch["ids"] == expected[4][0]["ids"] and not once.exists():
             once.touch()
-            die(batch)
+            os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
     collate = faulty(fault)
@@ -166,79 +139,12 @@ def test_a_collate_function_that_hangs_is_an_error_after_the_limit():
         next(iter(loader))
 
 
-def test_what_is_no_batch_is_refused():
-    with (
-        ODBDataLoader(Rows(), **options(collate_fn=len)) as loader,
-        pytest.raises(TypeError, match="must return a dict"),
-    ):
-        next(iter(loader))
-
-
-def end_at(batch, number):
-    """End the worker that makes a batch of that sample."""
-    if f"row {number}" in batch["ids"]:
-        os._exit(5)
-    return batch
-
-
-def test_a_worker_that_collating_ends_is_not_taken_to_have_processed():
-    """Its error says that it had batches to make. The other one makes the rest."""
-    expected = epoch(Rows(), "main", collate_fn=where)
-    workers = WorkerOptions(num_workers=2, chunk_size=7, in_flight_samples=SIZE, **WORKERS)
-    collate, found = faulty(partial(end_at, number=31)), []
-    with ODBDataLoader(Rows(), **options(collate_fn=collate, workers=workers)) as loader:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            while len(found) < len(expected):
-                try:
-                    for batch in loader:
-                        found.append(pop_step_info(batch))
-                except WorkerError as error:
-                    told.append(error)
-        assert found == [info for _, info, _ in expected]
-    said = [str(getattr(one, "message", one)) for one in told]
-    assert any(re.search(r"exit code 5\. It had batches to make(, too)? \(\d", one) for one in said)
-    assert not any("-9" in one for one in said)
-
-
-def processor_of(loader):
-    (node,) = [one for one in walk(loader._graphs[0].samples) if hasattr(one, "worker_pids")]
-    return node
-
-
-def test_a_worker_that_owed_several_batches_is_warned_of_once(tmp_path):
-    expected = epoch(Rows(), "main", collate_fn=where, window=SIZE)
-    go = tmp_path / "go"
-
-    def end_when_told(_batch):
-        while not go.exists():
-            time.sleep(0.01)
-        os._exit(5)
-
-    given = options(collate_fn=faulty(end_when_told), window=SIZE, prefetch=8)
-    with ODBDataLoader(Rows(), **given) as loader:
-        batches, workers = iter(loader), processor_of(loader).runner._pool._workers
-
-        def tell():
-            while min(one.batches_due for one in workers) < 2:
-                time.sleep(0.01)
-            go.touch()
-
-        threading.Thread(target=tell, daemon=True).start()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            found = [pop_step_info(batch) for batch in batches]
-    assert found == [info for _, info, _ in expected]
-    said = [re.search(r"process (\d+) died", str(one.message))[1] for one in told]
-    assert sorted(said) == sorted(str(one.pid) for one in workers)
-
-
-@pytest.mark.parametrize("collate_in", ["main", "workers"])
-def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
+@pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning")
+def test_workers_that_died_with_nothing_to_do_are_started_anew():
     workers = WorkerOptions(num_workers=2, in_flight_samples=SIZE, **WORKERS)
-    given = options(collate_in=collate_in, workers=workers, prefetch=1, collate_fn=where)
+    given = options(workers=workers, prefetch=1, collate_fn=where)
     with ODBDataLoader(Rows(), **given) as loader:
-        node = processor_of(loader)
+        (node,) = [one for one in walk(loader.root) if hasattr(one, "worker_pids")]
         batches, pids = iter(loader), node.worker_pids
         while not node._reader.has_ended:
             next(batches)
@@ -251,8 +157,102 @@ def test_workers_that_died_with_nothing_to_do_are_started_anew(collate_in):
         while not all(one.is_buried for one in workers):  # A kill takes its time.
             time.sleep(0.01)
         # A batch may be ordered before its worker is known to be dead.
-        owed = "nothing to do" if collate_in == "main" else "(nothing to do|batches to make)"
+        owed = "(nothing to do|batches to make)"
         with pytest.warns(UserWarning, match=f"-9.* It had {owed}.* All workers are started anew"):
             again = [pop_step_info(batch) for batch in loader]
         assert sum(info.local_samples for info in again) == SIZE
         assert not {*node.worker_pids} & {*pids}
+
+
+# Memory that batches of workers are made of: written again, and never under a reader.
+
+
+def keep_and_change(samples, kept=[]):  # noqa: B006
+    """Hold on to each sample, look at it again later, and change what one is given."""
+    for ids, first in kept:
+        assert int(ids[0]) == first
+    batch = where(samples)
+    for sample in samples:
+        kept.append((sample["input_ids"], int(sample["input_ids"][0])))
+        sample["input_ids"][1:] = -7
+    return batch
+
+
+def test_a_collate_function_may_keep_and_change_samples():
+    expected = epoch(Rows(400), "main", collate_fn=where, window=96)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = epoch(Rows(400), "workers", collate_fn=keep_and_change, window=96)
+    assert_equal(expected, found)
+
+
+def test_a_batch_stays_what_it_is_as_long_as_it_is_held():
+    """Also where its memory would be written again, and in a child that this process forks."""
+    with ODBDataLoader(Rows(200, 200), **options(collate_fn=where)) as loader:
+        held = [(batch, [*batch["ids"]]) for batch in loader for _ in (pop_step_info(batch),)]
+        pixels = [batch.pop("pixels")[:, 0, 0] for batch, _ in held]
+        iterator = iter(loader)
+        first = next(iterator)
+        expected = [int(name.split()[1]) for name in first["ids"]]
+        begun, ended = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(ended)
+            os.read(begun, 1)  # until the epoch is over
+            os._exit(int(first["pixels"][:, 0, 0].tolist() != expected))
+        os.close(begun)
+        del first
+        for _ in iterator:
+            pass
+        os.close(ended)
+        assert os.waitpid(child, 0)[1] == 0
+    for (batch, names), rows in zip(held, pixels, strict=True):
+        assert [f"row {int(row)}" for row in rows] == names == batch["ids"]
+
+
+def open_files(process="self"):
+    """How many anonymous files of this library a process holds or maps."""
+    gc.collect()
+    folder = Path(f"/proc/{process}/fd")
+    held = [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
+    mapped = Path(f"/proc/{process}/maps").read_text().count("memfd:odb_nodes")
+    return sum("memfd:odb_nodes" in name for name in held) + mapped
+
+
+@pytest.mark.parametrize("forking", [False, True])
+def test_epochs_hold_no_more_and_more_files(forking):
+    """Also where a fork, whose child may read them, retires those that are in use."""
+    before = open_files()
+    with ODBDataLoader(Rows(300, 100), **options(collate_fn=where)) as loader:
+        counts = []
+        for _ in range(6):
+            for step, batch in enumerate(loader):
+                if forking and step % 3 == 0:
+                    child = os.fork()
+                    if not child:
+                        os._exit(0)
+                    os.waitpid(child, 0)
+                del batch
+            counts.append([open_files(pid) for pid in ("self", *loader.worker_pids)])
+    for several in zip(*counts, strict=True):
+        assert max(several[3:]) <= 1.5 * max(several[:3]) + 4
+    del loader
+    assert open_files() == before
+
+
+def allow_no_files(worker):
+    shared_pages.CAN_SHARE = False
+
+
+def allow_few_files(worker):
+    import resource  # which not every system has
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+
+@pytest.mark.parametrize("allow", [allow_no_files, allow_few_files])
+def test_a_worker_may_have_few_files_or_none(allow):
+    """None: large batches come through the socket. Few: it processes more samples ahead."""
+    given = {"chunk_size": 1, "worker_init_fn": allow, **WORKERS}
+    given = {"workers": WorkerOptions(num_workers=1, **given), "collate_fn": where, "window": 200}
+    assert_equal(*(epoch(Rows(300, 150), mode, **given) for mode in ("main", "workers")))

@@ -1,7 +1,6 @@
 """A forked child has a copy of the loader, and owns nothing of what the loader has started."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +13,6 @@ from worker_functions import Program, Texts, dataloader, processor, same
 from odb_nodes import ODBDataLoader, WorkerError
 
 LIMIT_S = 20
-STARTED = ["fork", "thread"]
 
 
 def in_child(action):
@@ -41,70 +39,26 @@ def ids(batches):
     return [int(row[0]) for batch in batches for row in batch["input_ids"]]
 
 
-@pytest.fixture(params=[("fork", 4), ("fork", 0), ("thread", 4), ("thread", 0)], ids=str)
-def loader(request):
-    method, prefetch = request.param
-    with dataloader(Texts(), method, prefetch=prefetch) as loader:
-        yield loader
-
-
-ACTIONS = {
-    "next": lambda loader, iterator: next(iterator),
-    "iter": lambda loader, iterator: next(iter(loader)),
-    "state_dict": lambda loader, iterator: loader.state_dict(),
-}
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_a_forked_child_is_told_to_make_a_loader_of_its_own(action, loader):
-    iterator = iter(loader)
-    first = next(iterator)
-    said = in_child(lambda: ACTIONS[action](loader, iterator))
-    assert f"WorkerError: this loader was started in process {os.getpid()}; " in said
-    assert "Make a loader of its own in the child process." in said
-    assert sorted(ids([first, *iterator])) == list(range(200))
-
-
-def test_a_child_of_multiprocessing_is_told_so_too(loader):
-    iterator = iter(loader)
-    next(iterator)
-    context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-
-    def take():
-        try:
-            said.put(str(next(iterator)))
-        except WorkerError as error:
-            said.put(str(error))
-
-    child = context.Process(target=take)
-    child.start()
-    child.join(LIMIT_S)
-    assert child.exitcode == 0
-    assert "Make a loader of its own" in said.get()
-    assert list(iterator)
-
-
 def forget(loader, iterator):
     del loader, iterator
     gc.collect()
 
 
-ENDINGS = {"close": lambda loader, iterator: loader.close(), "forget": forget}
+@pytest.mark.parametrize(("method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
+def test_a_forked_child_is_told_to_make_a_loader_of_its_own_and_disturbs_nothing(method, prefetch):
+    with dataloader(Texts(), method, prefetch=prefetch) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        for action in (lambda: next(iterator), lambda: iter(loader), loader.state_dict):
+            said = in_child(action)
+            assert f"WorkerError: this loader was started in process {os.getpid()}; " in said
+            assert "Make a loader of its own in the child process." in said
+        assert in_child(loader.close) == in_child(lambda: forget(loader, iterator)) == "None"
+        assert sorted(ids([first, *iterator])) == list(range(200))
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_what_a_child_closes_goes_on_in_its_parent(ending, loader):
-    iterator = iter(loader)
-    first = next(iterator)
-    assert in_child(lambda: ENDINGS[ending](loader, iterator)) == "None"
-    assert sorted(ids([first, *iterator])) == list(range(200))
-
-
-@pytest.mark.parametrize("method", STARTED)
-def test_a_node_that_a_child_closes_goes_on_in_its_parent(method):
-    options = {"method": "thread"} if method == "thread" else {}
-    node = processor(same, num_workers=2, chunk_size=4, **options)
+def test_a_node_that_a_child_closes_goes_on_in_its_parent():
+    node = processor(same, num_workers=2, chunk_size=4)
     node.reset(None)
     first = next(node)
 
@@ -123,23 +77,18 @@ def test_a_node_that_a_child_closes_goes_on_in_its_parent(method):
     node.close()
 
 
-def test_a_loader_without_threads_and_workers_goes_on_in_a_child():
+def test_a_loader_without_threads_or_that_was_not_begun_goes_on_in_a_child():
     loader = ODBDataLoader(Texts(), token_budget=64, window=12, prefetch=0)
     iterator = iter(loader)
-    first = next(iterator)
+    next(iterator)
     there = in_child(lambda: ids(iterator))
     assert there == str(ids(iterator))
-    assert in_child(lambda: len(ids(loader))) == "200"
-    assert first is not None
-
-
-def test_a_loader_that_was_not_begun_is_begun_in_a_child():
     with dataloader(Texts()) as loader:
         assert in_child(lambda: (len(ids(loader)), loader.close())[0]) == "200"
         assert len(ids(loader)) == 200
 
 
-@pytest.mark.parametrize("method", STARTED)
+@pytest.mark.parametrize("method", ["fork", "thread"])
 def test_a_child_that_ends_by_sys_exit_disturbs_nobody(method, tmp_path):
     body = """
         loader = w.dataloader(w.Texts(), sys.argv[1])

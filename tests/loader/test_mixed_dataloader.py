@@ -1,8 +1,8 @@
 """Several datasets in one `ODBDataLoader`: by weight, each with processing of its own."""
 
 from collections import Counter
-from pathlib import Path
 
+import numpy as np
 import pytest
 from mixed_sources import (
     FUNCTIONS,
@@ -16,22 +16,21 @@ from mixed_sources import (
     rows,
     write_chats,
 )
-from torch.utils.data import DataLoader
 
 from odb_nodes import (
+    IterableSource,
     JsonlSource,
+    LengthObserver,
     Mixing,
+    Observation,
     ODBDataLoader,
     SampleError,
-    ShardedSampler,
     SourceCount,
-    SourceMixer,
-    StateError,
     TokenBudget,
+    WindowBucketer,
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.testing import assert_resumes_exactly
 
 
 @pytest.fixture
@@ -40,59 +39,28 @@ def datasets(tmp_path):
     return lambda: mixture(chats)
 
 
-@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_every_step_resumes(datasets, by, stop, sampled):
-    mixing = Mixing(weights=WEIGHTS, by=by, stop=stop)
-    less = sampled(every=3, horizon=8, chain=1)
-    assert_resumes_exactly(lambda: make(datasets, weights=mixing), **less)
+def test_every_sample_of_every_source_is_counted_once(datasets, by):
+    counts = Counter()
+    for batch in make(datasets, weights=Mixing(by=by)):
+        info = pop_step_info(batch)
+        assert sum(count.samples for count in info.local_sources.values()) == info.local_samples
+        real = int(batch["attention_mask"].sum())
+        assert sum(count.tokens for count in info.local_sources.values()) == real
+        counts.update({name: count.samples for name, count in info.local_sources.items()})
+    assert counts == SIZES
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"state": "payload"}], ids=str)
-def test_every_step_resumes_with(datasets, options, sampled):
-    assert_resumes_exactly(lambda: make(datasets, **options), **sampled(horizon=8, chain=1))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["samples", "tokens"])
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_random_templates_are_those_of_any_number_of_workers(datasets, by, num_workers):
+def test_random_templates_are_those_of_any_number_of_workers(datasets, by):
     mixing = Mixing(weights=WEIGHTS, by=by)
-    with make(datasets, weights=mixing) as inline:
-        expected = [rows(inline), rows(inline)]
+    inline = make(datasets, weights=mixing)
+    expected = [rows(inline), rows(inline)]
     assert expected[0] != expected[1]
-    workers = WorkerOptions(num_workers=num_workers, chunk_size=4)
+    workers = WorkerOptions(num_workers=2, chunk_size=4)
     with make(datasets, weights=mixing, workers=workers) as parallel:
         assert [rows(parallel), rows(parallel)] == expected
-
-
-def test_random_templates_resume_among_workers(datasets):
-    workers = WorkerOptions(num_workers=2, chunk_size=4)
-    with make(datasets, workers=workers) as loader:
-        iterator = iter(loader)
-        for _ in range(5):
-            next(iterator)
-        state = loader.state_dict()
-        expected = rows(iterator)
-    with make(datasets) as resumed:
-        resumed.load_state_dict(state)
-        assert rows(resumed) == expected
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_every_sample_of_every_source_is_counted_once(datasets, by, num_workers):
-    with make(datasets, weights=Mixing(by=by), num_workers=num_workers) as loader:
-        samples, tokens = Counter(), Counter()
-        for batch in loader:
-            info = pop_step_info(batch)
-            assert sum(count.samples for count in info.local_sources.values()) == info.local_samples
-            real = int(batch["attention_mask"].sum())
-            assert sum(count.tokens for count in info.local_sources.values()) == real
-            for name, count in info.local_sources.items():
-                samples[name] += count.samples
-                tokens[name] += count.tokens
-        assert samples == SIZES
-        assert all(tokens[name] > samples[name] for name in samples)
 
 
 def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is(datasets):
@@ -101,53 +69,16 @@ def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is(datasets)
     with pytest.raises(TypeError):
         _ = make(datasets).num_samples
     with pytest.raises(TypeError, match='where `stop` is "cycle"'):
-        mixing = Mixing(stop="cycle")
-        _ = make(lambda: sized, weights=mixing, process_fn=None).num_samples
+        _ = make(lambda: sized, weights=Mixing(stop="cycle"), process_fn=None).num_samples
 
 
+@pytest.mark.filterwarnings("ignore:no token of:UserWarning")
 def test_one_function_may_serve_all():
-    loader = ODBDataLoader(
-        {"a": ["x y"] * 3, "b": ["z"] * 5}, token_budget=24, window=8, process_fn=encode
-    )
+    data = {"a": ["x y"] * 3, "b": ["z"] * 5}
+    loader = ODBDataLoader(data, token_budget=24, window=8, process_fn=encode)
     counts = [pop_step_info(batch).local_sources for batch in loader]
     assert [count["a"] for count in counts if "a" in count] == [SourceCount(3, 9)]
     assert [count["b"] for count in counts if "b" in count] == [SourceCount(5, 5)]
-
-
-def test_a_single_dataset_has_no_sources():
-    loader = ODBDataLoader([{"input_ids": [1, 2]}], token_budget=8)
-    assert [pop_step_info(batch).local_sources for batch in loader] == [{}]
-
-
-def test_a_dict_with_other_keys_is_one_dataset():
-    items = {n: {"input_ids": [n] * 3} for n in range(4)}
-    (batch,) = ODBDataLoader(items, token_budget=100)
-    assert len(batch["input_ids"]) == 4
-    assert pop_step_info(batch).local_sources == {}
-
-
-def test_a_source_node_is_a_dataset(tmp_path):
-    path = write_chats(tmp_path / "chats.jsonl", 9)
-    loader = ODBDataLoader(JsonlSource(path), token_budget=400, process_fn=chat)
-    assert sum(pop_step_info(batch).local_samples for batch in loader) == 9
-    node = SourceMixer({"chat": JsonlSource(path)})
-    with pytest.raises(ValueError, match=r"must not be given for a node \(`SourceMixer`\)"):
-        ODBDataLoader(node, token_budget=400, shuffle=True)
-    with pytest.raises(ValueError, match=r"must not be given for a node \(`JsonlSource`\)"):
-        ODBDataLoader(JsonlSource(path), token_budget=400, sampler=[0])
-
-
-def test_a_file_may_be_in_many_loaders_and_under_many_names(tmp_path):
-    file = JsonlSource(write_chats(tmp_path / "chats.jsonl", 60))
-    loaders = [
-        ODBDataLoader({"a": file, "b": file}, token_budget=400, window=8, process_fn=chat)
-        for _ in range(2)
-    ]
-    found = [0, 0]
-    for batches in zip(*loaders, strict=True):
-        for index, batch in enumerate(batches):
-            found[index] += pop_step_info(batch).local_samples
-    assert found == [120, 120]
 
 
 class Chats(JsonlSource):
@@ -157,31 +88,52 @@ class Chats(JsonlSource):
         super().__init__(folder / "chats.jsonl")
 
 
-def test_a_source_with_arguments_of_its_own_may_be_in_many_loaders_too(tmp_path):
-    write_chats(tmp_path / "chats.jsonl", 20)
-    file = Chats(folder=tmp_path)
-    options = {"token_budget": 400, "window": 8, "process_fn": chat}
-    began, other = (ODBDataLoader(file, **options) for _ in range(2))
-    next(iter(began))
-    assert sum(pop_step_info(batch).local_samples for batch in other) == 20
-    began.close()
+def test_a_source_may_be_in_many_loaders_and_under_many_names(tmp_path):
+    file = JsonlSource(write_chats(tmp_path / "chats.jsonl", 20))
+    given = {"token_budget": 400, "window": 8, "process_fn": chat}
+    for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=tmp_path), 20)):
+        loaders = [ODBDataLoader(data, **given) for _ in range(2)]
+        both = [
+            [pop_step_info(batch) for batch in batches] for batches in zip(*loaders, strict=True)
+        ]
+        assert sum(info.local_samples for info, _ in both) == size
+        assert all(one == other for one, other in both)
 
 
-def test_a_node_that_shares_its_items_is_refused_where_each_rank_has_data_of_its_own(tmp_path):
-    path = write_chats(tmp_path / "chats.jsonl", 9)
-    own = {"token_budget": 400, "process_fn": chat, "sharded": True}
-    with pytest.raises(
-        ValueError, match="`JsonlSource` yields those of one of 2 ranks.*world_size=1"
-    ):
-        ODBDataLoader(JsonlSource(path, 0, 2), **own)
-    with pytest.raises(ValueError, match="source 'a': `dataset` must yield all of its items"):
-        ODBDataLoader({"a": JsonlSource(path, 1, 2)}, **own)
-    assert sum(len(batch["input_ids"]) for batch in ODBDataLoader(JsonlSource(path), **own)) == 9
+def test_each_source_has_an_order_of_its_own():
+    same = [{"input_ids": [n + 1]} for n in range(50)]
+    order = {"a": [], "b": []}
+    for batch in ODBDataLoader({"a": same, "b": same}, token_budget=1, window=1):
+        (name,) = pop_step_info(batch).local_sources
+        order[name].append(batch["input_ids"].item())
+    assert sorted(order["a"]) == sorted(order["b"]) == list(range(1, 51))
+    assert order["a"] != order["b"]
+
+
+def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"input_ids": [3]}\n' * 50)
+    data = {"a": [{"input_ids": [1]}] * 100, "b": [{"input_ids": [2]}] * 300}
+    loader = ODBDataLoader(
+        {**data, "c": JsonlSource(path)}, weights="proportional", token_budget=45, window=9
+    )
+    counts = Counter()
+    for step, batch in enumerate(loader, 1):
+        sources = pop_step_info(batch).local_sources
+        counts.update({name: count.samples for name, count in sources.items()})
+        if step % 3 == 0:
+            total = sum(counts.values())
+            assert counts["b"] / total == pytest.approx(300 / 450, abs=12 / total)
+    assert counts == {"a": 100, "b": 300, "c": 50}
+
+
+# Errors name the source, and the sample or the line.
 
 
 @pytest.mark.parametrize("oversize", ["alone", "error"])
+@pytest.mark.filterwarnings("ignore:no token of:UserWarning")
 def test_what_is_said_of_a_sample_that_is_too_large_names_its_source_and_the_limit(oversize):
-    data = {"a": ["x"] * 3, "b": ["y" * 30]}
+    data = {"a": ["x y"] * 3, "b": ["y" * 30]}
     budget = TokenBudget(20, pad_to_multiple_of=8, oversize=oversize)
     loader = ODBDataLoader(data, token_budget=budget, process_fn=encode)
     said = r"\(source 'b', key 0\), with 30 tokens .*: `tokens` is 20, in multiples of 8 16\."
@@ -198,46 +150,10 @@ def no_labels(text):
     return {"input_ids": encode(text)["input_ids"], "id": text}
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (
-            cut_labels,
-            r"sample 0 of source 'b'.* `labels` must have the length of `input_ids` \(3\)",
-        ),
-        (
-            no_labels,
-            r"a sample \(source 'b', key 0\), `id` 'yyy': .* the same keys, .* also has",
-        ),
-    ],
-)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_samples_that_cannot_be_collated_name_their_source(function, message, num_workers):
-    data, functions = {"a": ["x"] * 20, "b": ["yyy"]}, {"a": encode, "b": function}
-    options = {"token_budget": 64, "process_fn": functions, "num_workers": num_workers}
-    with ODBDataLoader(data, shuffle=False, **options) as loader:
-        with pytest.raises(SampleError, match=message):
-            list(loader)
-
-
 def broken_ocr(pair):
     if pair[0][0] == 7:
         raise OSError("not there")
     return ocr(pair)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_an_error_of_processing_names_source_and_sample(datasets, by, num_workers):
-    functions = {**FUNCTIONS, "ocr": broken_ocr}
-    mixing = Mixing(weights=WEIGHTS, by=by)
-    place = {"samples": "sample 7 of source 'ocr'", "tokens": "source 'ocr': .*sample 7 of epoch"}
-    where = rf"{place[by]}.*OSError: not there"
-    with (
-        make(datasets, process_fn=functions, weights=mixing, num_workers=num_workers) as loader,
-        pytest.raises(SampleError, match=where),
-    ):
-        list(loader)
 
 
 def broken_chat(record):
@@ -246,117 +162,79 @@ def broken_chat(record):
     return chat(record)
 
 
+def short(function):
+    return {"a": ["x"] * 9, "b": ["yyy"]}, {"a": encode, "b": function}
+
+
+FAULTS = {
+    "labels": (*short(cut_labels), r"sample 0 of source 'b'.*`labels` must have the length"),
+    "keys": (*short(no_labels), r"\(source 'b', key 0\), `id` 'yyy': .* also has"),
+    "no length": (None, {"ocr": None}, "source 'ocr'.*a sample has no length"),
+    "sample": (None, {"ocr": broken_ocr}, "sample 7 of source 'ocr'.*OSError: not there"),
+    "line": (
+        None,
+        {"chat": broken_chat},
+        r"sample \d+ of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'",
+    ),
+}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_of_processing_names_file_and_line(datasets, num_workers):
-    functions = {**FUNCTIONS, "chat": broken_chat}
-    where = r"sample \d+ of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'"
-    with make(datasets, process_fn=functions, num_workers=num_workers) as loader:
-        with pytest.raises(SampleError, match=where):
-            list(loader)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_names_source_and_sample(datasets, fault, num_workers):
+    data, functions, message = FAULTS[fault]
+    if data is None:
+        loader = make(datasets, process_fn={**FUNCTIONS, **functions}, num_workers=num_workers)
+    else:
+        given = {"token_budget": 64, "process_fn": functions, "num_workers": num_workers}
+        loader = ODBDataLoader(data, shuffle=False, **given)
+    with loader, pytest.raises(SampleError, match=message):
+        list(loader)
 
 
-def test_a_sample_without_a_length_names_its_source(datasets):
-    functions = {**FUNCTIONS, "ocr": None}
-    with pytest.raises(SampleError, match="source 'ocr'.*a sample has no length"):
-        list(make(datasets, process_fn=functions))
+def test_where_shares_are_of_tokens_too(datasets):
+    functions = {**FUNCTIONS, "ocr": broken_ocr}
+    mixing = Mixing(weights=WEIGHTS, by="tokens")
+    with pytest.raises(SampleError, match="source 'ocr': .*sample 7 of epoch.*not there"):
+        list(make(datasets, process_fn=functions, weights=mixing))
 
 
-def test_an_order_of_its_own_for_each_source():
-    same = [{"input_ids": [n + 1]} for n in range(50)]
-    loader = ODBDataLoader({"a": same, "b": same}, token_budget=1, window=1)
-    order = {"a": [], "b": []}
-    for batch in loader:
-        (name,) = pop_step_info(batch).local_sources
-        order[name].append(batch["input_ids"].item())
-    assert sorted(order["a"]) == sorted(order["b"]) == list(range(1, 51))
-    assert order["a"] != order["b"]
+# Batches that mix tasks more evenly.
+
+TASKS = {
+    name: [{"input_ids": [n] * (4 + n * 7 % 26)} for n in range(size)]
+    for name, size in {"chat": 40, "code": 40, "math": 20}.items()
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weights": {**WEIGHTS, "ocr": 0.3}}, "`weights` was"),
-        ({"weights": Mixing(weights=WEIGHTS, stop="cycle")}, "`stop` was"),
-        ({"process_fn": {**FUNCTIONS, "ocr": broken_ocr}}, "`process_fn` was"),
-    ],
-)
-def test_another_mixture_is_refused(datasets, change, message):
-    state = make(datasets).state_dict()
-    changed = make(datasets, **change)
-    changed.load_state_dict(state)
-    with pytest.raises(StateError, match=message):
-        iter(changed)
+def keys_of(**options):
+    infos = [pop_step_info(batch) for batch in ODBDataLoader(TASKS, token_budget=128, **options)]
+    return [list(zip(info.row_sources, info.keys, strict=True)) for info in infos]
 
 
-class Splits(dict):
-    """As some libraries return the parts of a dataset."""
+def test_without_diversity_the_batches_are_those_of_a_loader_that_knows_of_none():
+    plain = keys_of(window=16)
+    assert keys_of(window=16, diversity=0.0) == plain
+    assert keys_of(window=16, diversity=0.5) != plain
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"weights": {"a": 1}}, ValueError, "`weights` must have the names of `sources`"),
-        ({"weights": 3}, TypeError, "`weights` must be a dict by name"),
-        (
-            {"process_fn": {"a": encode}},
-            ValueError,
-            "`process_fn` must have the names of `dataset`",
-        ),
-        ({"process_fn": {"a": encode, "b": 3}}, TypeError, r"`process_fn\['b'\]` must be a func"),
-        ({"sampler": [1]}, ValueError, "`sampler` must be None where `dataset` is a dict"),
-        ({"dataset": {"a": [1], "b": []}}, ValueError, "source 'b': `dataset` must have at least"),
-        ({"dataset": {"a": [1], "b": 3}}, TypeError, "source 'b': `dataset` must be an iterable"),
-        (
-            {"dataset": {"a": [1], "b": "b.jsonl"}},
-            TypeError,
-            r"but is 'b.jsonl'.*JsonlSource\(path\)",
-        ),
-        ({"dataset": DataLoader([1])}, TypeError, r"`ODBDataLoader.from_dataloader\(loader"),
-        ({"dataset": Path("a.jsonl")}, TypeError, r"For the records .* `JsonlSource\(path\)`"),
-        ({"dataset": Splits(a=[1], b=[1])}, TypeError, r"a `Splits` of \['a', 'b'\]\. Pass one"),
-        ({"dataset": [1], "weights": {"a": 1}}, ValueError, "`weights` must be None, unless"),
-        ({"dataset": [1], "process_fn": {"a": encode}}, TypeError, "`process_fn` must be a func"),
-        ({"dataset": {}}, ValueError, "`dataset` must have at least 1 sample"),
-    ],
-)
-def test_arguments_that_are_not_valid_are_named(options, error, message):
-    given = {"dataset": {"a": ["x"], "b": ["y"]}, "token_budget": 10, **options}
-    with pytest.raises(error, match=message):
-        ODBDataLoader(**given)
+def test_a_task_that_is_observed_counts_like_a_source():
+    lengths = np.random.default_rng(0).integers(4, 30, 200).tolist()
+    items = [(tokens, "ab"[n % 3 == 0]) for n, tokens in enumerate(lengths)]
+
+    def groups(names, **options):
+        source = IterableSource([(tokens, names[task]) for tokens, task in items])
+        observed = LengthObserver(source, lambda item: Observation(item[0], task=item[1]))
+        bucketer = WindowBucketer(observed, 128, 16, **options)
+        return [[sample.data[0] for sample in group] for group in bucketer]
+
+    mixed = groups({"a": "a", "b": "b"}, diversity=0.5)
+    assert groups({"a": "z", "b": "y"}, diversity=0.5) == mixed
+    assert groups({"a": "a", "b": "b"}) != mixed
 
 
-def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"input_ids": [3]}\n' * 50)
-    data = {
-        "a": [{"input_ids": [1]}] * 100,
-        "b": [{"input_ids": [2]}] * 300,
-        "c": JsonlSource(path),
-    }
-    loader = ODBDataLoader(data, weights="proportional", token_budget=45, window=9)
-    counts = Counter()
-    for step, batch in enumerate(loader, 1):
-        for name, count in pop_step_info(batch).local_sources.items():
-            counts[name] += count.samples
-        if step % 3 == 0:
-            total = sum(counts.values())
-            assert counts["b"] / total == pytest.approx(300 / 450, abs=12 / total)
-    assert counts == {"a": 100, "b": 300, "c": 50}
-
-
-class Stream:
-    def __iter__(self):
-        yield {"input_ids": [1]}
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "error", "message"),
-    [
-        ([{"input_ids": [1]}], {"sharded": True}, ValueError, "`sharded` False. Pass weights"),
-        (Stream(), {}, TypeError, "source 'a': .* has no len.*pass weights"),
-        (ShardedSampler(4), {}, TypeError, "which a node does not tell"),
-    ],
-)
-def test_shares_in_proportion_to_unknown_sizes_are_refused(data, options, error, message):
-    with pytest.raises(error, match=message):
-        ODBDataLoader({"a": data}, weights="proportional", token_budget=9, **options)
+def test_samples_without_a_task_are_refused():
+    loader = ODBDataLoader([{"input_ids": [1, 2]}] * 8, token_budget=99, diversity=0.5)
+    with pytest.raises(SampleError, match=r"`diversity` must be 0 .* sample \(key \d\) has none"):
+        next(iter(loader))

@@ -1,7 +1,7 @@
 """The options of the whole graph: one declaration that everything else follows."""
 
 import inspect
-from dataclasses import MISSING, FrozenInstanceError, fields
+from dataclasses import MISSING, fields
 from typing import get_type_hints
 
 import pytest
@@ -9,9 +9,11 @@ import pytest
 from odb_nodes import Mixing, ODBDataLoader, RankAligner, WindowBucketer, WorkerOptions
 from odb_nodes.integrations.step_estimate import estimate_steps
 from odb_nodes.loader.options import BatchOptions, LoaderOptions
-from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.tools.simulate import simulate, simulate_steps
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def parameters_of(function):
@@ -37,16 +39,12 @@ def test_the_signature_of_the_loader_has_the_names_types_and_defaults_of_the_opt
     assert signature == declared
 
 
-def test_all_options_of_the_loader_are_keywords():
-    kinds = {parameter.kind for parameter in parameters_of(ODBDataLoader.__init__).values()}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
-
-
-def test_the_docstring_of_the_loader_explains_every_option():
+def test_the_docstring_of_the_loader_explains_every_option_and_editors_are_shown_them():
     documented = inspect.getdoc(ODBDataLoader)
-    assert [
-        one.name for one in fields(LoaderOptions) if f"\n    {one.name}: " not in documented
-    ] == []
+    assert all(f"\n    {one.name}: " in documented for one in fields(LoaderOptions))
+    shown = inspect.signature(ODBDataLoader).parameters
+    assert {"dataset", *(one.name for one in fields(LoaderOptions))} == {*shown}
+    assert {one.kind for name, one in shown.items() if name != "dataset"} == {KEYWORD}
 
 
 @pytest.mark.parametrize("node", [WindowBucketer, RankAligner])
@@ -61,55 +59,32 @@ def test_the_nodes_have_the_defaults_of_the_options(node):
     assert shared == {name: declared[name] for name in shared}
 
 
-@pytest.mark.parametrize("options", [BatchOptions, LoaderOptions])
-def test_options_are_keyword_only_and_frozen(options):
-    with pytest.raises(TypeError):
-        options(64)
-    with pytest.raises(FrozenInstanceError):
-        options(token_budget=64).window = 3
-
-
 INVALID = [
     ("token_budget", 0, ValueError, "must be in 1.."),
-    ("token_budget", 64.0, TypeError, "must be an integer"),
     ("window", 0, ValueError, "must be in 1.."),
-    ("window", -1, ValueError, "must be in 1.."),
-    ("window", 1.5, TypeError, "must be an integer"),
-    ("window", True, TypeError, "must be an integer"),
-    ("window", "Auto", ValueError, "must be \"auto\" or a number of samples, but is 'Auto'"),
+    ("window", "Auto", ValueError, 'must be "auto" or a number'),
     ("collate_in", "threads", ValueError, r'must be one of \("auto", "workers", "main"\)'),
     ("round_size", "x", TypeError, "must be an integer"),
     ("virtual_ranks", 0, ValueError, "must be in 1.."),
-    ("virtual_ranks", 2.0, TypeError, "must be an integer"),
     ("uneven", "x", ValueError, r'must be one of \("fill", "join", "stop"\), but is \'x\''),
     ("accumulate", True, TypeError, "must be an integer"),
     ("seed", 1.5, TypeError, "must be an integer"),
     ("collate_fn", 3, TypeError, "must be a function or None"),
     ("process_fn", "x", TypeError, "must be a function or None, but is 'x'"),
-    ("process_fn", {"a": 3}, TypeError, "must be a function or None, but is 3"),
     ("observe", 3, TypeError, "must be a function or None"),
     ("prefetch", -1, ValueError, "must be in 0.."),
     ("state", "x", ValueError, r'must be one of \("replay", "payload"\), but is \'x\''),
     ("workers", 4, TypeError, "must be a `WorkerOptions` or None, but is 4 instead"),
-    ("timeout_s", 0, ValueError, r"must be seconds, above 0 and at most \d+, but is 0 instead"),
-    ("timeout_s", "x", ValueError, "must be seconds, .* but is 'x' instead"),
-    ("timeout_s", True, ValueError, "must be seconds, .* but is True instead"),
-    ("timeout_s", float("inf"), ValueError, "must be seconds, .* but is inf instead"),
-    ("exclude", 3, TypeError, "must be integers, a mapping of source to integers, or the path"),
+    ("timeout_s", 0, ValueError, "must be seconds, above 0"),
+    ("timeout_s", float("inf"), ValueError, "must be seconds, .* but is inf"),
+    ("exclude", 3, TypeError, "must be integers, a mapping"),
     ("dearest_first", -1, ValueError, "must be in 0.."),
     ("tasks", "chat", TypeError, "must be a list of names, but is 'chat'"),
     ("diversity", -0.5, ValueError, r"must be in 0\.\.1, but is -0.5"),
-    ("diversity", "x", TypeError, r"must be a number in 0\.\.1, but is 'x'"),
     ("shuffle", "x", TypeError, "must be True or False"),
     ("num_workers", -1, ValueError, "must be in 0.."),
-    ("num_workers", "2", TypeError, "must be an integer"),
     ("sampler", 3, TypeError, "must be an iterable"),
-    (
-        "sampler",
-        iter([0]),
-        TypeError,
-        "must be an iterable.*whose `__iter__` begins the order anew",
-    ),
+    ("sampler", iter([0]), TypeError, "must be .*begins the order anew"),
     ("pin_memory", "x", TypeError, "must be True or False"),
     ("process_group", "x", TypeError, "must be a process group"),
     ("sharded", 1, TypeError, "must be True or False"),
@@ -137,8 +112,12 @@ def test_no_option_of_a_made_loader_can_be_set():
     assert loader.note == 5
 
 
-def test_a_subclass_may_have_a_property_of_any_name():
+def test_a_subclass_may_have_properties_and_arguments_of_any_name():
     class Mine(ODBDataLoader):
+        def __init__(self, seed):
+            super().__init__([{"input_ids": [1]}], token_budget=64, seed=seed)
+            self.seed = seed
+
         @property
         def window(self):
             return self.note
@@ -147,23 +126,10 @@ def test_a_subclass_may_have_a_property_of_any_name():
         def window(self, value):
             self.note = value
 
-    loader = Mine([{"input_ids": [1]}], token_budget=64)
+    loader = Mine(3)
     loader.window = 7
-    assert loader.window == 7
-
-
-def test_a_loader_with_arguments_of_its_own_may_keep_them_under_any_name():
-    class Mine(ODBDataLoader):
-        def __init__(self, seed):
-            super().__init__([{"input_ids": [1]}], token_budget=64, seed=seed)
-            self.seed = seed
-
-    assert Mine(3).seed == 3
-
-
-def test_workers_and_their_number_exclude_each_other():
-    with pytest.raises(ValueError, match="must not both be given"):
-        LoaderOptions(token_budget=64, num_workers=2, workers=WorkerOptions())
+    assert (loader.seed, loader.window) == (3, 7)
+    assert [*inspect.signature(Mine).parameters] == ["seed"]
 
 
 INVALID_OF_WORKERS = [
@@ -189,18 +155,11 @@ def test_each_option_of_the_workers_is_checked():
     assert checked == {one.name for one in fields(WorkerOptions)}
 
 
-@pytest.mark.parametrize(
-    "method, option",
-    [
-        ("thread", {"start_method": "spawn"}),
-        ("thread", {"worker_init_fn": print}),
-        ("ray", {"start_method": "spawn"}),
-    ],
-)
-def test_options_of_processes_are_refused_for_other_workers(method, option):
+@pytest.mark.parametrize("option", [{"start_method": "spawn"}, {"worker_init_fn": print}])
+def test_options_of_processes_are_refused_for_threads(option):
     (name,) = option
-    with pytest.raises(ValueError, match=f'`{name}` must be None where `method` is "{method}"'):
-        WorkerOptions(num_workers=1, method=method, **option)
+    with pytest.raises(ValueError, match=f'`{name}` must be None where `method` is "thread"'):
+        WorkerOptions(num_workers=1, method="thread", **option)
 
 
 @pytest.mark.parametrize("function", [simulate, lambda _, **options: estimate_steps([], **options)])
@@ -221,19 +180,10 @@ def test_the_keywords_of_simulations_and_estimates_are_the_fields_of_the_options
         assert annotation == f"Unpack[{SimulationKeywords.__name__}]"
 
 
-def test_an_option_that_does_not_exist_is_an_error():
-    with pytest.raises(TypeError, match="'windw'"):
-        simulate([1], world_size=1, budget=64, windw=3)  # type: ignore[call-arg]
-
-
 def test_a_trainer_completes_the_options_that_a_user_decides():
     decided = BatchOptions(token_budget=64, window=3, collate_fn=list)
     options = decided.loader_options(seed=5, collate_fn=tuple)
     assert options == LoaderOptions(token_budget=64, window=3, collate_fn=tuple, seed=5)
-
-
-def test_an_integer_stands_for_a_budget_of_padded_tokens():
-    assert LoaderOptions(token_budget=64).budget == TokenBudget(64)
 
 
 @pytest.mark.parametrize(
@@ -254,12 +204,3 @@ def test_what_is_in_flight_goes_by_numbers_alone_where_weights_may_be_set():
     options = LoaderOptions(token_budget=64, weights=Mixing(settable=True), num_workers=2)
     assert options.worker_options.in_flight_bytes is None
     assert LoaderOptions(token_budget=64, num_workers=2).worker_options.in_flight_bytes == 1 << 28
-
-
-def test_editors_are_shown_the_arguments():
-    class Mine(ODBDataLoader):
-        def __init__(self, size):
-            super().__init__([{"input_ids": [1]}] * size, token_budget=64)
-
-    assert {"dataset", "token_budget", "window"} <= {*inspect.signature(ODBDataLoader).parameters}
-    assert [*inspect.signature(Mine).parameters] == ["size"]

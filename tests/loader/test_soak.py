@@ -13,7 +13,10 @@ import pytest
 
 from odb_nodes import Ledger, ODBDataLoader, WorkerError, WorkerOptions, audit, pop_step_info
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create"),
+    pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning"),
+]
 
 EVENTS = ("kill", "kill", "break", "close", "anew", "break", "break")
 

@@ -15,7 +15,11 @@ from torch.utils.data import DataLoader
 from odb_nodes import ODBDataLoader, StateError, pop_step_info
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 
-pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
+pytestmark = [
+    pytest.mark.filterwarnings(t.OF_LIGHTNING),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+]
 
 SIZE, TOLERANCE = 40, 1e-12
 

@@ -404,6 +404,8 @@ class RecordingCallback(Callback):
 def lightning_trainer(*callbacks, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = {"accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
+    if "max_steps" not in options:
+        given.setdefault("max_epochs", 1)
     return Trainer(callbacks=[*callbacks], **given)
 
 

@@ -85,6 +85,14 @@ class Averaging(Decoder):
         return {"loss": loss}
 
 
+class Mean(Decoder):
+    """Returns the mean; 0 without targets."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, id=None):
+        self.note(id)
+        return {"loss": self.sum_loss(input_ids, labels) / max(1, targets_of(labels))}
+
+
 class Ignoring(Decoder):
     """Accepts all arguments and ignores them: takes the mean."""
 
@@ -196,35 +204,39 @@ def rank_and_size():
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_steps(all_entries, size, accumulate, *, may_be_short=False):
-    """Every sample once per epoch over all ranks, and every gradient that of the global mean.
+def targets_of(labels):
+    """How many tokens of these labels are predicted."""
+    return int((torch.as_tensor(labels)[..., 1:] != -100).sum())
+
+
+def ids_of(entries):
+    """The ids of a step, of all its ranks, without fillers."""
+    batches = [batch for one in entries for batch in zip(one["ids"], one["fillers"], strict=True)]
+    return [index for ids, is_filler in batches if not is_filler for index in ids]
+
+
+def check_steps(all_entries, size):
+    """Every sample once per epoch over all ranks, the same steps and gradients on all of them.
 
     Args:
-        all_entries: of each rank.
+        all_entries: the entries of each rank, of whole epochs.
         size: of the dataset.
-        accumulate: micro-steps of each optimizer step.
-        may_be_short: some optimizer steps have fewer.
 
     Returns:
-        The largest error of a gradient, relative; steps; and micro-steps that are filler.
+        The largest error of a gradient, relative to that of the mean over all targets.
     """
-    worst, seen, fillers = 0.0, [], 0
+    worst, seen = 0.0, {}
     for step in zip(*all_entries, strict=True):
-        assert len({entry["epoch"] for entry in step}) == 1
-        micro_steps = {len(entry["ids"]) for entry in step}
-        assert micro_steps == {accumulate} or (may_be_short and micro_steps <= {*range(accumulate)})
-        new = []
-        for entry in step:
-            assert entry["gradient"] == step[0]["gradient"]
-            for ids, is_filler in zip(entry["ids"], entry["fillers"], strict=True):
-                new += [] if is_filler else ids
-                fillers += is_filler
-        expected = expected_gradient(torch.tensor(step[0]["before"], dtype=torch.float64), new)
-        found = torch.tensor(step[0]["gradient"], dtype=torch.float64)
+        first, ids = step[0], ids_of(step)
+        for key in ("step", "epoch", "gradient"):
+            assert all(entry[key] == first[key] for entry in step)
+        assert len({len(entry["ids"]) for entry in step}) == 1
+        before, found = (
+            torch.tensor(first[key], dtype=torch.float64) for key in ("before", "gradient")
+        )
+        expected = expected_gradient(before, ids)
         if (difference := (found - expected).norm().item()) > 0:
             worst = max(worst, difference / expected.norm().item())
-        seen += new
-        if step[0]["epoch"] % 1 == 0:
-            assert sorted(seen) == list(range(size)), step[0]["epoch"]
-            seen = []
-    return worst, len(all_entries[0]), fillers
+        seen.setdefault(first["epoch"], []).extend(ids)
+    assert [sorted(ids) for ids in seen.values()] == [[*range(size)]] * len(seen)
+    return worst

@@ -24,11 +24,7 @@ SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eo
 ERRORS = {
     "unknown": {"odb": {"windw": 4}},
     "no mapping": {"odb": 5},
-    "window": {"odb": {"window": "4"}},
-    "budget": {"odb": {"token_budget": 5}},
     "ray": {},
-    "stage": {"stage": "rm"},
-    "packing": {"packing": True},
 }
 
 

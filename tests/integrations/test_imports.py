@@ -44,6 +44,7 @@ print([name for name in {FRAMEWORKS} if name in sys.modules])
         ("huggingface", "transformers", "hf"),
         ("huggingface", "accelerate", "hf"),
         ("accelerate", "accelerate", "accelerate"),
+        ("lightning", "lightning.pytorch", "lightning"),
     ],
 )
 def test_a_missing_framework_is_an_error_that_names_the_command(module, missing, extra):

@@ -42,15 +42,14 @@ def test_the_budget_is_what_fixed_batches_take_at_most():
     assert batches.budget == TokenBudget(2048 * 4)
     assert batches.accumulate == 2
     assert batches.shuffle
-
-
-def test_one_mapping_as_of_a_yaml_file_does_too():
-    batches = DynamicBatches.of(
-        {"cutoff_len": 128, "per_device_train_batch_size": 2, "stage": "sft", "lora_rank": 8}
-    )
+    # One mapping, as of a YAML file.
+    given = {"cutoff_len": 128, "per_device_train_batch_size": 2, "stage": "sft", "lora_rank": 8}
+    batches = DynamicBatches.of(given)
     assert batches.budget == TokenBudget(256)
     assert batches.accumulate == 1
     assert batches.data_args["lora_rank"] == 8
+    assert DynamicBatches.of({"cutoff_len": 10}, token_budget=300).budget == TokenBudget(300)
+    assert DynamicBatches.of(*arguments(stage="pt", packing=False)).budget.layout == "padded"
 
 
 def test_neat_packing_becomes_a_packed_budget_over_whole_samples():
@@ -61,44 +60,33 @@ def test_neat_packing_becomes_a_packed_budget_over_whole_samples():
     assert given[0].packing and given[0].neat_packing  # not changed
 
 
-def test_a_budget_can_be_given():
-    assert DynamicBatches.of(*arguments(), token_budget=5000).budget == TokenBudget(5000)
-    with pytest.raises(ValueError, match=r"at least `cutoff_len` \(2048\), but is 1000"):
-        DynamicBatches.of(*arguments(), token_budget=1000)
-    given = {"cutoff_len": 100}
-    assert DynamicBatches.of(given, token_budget=300).budget == TokenBudget(300)
+REFUSED = [
+    ({"packing": True}, "`packing` must be False, or `neat_packing` True"),
+    ({"packing": False, "neat_packing": True}, "`packing` must not be False where"),
+    ({"stage": "pt"}, "`packing` must be given"),
+    ({"stage": "dpo"}, "`stage` must be one of"),
+    ({"group_by_length": True}, "`group_by_length` must be False"),
+    ({"dataloader_drop_last": True}, "`dataloader_drop_last` must be False"),
+    ({"cutoff_len": 0}, "`cutoff_len` must be in"),
+    ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be in"),
+    ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be in"),
+    ({"neat_packing": "yes"}, "`neat_packing` must be True or False"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"packing": True}, "`packing` must be False, or `neat_packing` True"),
-        ({"packing": False, "neat_packing": True}, "`packing` must not be False where"),
-        ({"stage": "pt"}, "`packing` must be given"),
-        ({"stage": "dpo"}, "`stage` must be one of"),
-        ({"group_by_length": True}, "`group_by_length` must be False"),
-        ({"dataloader_drop_last": True}, "`dataloader_drop_last` must be False"),
-        ({"cutoff_len": 0}, "`cutoff_len` must be in"),
-        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be in"),
-        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be in"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
 def test_what_contradicts_is_refused(changed, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         DynamicBatches.of(*arguments(**changed))
 
 
-def test_pretraining_without_packing_is_fine():
-    assert DynamicBatches.of(*arguments(stage="pt", packing=False)).budget.layout == "padded"
-
-
-def test_what_is_missing_or_given_twice_is_refused():
+def test_what_is_missing_given_twice_or_too_small_is_refused():
     with pytest.raises(ValueError, match="`per_device_train_batch_size` must be given"):
         DynamicBatches.of({"cutoff_len": 10})
     with pytest.raises(ValueError, match="`cutoff_len` is given twice, as 2048 and as 10"):
         DynamicBatches.of(*arguments(), {"cutoff_len": 10})
-    with pytest.raises(TypeError, match="`neat_packing` must be True or False"):
-        DynamicBatches.of(*arguments(neat_packing="yes"))
+    with pytest.raises(ValueError, match=r"at least `cutoff_len` \(2048\), but is 1000"):
+        DynamicBatches.of(*arguments(), token_budget=1000)
 
 
 # --- a trainer ------------------------------------------------------------------------------------
@@ -156,11 +144,9 @@ def test_packed_batches_are_made_by_our_collator(configured):
     with pytest.raises(ValueError, match="must be False where samples have `images`"):
         collate([text, {**text, "images": ["a.png"]}])
 
-
-def test_another_collate_function_for_packed_batches_is_taken(configured):
-    given, collate = arguments(neat_packing=True), PackedCollate()
-    DynamicBatches.of(*given).configure(trainer_of(given[1]), collate_fn=collate)
-    assert configured[0]["collate_fn"] is collate
+    other = PackedCollate()
+    DynamicBatches.of(*given).configure(trainer, collate_fn=other)
+    assert configured[1]["collate_fn"] is other
 
 
 def test_data_that_is_not_to_be_shuffled_is_not(configured):

@@ -116,11 +116,7 @@ def test_it_evaluates_at_the_end(results, name):
             r"ValueError: `odb` must have fields of `ODBConfig` alone, but has \['windw'\]",
         ),
         ("no mapping", "TypeError: `odb` must be a `Mapping` or None, but is 5"),
-        ("window", "TypeError: `window` must be an integer, but is '4'"),
-        ("budget", "ValueError: `token_budget` must be at least `cutoff_len` \\(64\\), but is 5"),
         ("ray", "ValueError: `USE_RAY` must not be set"),
-        ("stage", "ValueError: `stage` must be one of"),
-        ("packing", "ValueError: `packing` must be False, or `neat_packing` True"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_loaded(results, folder, name, message):

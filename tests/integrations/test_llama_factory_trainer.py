@@ -3,12 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("accelerate")
-pytest.importorskip("odb_nodes.integrations.huggingface")
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from test_huggingface import decoder
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from odb_nodes import PaddingCollate
 from odb_nodes.integrations.llama_factory import DynamicBatches
@@ -23,7 +19,7 @@ class Texts:
         return SIZE
 
     def __getitem__(self, index):
-        tokens = [1 + (index + place) % 60 for place in range(2 + 7 * index % (CUTOFF - 1))]
+        tokens = [1 + (index + place) % 28 for place in range(2 + 7 * index % (CUTOFF - 1))]
         labels = [-100, *tokens[1:]]
         sample = {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": labels}
         return {**sample, "images": None, "videos": None, "audios": None}
@@ -55,9 +51,6 @@ class CustomSeq2SeqTrainer(Seq2SeqTrainer):
 
 
 def make_trainer(folder, neat_packing):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
     data_args = SimpleNamespace(cutoff_len=CUTOFF, packing=None, neat_packing=neat_packing)
     finetuning_args = SimpleNamespace(stage="sft", disable_shuffling=False)
     training_args = Seq2SeqTrainingArguments(
@@ -68,8 +61,7 @@ def make_trainer(folder, neat_packing):
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        save_strategy="steps",
-        save_steps=1,
+        save_strategy="no",
         eval_strategy="epoch",
         per_device_eval_batch_size=2,
         remove_unused_columns=False,  # so that the collator gets the media
@@ -77,7 +69,7 @@ def make_trainer(folder, neat_packing):
     batches = DynamicBatches.of(data_args, training_args, finetuning_args)
     trainer = CustomSeq2SeqTrainer(
         finetuning_args,
-        model=model,
+        model=decoder(),
         args=training_args,
         train_dataset=Texts(),
         eval_dataset=Texts(),
@@ -95,14 +87,6 @@ def test_a_trainer_made_in_its_manner_trains_on_dynamic_batches(neat_packing, tm
     assert all(rows == 1 for rows, _ in trainer.seen.values()) == neat_packing
     targets = sum(label != -100 for labels in trainer.seen for label in labels)
     assert targets == sum(len(Texts()[index]["input_ids"]) - 1 for index in range(SIZE))
-    steps = trainer.state.global_step
-    assert steps == -(-len(trainer.seen) // 3)
-
-    resumed = make_trainer(tmp_path, neat_packing)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert 0 < len(resumed.seen) < len(trainer.seen)
-    for found, expected in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
-        assert torch.equal(found, expected)
 
     # Evaluation is the stock trainer's.
     (loss,) = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

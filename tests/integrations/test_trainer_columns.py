@@ -1,18 +1,12 @@
 """Which keys of the samples reach the collator and the loss of a `Trainer`."""
 
-import sys
 from collections import UserDict
-from pathlib import Path
 
+import language_models as lm
 import pytest
 import torch
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import language_models as lm  # noqa: E402
-import trainer_jobs as t  # noqa: E402
-from transformers import (  # noqa: E402
+import trainers as t
+from transformers import (
     BertConfig,
     BertForSequenceClassification,
     DefaultDataCollator,
@@ -20,21 +14,12 @@ from transformers import (  # noqa: E402
     default_data_collator,
 )
 
-from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget  # noqa: E402
-from odb_nodes._compat import transformers as compat  # noqa: E402
-from odb_nodes.collate.protocol import collate_group  # noqa: E402
-from odb_nodes.integrations.huggingface import (  # noqa: E402
-    ODBTrainer,
-    ODBTrainerMixin,
-    configure_trainer,
-)
-from odb_nodes.integrations.huggingface.batches import make_batches  # noqa: E402
-from odb_nodes.integrations.huggingface.columns import (  # noqa: E402
-    KeepAfter,
-    KeepBefore,
-    ModelKeys,
-)
-from odb_nodes.integrations.huggingface.labels import rename_labels  # noqa: E402
+from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget
+from odb_nodes.collate.protocol import collate_group
+from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin, configure_trainer
+from odb_nodes.integrations.huggingface.batches import make_batches
+from odb_nodes.integrations.huggingface.columns import KeepAfter, KeepBefore
+from odb_nodes.integrations.huggingface.labels import rename_labels
 
 DATA = [
     {"input_ids": [1 + n] * (n % 7 + 2), "labels": [1 + n] * (n % 7 + 2), "weight": n, "extra": n}
@@ -83,37 +68,30 @@ def make(kind, folder, collate=None, data=DATA, model=None, args=(), **options):
     )
 
 
-@pytest.mark.parametrize("how", ["mixin", "configure"])
-@pytest.mark.parametrize("kind", [dict, UserDict])
-def test_the_collator_gets_the_columns_of_the_trainer(tmp_path, how, kind):
-    class Mine(ODBTrainerMixin, Own):
-        pass
+class Mine(ODBTrainerMixin, Own):
+    pass
 
-    collate, data = Collate(), list(map(kind, DATA))
+
+GIVEN, LABELLED = ("input_ids", "labels", "weight"), ("attention_mask", "input_ids", "labels")
+
+
+@pytest.mark.parametrize("how", ["mixin", "configure", "for training alone", "all columns"])
+def test_collator_and_loss_get_the_columns_of_the_trainer(tmp_path, how):
+    collate, data = Collate(), list(map(UserDict if how == "mixin" else dict, DATA))
+    args = {"remove_unused_columns": how != "all columns"}
     if how == "mixin":
         trainer = make(Mine, tmp_path, collate, data, odb=t.config())
+    elif how == "for training alone":
+        trainer = make(Own, tmp_path, None, data)
+        configure_trainer(trainer, token_budget=64, collate_fn=collate)
     else:
-        trainer = configure_trainer(make(Own, tmp_path, collate, data), token_budget=64)
+        trainer = make(Own, tmp_path, collate, data, args=args)
+        configure_trainer(trainer, token_budget=64)
     trainer.train()
-    assert collate.seen == {("input_ids", "labels", "weight")}
-    assert trainer.seen == {("attention_mask", "input_ids", "labels", "weights")}
-
-
-def test_a_collate_function_for_training_alone_gets_all_columns(tmp_path):
-    collate = Collate()
-    odb = {"token_budget": 64, "collate_fn": collate}
-    trainer = configure_trainer(make(Own, tmp_path), **odb)
-    trainer.train()
-    assert collate.seen == {("extra", "input_ids", "labels", "weight")}
-    assert trainer.seen == {("attention_mask", "input_ids", "labels", "weights")}  # no "extra"
-
-
-def test_all_columns_are_kept_where_the_arguments_say_so(tmp_path):
-    collate = Collate()
-    trainer = make(Own, tmp_path, collate, args={"remove_unused_columns": False})
-    configure_trainer(trainer, token_budget=64).train()
-    assert collate.seen == {("extra", "input_ids", "labels", "weight")}
-    assert trainer.seen == {("attention_mask", "extra", "input_ids", "labels", "weights")}
+    extra = ("extra",) if how in ("for training alone", "all columns") else ()
+    assert collate.seen == {(*extra, *GIVEN)}
+    more = ("extra",) if how == "all columns" else ()
+    assert trainer.seen == {("attention_mask", *more, *LABELLED[1:], "weights")}
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -201,7 +179,6 @@ def test_labels_are_renamed_only_where_they_can_be():
         (["chosen_ids", "rejected_ids"], "For pairs.*`observe=lambda s: 2 .*sample_mean"),
         (["labels", "pixel_values"], r"the patches .*`observe=lambda s: s\[.pixel_values"),
         (["input_values", "labels"], r"the frames .*`observe=lambda s: len\(s\[.input_values"),
-        (["input_features", "labels"], r"the frames .*`observe=lambda s: len\(s\[.input_features"),
         (["video"], r"`observe=lambda s: len\(s\["),
     ],
 )
@@ -268,38 +245,28 @@ def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(
     assert trainer.state.global_step == 1
 
 
-def test_the_arguments_of_the_model_are_looked_up_once_per_run(tmp_path, monkeypatch):
-    trainer = make(Own, tmp_path)
-    configure_trainer(trainer, token_budget=64)
-    found = []
-    monkeypatch.setattr(compat, "model_inputs", lambda model: found.append(model) or {"weight"})
-    keys = ModelKeys(trainer)
-    kept = [keys.of({"input_ids": 1, "weight": 2, "extra": 3}) for _ in range(3)]
-    assert kept == [{"input_ids": 1, "weight": 2}] * 3
-    assert found == [trainer.model]
-
-
 # --- a trainer of another library -----------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
 def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import datasets
+    import trl
+    from test_huggingface import decoder
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{n}": n for n in range(2, 60)}}
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{n}": n for n in range(2, lm.VOCABULARY)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="[EOS]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]", unk_token="[EOS]"
     )
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_attention_heads=2, **sizes))
     data = datasets.Dataset.from_list([{"text": f"w{n + 2} w3 w4"} for n in range(24)])
     given = {"max_length": 16, "packing": True, "padding_free": True, "bf16": False}
     given |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     args = trl.SFTConfig(str(tmp_path), num_train_epochs=1, max_grad_norm=0.0, **given)
-    trainer = trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+    trainer = trl.SFTTrainer(decoder(), args, train_dataset=data, processing_class=tokenizer)
     configure_trainer(trainer, token_budget=64)
     starts = []
 

@@ -1,19 +1,15 @@
 """The weights that a `Trainer` resumes, of models whose checkpoints have them by other names."""
 
-import sys
-from pathlib import Path
-
+import language_models as lm
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import language_models as lm
-import trainer_jobs as t
+import trainers as t
 import transformers as hf
 
 from odb_nodes import StateError
 from odb_nodes.integrations.huggingface import ODBTrainer
+
+pytestmark = pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
 
 SIZES = {
     "vocab_size": lm.VOCABULARY,
@@ -58,7 +54,7 @@ def trainer_of(folder, model):
     if isinstance(model, hf.ViTForImageClassification):
         data = [{"pixel_values": one, "labels": n % 3} for n, one in enumerate(PIXELS)]
         given, odb = {"data_collator": collate_images}, {"observe": lambda _: 16}
-    args = t.arguments(folder, max_steps=4, save_strategy="steps", save_steps=2)
+    args = t.arguments(folder, max_steps=4, save_steps=2)
     return ODBTrainer(model, args, train_dataset=data, odb=t.config(**odb), **given)
 
 
@@ -67,17 +63,31 @@ def assert_same(model, expected):
         assert torch.equal(model.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+def resume(folder, model):
+    trainer = trainer_of(folder, model)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer.model
+
+
+def adapted(seed):
+    import peft
+
+    base, config = model_of("LlamaForCausalLM", seed=0), peft.LoraConfig(task_type="CAUSAL_LM")
+    torch.manual_seed(seed)
+    return peft.get_peft_model(base, config)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "an adapter"])
 def test_a_resumed_model_has_all_its_weights(tmp_path, name):
-    whole = trainer_of(tmp_path, model_of(name, seed=0))
+    def make(seed):
+        return adapted(seed) if name == "an adapter" else model_of(name, seed)
+
+    whole = trainer_of(tmp_path, make(seed=0))
     whole.train()
-    resumed = trainer_of(tmp_path, model_of(name, seed=1))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_same(resumed.model, whole.model)
+    assert_same(resume(tmp_path, make(seed=1)), whole.model)
 
 
-@pytest.mark.parametrize("shard", ["50GB", "5KB"])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard, kind", [("50GB", torch.float32), ("5KB", torch.bfloat16)])
 def test_the_best_model_has_all_its_weights(tmp_path, shard, kind):
     best = model_of("MixtralForCausalLM", seed=0).to(kind)
     best.lm_head.float()  # as models keep some weights in a wider type
@@ -93,13 +103,13 @@ def test_the_best_model_has_all_its_weights(tmp_path, shard, kind):
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForCausalLM"])
 def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, now, key):
     trainer_of(tmp_path, model_of(name, seed=0, num_hidden_layers=saved)).train()
-    other = trainer_of(tmp_path, model_of(name, seed=0, num_hidden_layers=now))
+    other = model_of(name, seed=0, num_hidden_layers=now)
     with pytest.raises(StateError, match=rf"are {key}, .*layers\.1.*{name}.from_pretrained"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        resume(tmp_path, other)
 
 
 def test_a_module_with_other_weights_is_refused(tmp_path):
-    whole = t.make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    whole = t.make_trainer(tmp_path, max_steps=2, save_steps=2)
     whole.train()
     larger = lm.Normalizing()
     larger.more = torch.nn.Linear(2, 2)
@@ -107,18 +117,3 @@ def test_a_module_with_other_weights_is_refused(tmp_path):
         t.make_trainer(tmp_path, model=larger).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-2")
         )
-
-
-def test_adapters_resume(tmp_path):
-    peft = pytest.importorskip("peft")
-
-    def adapted(seed):
-        base, config = model_of("LlamaForCausalLM", seed=0), peft.LoraConfig(task_type="CAUSAL_LM")
-        torch.manual_seed(seed)
-        return peft.get_peft_model(base, config)
-
-    whole = trainer_of(tmp_path, adapted(seed=0))
-    whole.train()
-    resumed = trainer_of(tmp_path, adapted(seed=1))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_same(resumed.model, whole.model)

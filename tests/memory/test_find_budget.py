@@ -2,7 +2,6 @@
 
 import copy
 import random
-import re
 import weakref
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from small_lm import assert_same, make_batch, make_training, snapshot
 
-from odb_nodes._core import progress
 from odb_nodes.memory import (
     MemoryModel,
     ShapeTooLargeError,
@@ -89,35 +87,6 @@ def test_everything_is_as_it_was_wherever_steps_fail(fails_in, fresh):
     assert_same(before, snapshot(training))
 
 
-class HalfDone(torch.optim.AdamW):
-    """Runs out of memory after it has changed the first weights, if the last batch was large."""
-
-    tokens = 0
-
-    def step(self, closure=None):
-        super().step(closure)
-        if self.tokens > 900:
-            self.param_groups[0]["lr"] = 5.0
-            raise torch.OutOfMemoryError("out of memory in the optimizer's step")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [make_training, in_the_middle_of_a_run])
-def test_everything_is_as_it_was_if_the_optimizers_step_fails(make):
-    training = make(optimizer=HalfDone)
-    before = snapshot(training)
-
-    def train_step(batch):
-        training.optimizer.tokens = batch[0].numel()
-        training.train_step(batch)
-
-    found = find(train_step, ROOM)
-    assert any("optimizer's step" in trial.error for trial in found.points)
-    assert_same(before, snapshot(training))
-    for width in WIDTHS:
-        assert found.budget.tokens // found.budget.row_cost(width) * width <= 900
-
-
 def test_schedulers_scalers_and_generators_are_as_they_were():
     training = make_training(optimizer=torch.optim.SGD)
     scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 2, gamma=0.5)
@@ -149,20 +118,25 @@ def test_schedulers_scalers_and_generators_are_as_they_were():
     assert_same(before, states())
 
 
-def test_a_step_that_failed_leaves_no_gradients_to_the_next_but_those_of_before():
-    training = in_the_middle_of_a_run()
-    before, seen = snapshot(training), []
+def test_a_step_that_failed_leaves_no_gradients_to_the_next():
+    training, with_gradients = make_training(), []
 
-    def accumulate(batch):
-        weights = training.model.parameters()
-        seen.append([None if one.grad is None else one.grad.clone() for one in weights])
+    def train_step(batch):
+        with_gradients.append(sum(one.grad is not None for one in training.model.parameters()))
         training.model(*batch).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
 
     meter = SavedTensorMeter(2 * MIB, fails_in="backward", backward_point=20)
-    found = find(accumulate, meter=meter)
+    found = find(train_step, meter=meter)
     assert sum(bool(trial.error) for trial in found.points[:-1]) > 1
-    for gradients in seen:
-        assert_same(seen[0], gradients)
+    assert {*with_gradients} == {0}
+
+
+def test_gradients_that_are_accumulated_are_kept():
+    training = in_the_middle_of_a_run()
+    before = snapshot(training)
+    find(lambda batch: training.model(*batch).backward())
     assert_same(before, snapshot(training))
 
 
@@ -202,30 +176,6 @@ def test_an_optimizer_that_is_not_found_is_an_error_unless_it_is_passed():
 # --- what it goes by ------------------------------------------------------------------------------
 
 
-def test_lines_say_which_steps_were_tried(monkeypatch, caplog):
-    monkeypatch.setattr(progress, "FIRST_S", 0.0)
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    found = find(make_training().train_step)
-    expected = [
-        rf"steps tried to find the budget: {number} of 24 after 0 s; {one.rows} x {one.width} "
-        + (r"fits, 0.00 GiB" if one.fits else "does not fit")
-        for number, one in enumerate(found.points, 1)
-    ]
-    assert [re.sub(r"after \d+", "after 0", one) for one in caplog.messages] == expected
-
-
-def test_a_real_failure_of_the_host_is_one_too():
-    training = make_training()
-
-    def train_step(batch):
-        training.train_step(batch)
-        torch.empty(2**60 if batch[0].numel() > 600 else 1, dtype=torch.int8)
-
-    found = find(train_step, ROOM, widths=[10, 60])
-    assert any("allocat" in trial.error for trial in found.points)
-    assert 500 < found.budget.tokens // found.budget.row_cost(10) * 10 <= 600
-
-
 def test_a_peak_above_the_limit_is_a_failure_also_if_the_step_ends():
     class Generous(SavedTensorMeter):
         limit_bytes = MIB
@@ -252,7 +202,7 @@ def test_the_result_holds_no_tensors_and_goes_on_learning():
     training = make_training()
     found = find(training.train_step)
     shown = repr(found)
-    assert f"budget=TokenBudget(tokens={found.budget.tokens})" in shown
+    assert f"budget=TokenBudget(tokens={found.budget.tokens}" in shown
     assert f"{len(found.points)} trials" in shown and len(shown) < 640
     model = MemoryModel.from_json(found.model.to_json())
     model.add(5, 50, 0, model.predict(5, 50))

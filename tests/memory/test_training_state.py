@@ -47,6 +47,7 @@ def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, steps_before):
     with unchanged_training([step]):
         for _ in range(2):
             step()
+        training.optimizer.param_groups[0]["lr"] = 5.0
         with pytest.raises(AssertionError):
             assert_same(before, snapshot(training))
     assert_same(before, snapshot(training))

@@ -294,9 +294,10 @@ def test_losses_must_have_a_graph_unless_there_are_no_targets(kind):
     found, add, ((losses, info),) = added(kind)
     with pytest.raises(ValueError, match="`losses` must have a graph, but those of '(near|far)'"):
         add(losses.detach(), info)
+    found, add, ((losses, info),) = added(kind)
     losses.sum().backward()
     with pytest.raises(RuntimeError, match=f"`{add.__name__}` must come before `backward`"):
-        added(kind)[1](losses, info)
+        add(losses, info)
     none = {"optimizer_targets": 0, "local_targets": 0, "task_targets": {}}
     none["local_task_targets"] = dict.fromkeys(NEAR_FAR, 0)
     found, add, _ = added(kind)

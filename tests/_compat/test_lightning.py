@@ -15,7 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 
-pytestmark = pytest.mark.slow  # importing it takes seconds
+pytestmark = [
+    pytest.mark.slow,  # importing it takes seconds
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is dep:FutureWarning"),
+]
 
 BATCHES = 4
 

@@ -198,7 +198,7 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("checkpoints", [False, True])
 @canary("what Trainer.train does before training_step", "auto_budget")
 def test_a_step_can_be_made_before_training_begins(tmp_path, checkpoints):

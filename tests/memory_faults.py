@@ -2,7 +2,6 @@
 
 import torch
 from gradients import LanguageModel, mean_loss
-from torch import nn
 
 PLACES = ("forward", "backward")
 
@@ -39,7 +38,7 @@ def fail(model, method, fails, place="forward"):
     return model
 
 
-class FailingModel(nn.Module):
+class FailingModel(LanguageModel):
     """A language model that runs out of memory for some batches.
 
     Args:
@@ -47,19 +46,17 @@ class FailingModel(nn.Module):
         place: where, "forward" or "backward".
     """
 
-    def __init__(self, fails, place="forward"):
-        super().__init__()
-        self.inner = LanguageModel()
-        self.fails, self.place = fails, place
-        self.calls = []
+    def __init__(self, fails, place="forward", **options):
+        super().__init__(**options)
+        self.fails, self.place, self.calls = fails, place, []
 
     def forward(self, input_ids, position_ids=None):
         self.calls.append(tuple(input_ids.shape))
         fails = self.fails(*input_ids.shape)
-        hidden = self.inner(input_ids, position_ids)
+        logits = super().forward(input_ids, position_ids)
         if fails and self.place == "forward":
             raise torch.OutOfMemoryError("out of memory, as the test wants it")
-        return FailsInBackward.apply(hidden) if fails else hidden
+        return FailsInBackward.apply(logits) if fails else logits
 
 
 def never(rows, width):

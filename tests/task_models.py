@@ -1,42 +1,19 @@
-"""Small models of several tasks, and loaders whose samples have them."""
-
-import json
+"""A small model of two tasks of unlike size, and loaders whose samples have them."""
 
 import torch
 from aligned_ranks import on_ranks
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from odb_nodes import Observation, ODBDataLoader, pop_step_info
 from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
-
-TASKS = ("a", "b", "c")
-WEIGHTS = {"a": 3.0, "b": 1.0, "c": 0.25}
-
-
-def task_of(sample):
-    return TASKS[sample["id"] % 3]
-
-
-def observe(sample):
-    return Observation(len(sample["input_ids"]), task=task_of(sample))
-
-
-def token_losses(model, batch):
-    given = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
-    logits = model(*given)[:, :-1]
-    return cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
-
-
-# --- two tasks of unlike size -------------------------------------------------------------------
 
 NEAR_FAR = ("near", "far")
 NEAR_FAR_WEIGHTS = {"near": 1.5, "far": 0.5}
 
 
-def regression(count=400, seed=0):
+def regression(count=240):
     """Two tasks on shared features; the targets of one are ten times as large."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     rows = []
     for number in range(count):
         task = number % 2
@@ -73,15 +50,8 @@ class Model(nn.Module):
 
 
 def loader_of(data, **options):
-    return ODBDataLoader(
-        data,
-        token_budget=40,
-        window=32,
-        observe=observe_row,
-        tasks=NEAR_FAR,
-        collate_fn=collate,
-        **options,
-    )
+    tasks = {"observe": observe_row, "tasks": NEAR_FAR, "collate_fn": collate}
+    return ODBDataLoader(data, token_budget=40, window=32, **tasks, **options)
 
 
 def joint_batches(data, ranks, accumulate=1):
@@ -98,34 +68,18 @@ def joint_batches(data, ranks, accumulate=1):
         yield {key: torch.cat([one[key] for one in whole]) for key in ("x", "y", "task")}
 
 
-def train(loader, steps, *, learning_rate=0.0, states=None, state=None, tasks=NEAR_FAR, **options):
-    """The weights after each optimizer step, and the norms."""
+def balanced(loader, tasks=NEAR_FAR, spoil=lambda number: 1.0, **options):
+    """A run with `GradNorm`, which yields it and its weights after each optimizer step."""
     model, weights = Model(), TaskWeights(dict.fromkeys(tasks, 1.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     balance = GradNorm(weights, model.trunk.parameters(), **options)
-    if state is not None:
-        loader.load_state_dict(state["loader"])
-        balance.load_state_dict(json.loads(json.dumps(state["balance"])))
-        model.load_state_dict(state["model"])
-    found = []
-    while len(found) < steps:
-        for batch in loader:
-            info = pop_step_info(batch)
-            losses = model.losses(batch)
-            balance.observe(losses, info)
-            weights.loss(losses, info).backward()
-            if info.ends_optimizer_step:
-                optimizer.step()
-                optimizer.zero_grad()
-                balance.step()
-                found.append((dict(weights), dict(balance.norms)))
-                if states is not None:
-                    kept = {name: one.clone() for name, one in model.state_dict().items()}
-                    parts = {"loader": loader.state_dict(), "balance": balance.state_dict()}
-                    states.append({**parts, "model": kept})
-                if len(found) == steps:
-                    break
-    return found
+    yield balance, dict(weights)
+    for number, batch in enumerate(loader):
+        info = pop_step_info(batch)
+        losses = model.losses(batch) * spoil(number)
+        balance.observe(losses, info)
+        if info.ends_optimizer_step:
+            balance.step()
+            yield balance, dict(weights)
 
 
 def flat(gradients):

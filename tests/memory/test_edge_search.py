@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from odb_nodes.memory import ShapeTooLargeError, Trial
@@ -12,6 +12,7 @@ from odb_nodes.memory.calibration import verified_budget
 from odb_nodes.memory.edge_search import EdgeSearch
 
 MIB = 2**20
+GB = 10**9
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Device:
     """Stands for `Trials`: its steps take what a formula says, and fail above the limit."""
 
     limit_bytes: int
-    constant: float = 10.0**9
+    constant: float = GB
     token: float = 30_000.0
     square: float = 20.0
     floor: float = 0.0
@@ -31,20 +32,17 @@ class Device:
 
     def peak(self, rows, width):
         exact = self.constant + rows * width * (self.token + self.square * width)
-        noisy = max(exact, self.floor) * (
-            1 + self.noise * random.Random(rows * width).uniform(-1, 1)
-        )
+        scatter = self.noise * random.Random(rows * width).uniform(-1, 1)
+        noisy = max(exact, self.floor) * (1 + scatter)
         return int(-(-noisy // self.grain)) * self.grain
 
     def run(self, rows, width):
         peak = self.peak(rows, width)
         error = "out of memory" if peak > self.fails_above * self.limit_bytes else ""
+        shape = {"rows": rows, "width": width, "patches": 0}
         fits = peak <= self.limit_bytes
-        trial = Trial(
-            rows=rows, width=width, patches=0, peak_bytes=peak, fits=fits, seconds=1.0, error=error
-        )
-        self.done.append(trial)
-        return trial
+        self.done.append(Trial(**shape, peak_bytes=peak, fits=fits, seconds=1.0, error=error))
+        return self.done[-1]
 
     def most_rows(self, width):
         low, high = 0, 1
@@ -52,10 +50,8 @@ class Device:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self.peak(middle, width) <= self.limit_bytes:
-                low = middle
-            else:
-                high = middle
+            fits = self.peak(middle, width) <= self.limit_bytes
+            low, high = (middle, high) if fits else (low, middle)
         return low
 
 
@@ -96,52 +92,40 @@ def test_it_comes_near_on_any_device(model, token, square, tokens, floor, grain,
         fails_above=above,
     )
     widths = sorted(widths)
-    if any(device.most_rows(width) < 2 for width in widths):
-        return
+    assume(all(device.most_rows(width) >= 2 for width in widths))
     assert_near(device, widths, search(device, widths)[0], share=0.93)
 
 
-@pytest.mark.parametrize("noise", [0.002, 0.01])
-def test_noise_costs_a_little(noise):
-    device = Device(limit_bytes=16 * 10**9, noise=noise, grain=2 * MIB)
+def test_noise_costs_a_little():
+    device = Device(limit_bytes=16 * GB, noise=0.01, grain=2 * MIB)
     budget, _ = search(device, [32, 256, 2048])
     for width in (32, 256, 2048):
-        assert device.peak(budget.tokens // budget.row_cost(width), width) <= 1.01 * 16 * 10**9
-    assert budget.tokens > 0.9 * (15 * 10**9 / 30_000)
+        assert device.peak(budget.tokens // budget.row_cost(width), width) <= 1.01 * 16 * GB
+    assert budget.tokens > 0.9 * (15 * GB / 30_000)
 
 
-def test_a_large_floor_is_left_quickly():
-    device = Device(limit_bytes=40 * 10**9, floor=20 * 10**9)
-    budget, edges = search(device, [32, 512, 4096])
-    assert all(edge.is_found for edge in edges)
-    assert_near(device, [32, 512, 4096], budget)
+@pytest.mark.parametrize(
+    ("floor", "widths"), [(20 * GB, [32, 512, 4096]), (0, [*range(100, 1100, 100)])]
+)
+def test_large_floors_are_left_and_many_widths_are_predicted_from_a_few(floor, widths):
+    device = Device(limit_bytes=40 * GB, floor=floor)
+    budget, edges = search(device, widths)
+    assert_near(device, widths, budget)
+    assert not floor or all(edge.is_found for edge in edges)
 
 
 def test_too_few_trials_give_what_has_fitted():
-    device = Device(limit_bytes=40 * 10**9)
-    budget, edges = search(device, [32, 512, 4096], max_trials=6)
+    budget, edges = search(Device(limit_bytes=40 * GB), [32, 512, 4096], max_trials=6)
+    assert not all(edge.is_found for edge in edges)
     for edge in edges:
         assert budget.tokens // budget.row_cost(edge.width) <= max(edge.fits, 1) or edge.is_found
 
 
-def test_many_widths_are_predicted_from_a_few():
-    device = Device(limit_bytes=40 * 10**9)
-    widths = list(range(100, 1100, 100))
-    budget, _ = search(device, widths)
-    assert_near(device, widths, budget)
-
-
-def test_one_row_that_does_not_fit_is_an_error():
-    with pytest.raises(
-        ShapeTooLargeError, match="a single row of 9000 tokens does not fit: out of"
-    ):
-        search(Device(limit_bytes=2 * 10**9), [100, 9000])
-
-
-def test_one_row_alone_that_fits_is_the_budget():
-    device = Device(limit_bytes=2 * 10**9, square=0.0)
-    budget, _ = search(device, [20_000])
+def test_one_row_alone_that_fits_is_the_budget_and_one_that_does_not_is_an_error():
+    budget, _ = search(Device(limit_bytes=2 * GB, square=0.0), [20_000])
     assert budget.tokens // budget.row_cost(20_000) == 1
+    with pytest.raises(ShapeTooLargeError, match="a single row of 9000 tokens does not fit"):
+        search(Device(limit_bytes=2 * GB), [100, 9000])
 
 
 def test_rows_have_a_bound_where_memory_hardly_grows():

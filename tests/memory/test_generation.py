@@ -28,10 +28,10 @@ def prompts(count=9):
     return [torch.randint(2, 24, (length,), generator=generator).tolist() for length in lengths]
 
 
-def batch_of(count=9):
-    width = max(map(len, prompts(count)))
-    rows = [[PAD] * (width - len(one)) + one for one in prompts(count)]
-    mask = [[0] * (width - len(one)) + [1] * len(one) for one in prompts(count)]
+def batch_of():
+    width = max(map(len, prompts()))
+    rows = [[PAD] * (width - len(one)) + one for one in prompts()]
+    mask = [[0] * (width - len(one)) + [1] * len(one) for one in prompts()]
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
 
@@ -52,48 +52,19 @@ def most_rows(model):
         handle.remove()
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
-def test_parts_keep_the_order_and_are_padded_on_the_right(model, most_rows, most):
-    whole, parts = generate_in_parts(model, batch_of(), **OPTIONS)
+BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+
+
+@pytest.mark.parametrize(("most", "options"), [(1, {}), (5, {}), (6, BEAMS)])
+def test_parts_keep_the_order_and_are_padded_on_the_right(model, most_rows, most, options):
+    whole, parts = generate_in_parts(model, batch_of(), **OPTIONS, **options)
     assert parts == 1
-    assert whole.equal(model.generate(**batch_of(), **OPTIONS))
+    assert whole.equal(model.generate(**batch_of(), **OPTIONS, **options))
     most_rows(most)
-    found, parts = generate_in_parts(model, batch_of(), **OPTIONS)
+    pads = {"pad_token_id": END} if options else {}  # as beams do
+    found, parts = generate_in_parts(model, batch_of(), **pads, **OPTIONS, **options)
     assert parts >= -(-9 // most)
     assert found.equal(whole)
-
-
-def test_several_sequences_of_each_row_stay_together(model, most_rows):
-    options = {**OPTIONS, "num_beams": 2, "num_return_sequences": 2}
-    whole, _ = generate_in_parts(model, batch_of(), **options)
-    most_rows(6)
-    found, parts = generate_in_parts(model, batch_of(), pad_token_id=END, **options)  # as beams do
-    assert parts > 1
-    assert found.equal(whole)
-
-
-def test_what_cannot_be_halved_is_an_error(model, most_rows):
-    with pytest.raises(TypeError, match="must have `input_ids`"):
-        generate_in_parts(model, {"inputs": torch.ones(2, 3)})
-    with pytest.raises(ValueError, match="`prompt_ids` has a row for each of `input_ids`"):
-        generate_in_parts(model, batch_of(), prompt_ids=torch.ones(9, 3))
-    with pytest.raises(ValueError, match=r"`pixel_values` of shape \(7, 3\) is not of the 9 rows"):
-        generate_in_parts(model, {**batch_of(), "pixel_values": torch.ones(7, 3)})
-    with pytest.raises(TypeError, match="Leave out `return_dict_in_generate`"):
-        generate_in_parts(model, batch_of(), return_dict_in_generate=True, **OPTIONS)
-    with pytest.raises(TypeError, match="`batch` must be a `Mapping`, but is a `Tensor` instead"):
-        generate_in_parts(model, batch_of()["input_ids"])
-    with pytest.raises(TypeError, match="`model` must have a `generate`, but is a `Linear`"):
-        generate_in_parts(torch.nn.Linear(2, 2), batch_of())
-    with pytest.raises(ValueError, match="`input_ids` must have one row or more, but is empty"):
-        generate_in_parts(model, {"input_ids": torch.ones(0, 3, dtype=torch.int64)})
-    most_rows(0)
-    with pytest.raises(torch.OutOfMemoryError):
-        generate_in_parts(model, batch_of(), **OPTIONS)
-
-
-def process(prompt):
-    return {"input_ids": prompt}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -101,10 +72,9 @@ def test_results_are_in_the_order_of_the_data(model, ranks):
     data = prompts(40)
     results = [None] * len(data)
     for rank in range(ranks):
-        batches = LongestFirst(
-            data, 96, new_tokens=12, process_fn=process, rank=rank, world_size=ranks
-        )
-        longest = []
+        shard = {"rank": rank, "world_size": ranks}
+        options = {"new_tokens": 12, "process_fn": lambda prompt: {"input_ids": prompt}}
+        batches, longest = LongestFirst(data, 96, **options, **shard), []
         for batch, indices in batches:
             assert indices == sorted(indices, key=lambda index: (-len(data[index]), index))
             rows, cols = batch["input_ids"].shape
@@ -129,23 +99,56 @@ def test_a_budget_bounds_samples_and_patches_of_a_batch():
     assert sorted(len(indices) for _, indices in even) == [1, 2, 6]
 
 
-@pytest.mark.parametrize("dataset", [{1, 2}, (n for n in range(3)), {"train": [1]}, 5])
-def test_what_has_no_indices_is_an_error(dataset):
-    with pytest.raises(TypeError, match="`dataset` must be a sequence, .* Pass a list"):
-        LongestFirst(dataset, 96)
+IDS = torch.ones(9, 3, dtype=torch.int64)
 
 
-def test_nothing_to_generate_for_is_an_error():
-    with pytest.raises(ValueError, match="`dataset` must have one item or more, but is empty"):
-        LongestFirst([], 96)
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        ({"inputs": IDS}, {}, "must have `input_ids`"),
+        ({"input_ids": IDS}, {"prompt_ids": IDS}, "`prompt_ids` has a row for each"),
+        ({"input_ids": IDS, "pixel_values": torch.ones(7, 3)}, {}, r"`pixel_values` .* \(7, 3\)"),
+        (
+            {"input_ids": IDS},
+            {"return_dict_in_generate": True, **OPTIONS},
+            "Leave out `return_dict_in_gen",
+        ),
+        (IDS, {}, "`batch` must be a `Mapping`"),
+        ({"input_ids": IDS[:0]}, {}, "`input_ids` must have one row or more"),
+    ],
+)
+def test_what_cannot_be_halved_is_an_error(model, batch, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        generate_in_parts(model, batch, **options)
 
 
-def test_samples_that_cannot_be_used_are_errors():
-    with pytest.raises(SampleError, match=r"item 1 is skipped \(empty\)\.$"):
-        LongestFirst(
-            [1, 2], 96, process_fn=lambda n: {"input_ids": [1]} if n < 2 else Skipped("empty")
-        )
-    with pytest.raises(ValueError, match="`new_tokens` must be"):
-        LongestFirst([[1]], 96, new_tokens=-1)
-    with pytest.raises(ValueError, match="padded"):
-        LongestFirst([], TokenBudget(96, layout="packed"))
+def test_a_row_that_does_not_fit_alone_and_a_model_that_cannot_generate_are_errors(
+    model, most_rows
+):
+    with pytest.raises(TypeError, match="`model` must have a `generate`, but is a `Linear`"):
+        generate_in_parts(torch.nn.Linear(2, 2), batch_of())
+    most_rows(0)
+    with pytest.raises(torch.OutOfMemoryError):
+        generate_in_parts(model, batch_of(), **OPTIONS)
+
+
+def skipping(number):
+    return {"input_ids": [1]} if number < 2 else Skipped("empty")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "budget", "options", "error", "message"),
+    [
+        ({1, 2}, 96, {}, TypeError, "`dataset` must be a sequence"),
+        (iter([1]), 96, {}, TypeError, "`dataset` .* Pass a list"),
+        ({"train": [1]}, 96, {}, TypeError, "`dataset` must be a sequence"),
+        (5, 96, {}, TypeError, "`dataset` must be a sequence"),
+        ([], 96, {}, ValueError, "`dataset` must have one item or more"),
+        ([1, 2], 96, {"process_fn": skipping}, SampleError, r"item 1 is skipped \(empty\)"),
+        ([[1]], 96, {"new_tokens": -1}, ValueError, "`new_tokens` must be"),
+        ([], TokenBudget(96, layout="packed"), {}, ValueError, "padded"),
+    ],
+)
+def test_what_cannot_be_generated_for_is_an_error(dataset, budget, options, error, message):
+    with pytest.raises(error, match=message):
+        LongestFirst(dataset, budget, **options)

@@ -1,4 +1,4 @@
-"""Ranks that run out of memory: all take the same steps, with the same gradients, or end."""
+"""Ranks that run out of memory, or fail: all take the same steps with equal gradients, or end."""
 
 import json
 import time
@@ -10,31 +10,37 @@ from odb_nodes import audit
 
 BEGIN = """
 import random, sys
-from gradients import SIZES, OneProcess, gradient_of, relative_error, samples_of, wrapped
+from pathlib import Path
+from gradients import SIZES, OneProcess, gradient_of, relative_error, samples_of
 from memory_faults import FailingModel, above, at_call, loss_of
-from odb_nodes import Ledger, ODBDataLoader
+from odb_nodes import Ledger, ODBDataLoader, StepMemoryError, load_rank_state, save_rank_state
 from odb_nodes.memory import OomGuard
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-how = json.loads(sys.argv[1])
+how = {"accumulate": 1, "above": 0, "share": 0.0, "place": "forward", "seed": 0, "model": "ddp"}
+how |= {"on_oom": "split", "guard_above": 0.0, "limit": None} | json.loads(sys.argv[1])
 sizes = SIZES[world_size]
 samples = samples_of(rank, sizes[rank])
-options = {"token_budget": how["budget"], "window": 16, "sharded": True, "timeout_s": 20}
+options = {"token_budget": 96, "window": 16, "sharded": True, "timeout_s": 20}
 loader = ODBDataLoader(samples, accumulate=how["accumulate"], **options)
 rng = random.Random(10 * how["seed"] + rank)
 numbers = {n for n in range(1000) if rng.random() < how["share"]}
-fails = above(how["above"]) if how["above"] else at_call(numbers)
-model = FailingModel(fails, how["place"])
+inner = FailingModel(above(how["above"]) if how["above"] else at_call(numbers), how["place"])
 if how["model"] == "ddp":
-    model = DistributedDataParallel(model, gradient_as_bucket_view=how["seed"] % 2 == 1)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=how["seed"] % 2 == 1)
 else:
-    for layer in (model.inner.embedding, model.inner.hidden, model.inner.head, model):
+    for layer in (inner.embedding, inner.hidden, inner.head, inner):
         fully_shard(layer)
+    model = inner
 guard = OomGuard(loader, how["on_oom"], guard_above=how["guard_above"], limit=how["limit"])
-one_process, errors, seen, skipped, numbers_of_steps = OneProcess(sizes), [], [], [], []
+"""
 
-def train(ledger):
+TRAIN = (
+    BEGIN
+    + """
+one_process, errors, seen, skipped, steps = OneProcess(sizes), [], [], [], []
+with Ledger(sys.argv[2]) as ledger:
     for step in guard:
         step.backward(model, loss_of(model))
         ids = [samples[key]["id"] for info in step.infos for key in info.keys]
@@ -46,114 +52,83 @@ def train(ledger):
         for info in step.infos:
             ledger.record(info)
         seen.extend(ids)
-        numbers_of_steps.append(loader.step)
+        steps.append(loader.step)
         model.zero_grad()
-"""
-
-TRAIN = (
-    BEGIN
-    + """
-with Ledger(sys.argv[2]) as ledger:
-    train(ledger)
-print(json.dumps({
-    "errors": max(errors), "seen": seen, "skipped": skipped, "steps": numbers_of_steps,
-    "ooms": guard.ooms, "split": guard.split_steps, "left": guard.skipped_samples,
-}))
+counts = [guard.ooms, guard.skipped_samples]
+print(json.dumps([max(errors), seen, skipped, steps, *counts]))
 dist.barrier()
 del model
 dist.destroy_process_group()
 """
 )
 
-DEFAULTS = {
-    **{"accumulate": 1, "above": 0, "share": 0.0, "place": "forward", "seed": 0, "model": "ddp"},
-    **{"on_oom": "split", "guard_above": 0.0, "limit": None, "budget": 96},
-}
-
 
 def train(tmp_path, world_size, **how):
-    """What each rank has found in an epoch; and the keys of all are checked."""
-    arguments = json.dumps(DEFAULTS | how), str(tmp_path / "ledger")
-    found = run_ranks(tmp_path, TRAIN, world_size, *arguments)
-    ids = sorted(index for one in found for index in one["seen"] + one["skipped"])
-    assert ids == sorted({*ids})
-    assert len(ids) == {2: 80, 4: 68}[world_size]
+    """How often memory ran out, and which samples were skipped, after all else is checked."""
+    found = run_ranks(tmp_path, TRAIN, world_size, json.dumps(how), str(tmp_path / "ledger"))
+    errors, seen, skipped, steps, ooms, left = zip(*found, strict=True)
+    ids = [index for of_rank in (*seen, *skipped) for index in of_rank]
+    assert len(ids) == len({*ids}) == {2: 80, 4: 68}[world_size]
     assert audit(tmp_path / "ledger").ok
-    for one in found:
-        assert one["errors"] < 1e-12
-        assert one["steps"] == found[0]["steps"]
-    return found
+    assert max(errors) < 1e-12
+    assert all(of_rank == steps[0] for of_rank in steps)
+    assert [*left] == [len(of_rank) for of_rank in skipped]
+    return sum(ooms), sum(left)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_any_rank_may_run_out_of_memory(tmp_path, world_size, place, accumulate):
-    found = train(
-        tmp_path, world_size, share=0.25, place=place, accumulate=accumulate, seed=accumulate
-    )
-    assert sum(one["ooms"] for one in found) > 1
-    assert all(one["skipped"] == [] for one in found)
+LIMIT = {"limit": 40, "above": 60, "guard_above": 1.0}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_samples_that_do_not_fit_alone_are_left_out_on_all_ranks_alike(
-    tmp_path, world_size, accumulate
-):
-    found = train(tmp_path, world_size, above=12, on_oom="skip", accumulate=accumulate, seed=1)
-    assert sum(one["left"] for one in found) == sum(len(one["skipped"]) for one in found) > 3
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [
+        (2, {"share": 0.25, "place": "backward", "seed": 1}),
+        (4, {"share": 0.25, "place": "forward", "seed": 3, "accumulate": 3}),
+        (2, {"above": 12, "on_oom": "skip", "seed": 1, "accumulate": 2}),
+        (4, LIMIT),  # in as many parts on all ranks
+        (4, {"model": "fsdp", **LIMIT}),
+    ],
+)
+def test_any_rank_may_run_out_of_memory_or_leave_samples_out(tmp_path, world_size, how):
+    ooms, left = train(tmp_path, world_size, **how)
+    assert ooms > 1 or "limit" in how
+    assert left > 3 if "on_oom" in how else left == 0
 
 
-@pytest.mark.parametrize("model", ["ddp", "fsdp"])
-def test_steps_above_a_limit_run_in_as_many_parts_on_all_ranks(tmp_path, model):
-    options = {"model": model, "limit": 40, "above": 60, "guard_above": 1.0}
-    found = train(tmp_path, 4, **options)
-    assert all(one["ooms"] == 0 for one in found)
-
-
-def ends_of(tmp_path, body, world_size, **how):
-    """What each rank says in the end, and the seconds until the last has ended."""
-    how = json.dumps(DEFAULTS | how)
+def ends_of(tmp_path, body, **how):
+    """(exit code, errors) of each of two ranks, which end in time."""
     start_s = time.monotonic()
-    with RankJob(tmp_path, body, world_size, how, str(tmp_path / "ledger")) as job:
+    with RankJob(tmp_path, body, 2, json.dumps(how), str(tmp_path / "ledger")) as job:
         results = job.results(60)
-    assert all(code != 0 for code, _, _ in results)
-    return [errors for _, _, errors in results], time.monotonic() - start_s
+    assert time.monotonic() - start_s < 40
+    return [(code, errors) for code, _, errors in results]
 
 
-def test_where_a_sample_does_not_fit_alone_all_ranks_say_so(tmp_path):
-    errors, _ = ends_of(tmp_path, TRAIN, 2, above=12)
-    assert "StepMemoryError: step" in errors[0] + errors[1]
-    for text in errors:
-        assert "does not fit into memory alone" in text
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"above": 12}, "does not fit into memory alone"),
+        ({"above": 1, "on_oom": "skip", "accumulate": 2}, "none of the last"),
+    ],
+)
+def test_where_nothing_can_be_done_all_ranks_say_so_and_end(tmp_path, how, text):
+    ends = ends_of(tmp_path, TRAIN, **how)
+    assert all(code and text in errors for code, errors in ends)
+    assert any("StepMemoryError: step" in errors for _, errors in ends)
+    if "on_oom" in how:  # at the same step
+        (one, other) = (e.partition("StepMemoryError: ")[2].partition(" fits")[0] for _, e in ends)
+        assert one == other
 
 
-def test_where_no_sample_fits_any_more_all_ranks_end_at_the_same_step(tmp_path):
-    errors, _ = ends_of(tmp_path, TRAIN, 2, above=1, on_oom="skip", accumulate=2)
-    ends = [text.partition("StepMemoryError: ")[2].partition(" fits into")[0] for text in errors]
-    assert ends[0] == ends[1] and "none of the last" in ends[0]
-
-
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("model", ["ddp", "fsdp"])
-def test_what_cannot_be_taken_back_ends_all_ranks_and_a_resume_completes_the_epoch(
-    tmp_path, model, place
-):
-    body = (
-        BEGIN
-        + """
-from pathlib import Path
-from odb_nodes import load_rank_state, save_rank_state
-from odb_nodes.errors import StepMemoryError
+ENDS = (
+    BEGIN
+    + """
 folder = Path(sys.argv[2]).parent / "checkpoint"
 if how["resume"]:
     loader.load_state_dict(load_rank_state(folder))
 else:
     failing = iter(range(1 << 30))
-    model_of = model.module if how["model"] == "ddp" else model
-    model_of.fails = lambda rows, width: next(failing) == 7 and rank == 1
+    inner.fails = lambda rows, width: next(failing) == 7 and rank == 1
 with Ledger(sys.argv[2]) as ledger:
     for step in guard:
         try:
@@ -168,15 +143,112 @@ with Ledger(sys.argv[2]) as ledger:
 dist.barrier()
 os._exit(0)
 """
-    )
-    how = {"model": model, "place": place, "guard_above": 1.0, "resume": False}
-    errors, seconds = ends_of(tmp_path, body, 2, **how)
-    for text in errors:
-        assert "rank 1 ran out of memory in step 7 of epoch 0" in text
-        assert "Resume from the last checkpoint with a budget of" in text
-    assert seconds < 25
-    with RankJob(
-        tmp_path, body, 2, json.dumps(DEFAULTS | how | {"resume": True}), str(tmp_path / "ledger")
-    ) as job:
-        job.finish()
+)
+
+
+@pytest.mark.parametrize(("model", "place"), [("ddp", "backward"), ("fsdp", "forward")])
+def test_what_cannot_be_taken_back_ends_all_ranks_and_a_resume_completes_the_epoch(
+    tmp_path, model, place
+):
+    how = {"model": model, "place": place, "guard_above": 1.0}
+    for code, errors in ends_of(tmp_path, ENDS, **how, resume=False):
+        assert code == 3
+        assert "rank 1 ran out of memory in step 7 of epoch 0" in errors
+        assert "Resume from the last checkpoint with a budget of" in errors
+    assert [code for code, _ in ends_of(tmp_path, ENDS, **how, resume=True)] == [0, 0]
     assert audit(tmp_path / "ledger").ok
+
+
+FAILS = """
+import sys, time
+import odb_nodes.memory
+from gradients import samples_of
+from memory_faults import FailingModel, loss_of, never
+from odb_nodes import ODBDataLoader, PaddingCollate, PeerError, StepMemoryError
+from odb_nodes.memory import OomGuard
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+how, model = json.loads(sys.argv[1]), FailingModel(never)
+options = {"token_budget": 96, "window": 16, "sharded": True}
+"""
+
+WAITS = (
+    FAILS
+    + """
+model.norm = nn.SyncBatchNorm(2)  # so that the ranks compute together, by what they know
+model.eval()
+odb_nodes.memory.partwise_step.runs_ahead = lambda: True  # as on a GPU
+guard = OomGuard(ODBDataLoader(samples_of(rank, 40), timeout_s=3, **options), guard_above=1.0)
+for number, step in enumerate(guard):
+    model.fails = lambda rows, width: rank == 1 and number == 2
+    try:
+        step.backward(model, loss_of(model))
+        if number == 2:
+            # As for a kernel that waits for the other rank.
+            time.sleep(60 if how["waits"] else 1.5)
+    except StepMemoryError as error:
+        print(error, file=sys.stderr, flush=True)
+        time.sleep(8)  # its connections stay open
+        os._exit(3)
+    model.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_that_waits_after_the_step_is_got_out(tmp_path, waits):
+    ends = ends_of(tmp_path, WAITS, waits=waits)
+    assert [code for code, _ in ends] == [70 if waits else 3, 3]
+    assert all("rank 1 ran out of memory in step 2 of epoch 0" in text for _, text in ends)
+
+
+COLLATE = (
+    FAILS
+    + """
+class Collate(PaddingCollate):
+    def collate_step(self, samples, info):
+        if rank == 1 and info.step == 3:
+            raise ValueError("as the test wants it")
+        return self(samples)
+
+loader = ODBDataLoader(samples_of(rank, 40), collate_fn=Collate(), timeout_s=30, **options)
+model = DistributedDataParallel(model)
+try:
+    for step in OomGuard(loader, guard_above=how["above"]):
+        step.backward(model, loss_of(model))
+        model.zero_grad()
+except (PeerError, ValueError) as error:
+    print(json.dumps([type(error).__name__, str(error)]), file=sys.stderr, flush=True)
+time.sleep(0 if how["above"] else 8)  # its connections stay open
+os._exit(3)
+"""
+)
+
+
+@pytest.mark.parametrize("above", [0.0, 1.0])
+def test_a_rank_whose_batch_fails_tells_the_others_that_wait_within_a_step(tmp_path, above):
+    ends = ends_of(tmp_path, COLLATE, above=above)
+    (name, text), own = (json.loads(text.splitlines()[-1]) for _, text in ends)
+    assert own[0] == "ValueError" and "as the test wants it" in own[1]
+    assert name == "PeerError"
+    assert "rank 1 failed in taking a batch: ValueError: as the test wants it" in text
+
+
+IGNORED = """
+from odb_nodes.memory.gradients import average_gradients
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+whole = DistributedDataParallel(model)
+for one in model.parameters():
+    one.grad = one.new_full(one.shape, 1.0 + 2 * rank)
+average_gradients(whole)
+print(json.dumps([float(one.grad.mean()) for one in model.parameters()]))
+"""
+
+
+def test_parameters_that_ddp_is_told_to_ignore_are_not_averaged(tmp_path):
+    assert run_ranks(tmp_path, IGNORED, 2) == [[1.0, 2.0], [3.0, 2.0]]

@@ -1,7 +1,6 @@
 """From where `find_budget` sees models, optimizers and generators, and what it leaves aside."""
 
 import functools
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,11 +32,6 @@ class Trainer:
         pass
 
 
-@dataclass
-class Record:
-    model: nn.Module
-
-
 def closure_over(model):
     return lambda batch: model(batch)
 
@@ -53,9 +47,9 @@ def decorated(model):
 @pytest.mark.parametrize(
     "root_of",
     [
-        closure_over,
+        lambda model: uses_a_global,
+        lambda model: uses_it_in_an_inner_function,
         decorated,
-        Record,
         Trainer,
         lambda model: Trainer(model).step,
         lambda model: functools.partial(print, model),
@@ -66,13 +60,7 @@ def decorated(model):
     ],
 )
 def test_a_model_is_found(root_of):
-    model = nn.Linear(3, 3)
-    assert any(one is model for one in find_stateful([root_of(model)]))
-
-
-@pytest.mark.parametrize("root", [uses_a_global, uses_it_in_an_inner_function])
-def test_a_global_model_is_found(root):
-    assert any(one is MODEL for one in find_stateful([root]))
+    assert any(one is MODEL for one in find_stateful([root_of(MODEL)]))
 
 
 def test_what_has_a_state_is_found_once():
@@ -89,10 +77,9 @@ def test_what_has_a_state_is_found_once():
 
 
 def test_a_model_beside_a_huge_dataset_is_found():
-    model = nn.Linear(3, 3)
     records = [[n] for n in range(300_000)]
-    found = find_stateful([closure_over(records), closure_over(closure_over(closure_over(model)))])
-    assert [id(one) for one in found] == [id(model)]
+    found = find_stateful([closure_over(records), closure_over(closure_over(closure_over(MODEL)))])
+    assert [id(one) for one in found] == [id(MODEL)]
 
 
 def test_circles_and_empty_cells_end():

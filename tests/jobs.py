@@ -147,7 +147,7 @@ KINDS = {
     "accumulate": Kind({"accumulate": 3}),
     "packed": Kind({"token_budget": TokenBudget(90, layout="packed")}),
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
-    "auto window": Kind({"window": "auto"}),
+    "auto window": Kind({"window": "auto", "token_budget": TokenBudget(40, oversize="drop")}),
     "dearest first": Kind({"dearest_first": 3}),
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),

@@ -134,11 +134,12 @@ def test_loaders_that_begin_at_once_on_threads_meet_their_own_ranks(tmp_path):
 @pytest.mark.parametrize(("what", "action"), [("loader", "iter"), ("node", "next")])
 def test_a_forked_child_of_a_rank_is_told_so_and_its_parent_goes_on(what, action, tmp_path):
     body = """
+    from odb_nodes.contract.graph import walk
     what, action = sys.argv[1:]
     node = loader = r.make_loader(40)
     iterator = iter(loader)
     if what == "node":
-        node = iterator = next(one for one in r.walk(loader.root) if isinstance(one, RankAligner))
+        node = iterator = next(one for one in walk(loader.root) if isinstance(one, RankAligner))
     next(iterator)
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from rank_jobs import epochs_of, free_port, loader_over, make_dataloader, on_threads, samples_of
+from aligned_ranks import on_ranks
+from rank_jobs import epochs_of, free_port, loader_over, make_dataloader, samples_of
 from torchdata.nodes import Mapper
 from worker_functions import Program, Texts
 
@@ -47,7 +48,7 @@ def test_ranks_get_the_groups_of_ranks_on_threads_however_they_are_started(how, 
     with program:
         code, out, errors = program.finish(60)
         assert code == 0, f"{out}\n{errors}"
-    expected = on_threads(2, lambda rank: epochs_of(make_dataloader(SIZE, process_group=rank)))
+    expected = on_ranks(2, lambda rank: epochs_of(make_dataloader(SIZE, process_group=rank)))
     for rank, epochs in enumerate(expected):
         without_workers, with_two = json.loads((tmp_path / f"{rank}.json").read_text())
         assert without_workers == with_two == epochs

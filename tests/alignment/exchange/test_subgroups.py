@@ -1,7 +1,8 @@
 """Ranks that share the data are those of the group: here 2 (dp) of the 4 of 2 (dp) x 2 (tp)."""
 
 import pytest
-from rank_jobs import epochs_of, make_dataloader, on_threads, real_ids, run_ranks
+from aligned_ranks import on_ranks
+from rank_jobs import epochs_of, make_dataloader, real_ids, run_ranks
 
 SIZE = 101
 
@@ -28,7 +29,7 @@ JOB = """
     ("group", "num_workers"), [(FROM_A_MESH, 1), (FROM_NEW_GROUP, 0)], ids=["mesh", "new_group"]
 )
 def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(group, num_workers, tmp_path):
-    alone = on_threads(2, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
+    alone = on_ranks(2, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
     epochs = run_ranks(tmp_path, JOB.format(group=group), 4, SIZE, num_workers)
     assert epochs == [alone[0], alone[0], alone[1], alone[1]]
     for steps in zip(*alone, strict=True):

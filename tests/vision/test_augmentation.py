@@ -6,7 +6,9 @@ from pictures import augmented, content_of, make_loader, processor
 from odb_nodes import StateError, load_state, save_state
 from odb_nodes.vision import VisionLanguageProcessor
 
-pytestmark = pytest.mark.filterwarnings("ignore:sample .* is skipped")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:sample .* is skipped", "ignore:of the .* samples of the epoch"
+)
 
 
 def make(**options):

@@ -240,7 +240,7 @@ def test_late_patches_may_have_other_bounds_of_size():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["replay", "payload"])
-@pytest.mark.filterwarnings("ignore:sample .* is skipped")
+@pytest.mark.filterwarnings("ignore:sample .* is skipped", "ignore:of the .* samples of the epoch")
 def test_late_patches_come_out_of_workers_and_states(state, sampled):
     with make_loader(30, process_fn=late, num_workers=2, state=state) as loader:
         assert content_of(loader) == content_of(make_loader(30))

@@ -16,6 +16,7 @@ def make(**options):
     return make_loader(40, **given)
 
 
+@pytest.mark.slow
 def test_crops_depend_neither_on_workers_nor_on_a_resume_but_on_the_epoch(tmp_path):
     with make() as loader:
         expected = [content_of(loader), content_of(loader)]
@@ -32,6 +33,7 @@ def test_crops_depend_neither_on_workers_nor_on_a_resume_but_on_the_epoch(tmp_pa
             assert [content_of(loader), content_of(loader)] == [expected[0][5:], expected[1]]
 
 
+@pytest.mark.slow
 def test_damaged_pictures_are_skipped_alike_by_workers():
     with make_loader(60, num_workers=2) as parallel, make_loader(60) as alone:
         assert content_of(parallel) == content_of(alone)

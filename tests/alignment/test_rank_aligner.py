@@ -237,9 +237,9 @@ def test_a_rank_without_samples_begins_the_next_epoch_after_a_resume():
     def resumed(exchange):
         loader = make(exchange)
         loader.load_state_dict(runs[exchange.rank][0][1][1])
-        return len(list(loader)), [*map(described, loader)]
+        return [*map(described, loader)], [*map(described, loader)]
 
-    assert on_ranks(2, resumed) == [(len(steps) - 1, after) for (steps, _), after in runs]
+    assert on_ranks(2, resumed) == [(steps[1:], after) for (steps, _), after in runs]
     assert not runs[0][1][0].is_filler and not runs[1][1][0].is_filler
 
 

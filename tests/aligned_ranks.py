@@ -13,20 +13,16 @@ TIMEOUT_S = 20.0
 
 def shard(rank, size):
     """Samples of one rank, whose lengths come from their ids; every third is masked in part."""
-    ids = range(1000 * rank, 1000 * rank + size)
-    return [
-        {"input_ids": [1] * (2 + 7 * i % 23), "labels": [-100] * (i % 3) + [1] * 30, "id": i}
-        for i in ids
-    ]
-
-
-def cut(sample):
-    length = len(sample["input_ids"])
-    return {**sample, "labels": sample["labels"][:length]}
+    found = []
+    for index in range(1000 * rank, 1000 * rank + size):
+        length = 2 + 7 * index % 23
+        labels = ([-100] * (index % 3) + [1] * length)[:length]
+        found.append({"input_ids": [1] * length, "labels": labels, "id": index})
+    return found
 
 
 def graph(exchange, samples, *, budget=60, window=8, **options):
-    source = LengthObserver(IterableWrapper([cut(sample) for sample in samples]))
+    source = LengthObserver(IterableWrapper(samples))
     bucketer = WindowBucketer(source, budget, window)
     return RankAligner(bucketer, exchange, **{"timeout_s": TIMEOUT_S, **options})
 
@@ -39,8 +35,17 @@ def on_ranks(world_size, run, timeout_s=TIMEOUT_S):
         return [future.result(120) for future in futures]
 
 
-def ids(items):
-    return [sample.data["id"] for item in items if not item.info.is_filler for sample in item[0]]
+def errors_on_ranks(world_size, run, timeout_s=TIMEOUT_S):
+    """The error that `run(exchange)` raises on each rank; None where it returns."""
+
+    def caught(exchange):
+        try:
+            run(exchange)
+        except Exception as error:
+            return error
+        return None
+
+    return on_ranks(world_size, caught, timeout_s)
 
 
 class Step(NamedTuple):
@@ -75,6 +80,21 @@ def ids_of(steps):
     return [index for step in steps if not step.is_filler for index in step.ids]
 
 
-def places_before_the_last_round(states):
-    """Those of the round before the one in which ranks share out what is left; none without."""
-    return [at for at, state in enumerate(states) if state["root"].get("shares_rest")]
+def assert_resumes(make, whole, places):
+    """A loader that `make(exchange)` builds goes on from each place of an epoch.
+
+    Args:
+        make: exchange -> loader.
+        whole: what `epoch_of` returned on each rank.
+        places: numbers of steps that are done.
+    """
+    for place in places:
+
+        def run(exchange, place=place):
+            steps, states = whole[exchange.rank]
+            loader = make(exchange)
+            loader.load_state_dict(states[place])
+            assert loader.state_dict() == states[place]
+            return [*map(described, loader)] == steps[place:]
+
+        assert on_ranks(len(whole), run) == [True] * len(whole), place

@@ -1,6 +1,5 @@
 """Says which library has changed, where we rely on something inside of it."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
@@ -8,7 +7,7 @@ import pytest
 
 
 @contextmanager
-def relies_on(library: str, what: str, used_in: str) -> Iterator[None]:
+def relies_on(library, what, used_in):
     """Fail with a message that names the library, what has changed in it, and where we use it.
 
     Args:

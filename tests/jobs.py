@@ -69,10 +69,6 @@ def noisy(samples):
     return {**PaddingCollate()(samples), "noise": np.array(random.random())}
 
 
-def labelled(index):
-    return (tokens := augmented(index)) | {"labels": tokens["input_ids"]}
-
-
 class Shuffled:
     """An iterable with an order for each epoch, and a state of its own."""
 
@@ -193,7 +189,7 @@ KINDS = {
     "packed": Kind({"token_budget": TokenBudget(90, layout="packed")}),
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
     "shapes": Kind({"token_budget": TokenBudget(80, shapes=4, oversize="drop")}),
-    "auto window": Kind({"window": "auto"}),
+    "auto window": Kind({"window": "auto", "token_budget": TokenBudget(40, oversize="drop")}),
     "dearest first": Kind({"dearest_first": 3}),
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),

@@ -3,8 +3,8 @@
 import gc
 import json
 import socket
+import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -21,8 +21,6 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.alignment.exchange.in_process import InProcessHub
-from odb_nodes.contract.graph import walk
 from odb_nodes.nodes.read_ahead import ReadAhead
 
 WARM = ("torch.distributed.checkpoint", "torchdata.nodes", "odb_nodes", "psutil")
@@ -61,29 +59,16 @@ class RankJob:
     fresh = False  # set by `--exhaustive`
 
     def __init__(self, folder, body, world_size, *args, init=True, warm=WARM):
-        import textwrap
-
         before = _BODY if init else _BODY.rpartition("dist.init")[0]
-        port = str(free_port())
+        whole, port = before + textwrap.dedent(body), free_port()
         self.ranks = []
         for rank in range(world_size):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            path = folder / f"rank{rank}"
+            path, names = folder / f"rank{rank}", ("RANK", "LOCAL_RANK", "WORLD_SIZE")
             path.mkdir(exist_ok=True)
-            program = Program(
-                path,
-                before + textwrap.dedent(body),
-                *args,
-                environment=environment,
-                warm=() if self.fresh else warm,
-            )
-            self.ranks.append(program)
+            environment = dict(zip(names, map(str, (rank, rank, world_size)), strict=True))
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            options = {"environment": environment, "warm": () if self.fresh else warm}
+            self.ranks.append(Program(path, whole, *args, **options))
 
     def finish(self, timeout_s=120):
         """The output of each rank; an AssertionError shows the first that did not end well."""
@@ -120,14 +105,6 @@ def run_ranks(folder, body, world_size, *args, timeout_s=120, **options):
         return [json.loads(out.splitlines()[-1]) for out in job.finish(timeout_s)]
 
 
-def on_threads(world_size, run):
-    """What `run(exchange)` returns on each rank, where the ranks are threads of this process."""
-    hub = InProcessHub(world_size)
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, hub.exchange(rank)) for rank in range(world_size)]
-        return [future.result(60) for future in futures]
-
-
 # --- what the programs use ------------------------------------------------------------------------
 
 
@@ -148,35 +125,20 @@ def make_loader(size, *, seed=0, **options):
 
 def loader_over(samples, *, read_ahead=0, timeout_s=60.0, budget=60, window=8, **options):
     """The loader of a rank that has these samples."""
-    bucketer = bucketer_over(samples, budget, window)
+    bucketer = WindowBucketer(LengthObserver(IterableWrapper(samples)), budget, window)
     node = GroupCollator(RankAligner(bucketer, timeout_s=timeout_s, **options))
     return Loader(ReadAhead(node, read_ahead) if read_ahead else node)
 
 
-def bucketer_over(samples, budget=60, window=8):
-    return WindowBucketer(LengthObserver(IterableWrapper(samples)), budget, window)
-
-
-def window_of(loader):
-    """Samples that wait on this rank."""
-    (bucketer,) = (node for node in walk(loader.root) if isinstance(node, WindowBucketer))
-    return bucketer.window.samples
-
-
 def groups_alone(samples):
     """How many groups these samples make where no rank splits any to have more."""
-    return len(list(Loader(bucketer_over(samples))))
+    return len(list(Loader(WindowBucketer(LengthObserver(IterableWrapper(samples)), 60, 8))))
 
 
 def make_dataloader(size, *, timeout_s=60.0, **options):
     """An `ODBDataLoader` over texts that its ranks share."""
     given = {"token_budget": 96, "window": 16, "round_size": 8, **options}
     return ODBDataLoader(Texts(size), timeout_s=timeout_s, **given)
-
-
-def longer_if_even(text):
-    """A text that is longer on one of two ranks, whose shards then differ in tokens."""
-    return {**text, "input_ids": [*text["input_ids"], *[0] * (6 if text["id"] % 2 == 0 else 0)]}
 
 
 def describe(batch):

@@ -6,33 +6,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "upstream_faults.md").read_text()
-
-
-def functions_of(path):
-    tree = ast.parse(path.read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def test_every_test_that_is_named_exists():
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
-    assert len(named) > 30
-    missing = [
-        (file, test) for file, test in named if test not in functions_of(ROOT / "tests" / file)
-    ]
-    assert not missing
-
-
 # Of the table "Of the trainers": library, functions of ours, canary.
 TRAINERS = re.findall(
     r"^\| (accelerate|transformers|lightning)\b.* \| ([^|]+) \| `(\w+)` \|$", PAGE, re.M
 )
 
 
+def functions_of(path):
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_and_file_that_is_named_exists():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
+    assert len(named) > 30
+    assert not [one for one in named if one[1] not in functions_of(f"tests/{one[0]}")]
+    files = re.findall(r"`([\w/]+\.py)`", PAGE)
+    assert len(files) > 20
+    rooms = [ROOT / room for room in ("odb_nodes", "tests")]
+    assert not [file for file in files if not any((room / file).exists() for room in rooms)]
+
+
 def test_the_canaries_of_the_trainers_are_those_of_the_table():
     canaries = {
         (library, test)
         for library, _, _ in TRAINERS
-        for test in functions_of(ROOT / "tests" / "_compat" / f"test_{library}.py")
+        for test in functions_of(f"tests/_compat/test_{library}.py")
         if test.startswith("test_")
     }
     assert {(library, test) for library, _, test in TRAINERS} == canaries
@@ -44,17 +43,5 @@ def test_every_function_that_a_canary_guards_exists():
     ]
     assert len(guarded) > 30
     assert not [
-        (library, name)
-        for library, name in guarded
-        if name not in functions_of(ROOT / "odb_nodes" / "_compat" / f"{library}.py")
-    ]
-
-
-def test_every_file_that_is_named_exists():
-    files = re.findall(r"`([\w/]+\.py)`", PAGE)
-    assert len(files) > 20
-    assert not [
-        file
-        for file in files
-        if not any((ROOT / room / file).exists() for room in ("odb_nodes", "tests"))
+        one for one in guarded if one[1] not in functions_of(f"odb_nodes/_compat/{one[0]}.py")
     ]

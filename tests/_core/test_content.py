@@ -1,3 +1,5 @@
+"""Digests of samples: equal where they are equal, wherever and however they are stored."""
+
 import copy
 import math
 import subprocess
@@ -12,55 +14,45 @@ import torch
 from odb_nodes._core.codec import tensor_bytes
 from odb_nodes._core.content import content_digest
 
+
+def matrix(number, *changed):
+    rows = [[number(row * 300 + column) for column in range(300)] for row in range(300)]
+    for row, column in changed:
+        rows[row][column] += number(1)
+    return rows
+
+
 ITEMS = [
-    3,
-    3.5,
-    None,
-    True,
-    "text",
-    b"text",
-    [1, 2, 3],
-    [1, 2, 4],
-    (1, 2.5, "a"),
-    [2**70],
-    list(range(5000)),
-    [*range(4999), 0],
-    "a" * 9000 + "b",
-    "a" * 9001,
-    {"id": 1, "input_ids": [1, 2]},
-    {"id": 2, "input_ids": [1, 2]},
-    {"nested": {"id": [2, [3]]}},
-    torch.arange(4),
-    torch.arange(4).reshape(2, 2),
-    torch.arange(4.0, dtype=torch.bfloat16),
-    torch.tensor(True),
-    torch.zeros(0),
-    torch.zeros(3, 200, 200),
-    torch.eye(3, 5).t(),
-    np.arange(4, dtype=np.int16),
-    np.float32(1.5),
-    np.zeros((100, 100)),
-    np.array(["a", "b"]),
-    [0.1, 0.2],
-    [0.1, 0.3],
-    [0.1, 2],
-    [0.1, 2.0],
-    [0.1, None],
-    [[0.1, 0.2], [0.3, 0.4]],
-    [[0.1, 0.2], [0.3, 0.5]],
+    *(3, 3.5, None, True, "text", b"text"),
+    *([1, 2, 3], [1, 2, 4], (1, 2.5, "a"), [2**70]),
+    *(list(range(5000)), [*range(4999), 0], "a" * 9000 + "b", "a" * 9001),
+    *({"id": 1, "input_ids": [1, 2]}, {"id": 2, "input_ids": [1, 2]}, {"nested": {"id": [2, [3]]}}),
+    *(torch.arange(4), torch.arange(4).reshape(2, 2), torch.arange(4.0, dtype=torch.bfloat16)),
+    *(torch.tensor(True), torch.zeros(0), torch.zeros(3, 200, 200), torch.eye(3, 5).t()),
+    *(np.arange(4, dtype=np.int16), np.float32(1.5), np.zeros((100, 100)), np.array(["a", "b"])),
+    *([0.1, 0.2], [0.1, 0.3], [0.1, 2], [0.1, 2.0], [0.1, None]),
+    *([[0.1, 0.2], [0.3, 0.4]], [[0.1, 0.2], [0.3, 0.5]]),
+    *(
+        matrix(n, *at)
+        for n in (int, math.sqrt)
+        for at in ((), [(0, 0)], [(150, 150)], [(299, 299)])
+    ),
 ]
+
+
+def test_items_have_equal_digests_where_they_are_equal():
+    digests = [*map(content_digest, ITEMS)]
+    assert len(set(digests)) == len(ITEMS)
+    assert [content_digest(copy.deepcopy(item)) for item in ITEMS] == digests
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        np.arange(5),
         np.arange(0),
         np.arange(10)[::2],
         np.arange(5, dtype=np.int32),
-        np.arange(5.0),
         np.array([2**63 - 1, -(2**63)]),
-        torch.arange(5),
         torch.arange(10)[::2],
         torch.arange(5.0, requires_grad=True),
     ],
@@ -70,31 +62,15 @@ def test_a_row_is_digested_by_dtype_length_and_values(row):
     array = np.asarray(row.detach()) if isinstance(row, torch.Tensor) else row
     form = zlib.crc32(b"%d %d" % (array.dtype.num, len(array)))
     assert content_digest(row) == zlib.crc32(array.tobytes(), form)
-    matrix = zlib.crc32(array.tobytes(), zlib.crc32(b"%d %a" % (array.dtype.num, (1, len(array)))))
-    assert content_digest(row[None]) == matrix
+    whole = zlib.crc32(array.tobytes(), zlib.crc32(b"%d %a" % (array.dtype.num, (1, len(array)))))
+    assert content_digest(row[None]) == whole
     assert content_digest({"a": row}, 3) == content_digest(row, zlib.crc32(b"a", 3))
-
-
-def test_different_items_have_different_digests():
-    assert len({content_digest(item) for item in ITEMS}) == len(ITEMS)
-
-
-@pytest.mark.parametrize("item", ITEMS, ids=lambda item: type(item).__name__)
-def test_equal_items_have_equal_digests(item):
-    assert content_digest(copy.deepcopy(item)) == content_digest(item)
 
 
 def test_an_object_of_an_unknown_type_is_digested_by_its_type():
     assert content_digest([object(), "a"]) == content_digest([object(), "a"])
     assert content_digest(object()) != content_digest(Exception())
     assert isinstance(content_digest(np.array([object()])), int)
-
-
-def test_a_tensor_of_any_layout_is_digested():
-    for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.eye(3).to("meta")):
-        assert content_digest(tensor) == content_digest(tensor.clone())
-    number = torch.tensor([1 + 2j])
-    assert content_digest(number.conj()) == content_digest(torch.tensor([1 - 2j]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
@@ -105,20 +81,10 @@ def test_a_digest_does_not_depend_on_how_memory_is_laid_out(dtype, length):
     assert sparse.stride() != dense.stride()
     assert content_digest(sparse) == content_digest(dense)
     assert tensor_bytes(sparse).tolist() == tensor_bytes(dense).tolist()
-
-
-def matrix(number):
-    return [[number(row * 300 + column) for column in range(300)] for row in range(300)]
-
-
-@pytest.mark.parametrize("number", [int, math.sqrt])
-def test_a_changed_number_of_a_matrix_is_noticed(number):
-    digests = {content_digest(matrix(number))}
-    for row, column in ((0, 0), (150, 150), (299, 299)):
-        changed = matrix(number)
-        changed[row][column] += number(1)
-        digests.add(content_digest(changed))
-    assert len(digests) == 4
+    for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.eye(3).to("meta")):
+        assert content_digest(tensor) == content_digest(tensor.clone())
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert content_digest(conjugate) == content_digest(torch.tensor([1 - 2j]))
 
 
 def test_fractions_are_digested_about_as_fast_as_integers():
@@ -128,7 +94,8 @@ def test_fractions_are_digested_about_as_fast_as_integers():
         return time.process_time() - start_s
 
     def best(number):
-        return min(seconds(matrix(number)) for _ in range(3))
+        item = matrix(number)
+        return min(seconds(item) for _ in range(3))
 
     assert best(math.sqrt) < 10 * best(int)  # twice as long; by their text, 50 times
 

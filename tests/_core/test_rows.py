@@ -11,19 +11,10 @@ from odb_nodes._core.rows import array_of_ints, flatten_row
 INT32 = st.integers(-(2**31), 2**31 - 1)
 BYTES_OF_TAGS = st.sampled_from([0x69, 0x6969, 0x69696969, ord("l"), ord("I")])
 OTHERS = st.one_of(
-    st.integers(),
-    st.booleans(),
-    st.floats(),
-    st.none(),
-    st.text(max_size=5),
-    st.binary(max_size=10),
-    st.integers(-100, 100).map(np.int64),
-    st.integers(-100, 100).map(np.int32),
-    st.integers(-100, 100).map(torch.tensor),
-    st.lists(INT32, max_size=3),
-    st.tuples(INT32),
-    st.just(enum.IntEnum("Some", "one").one),
-    st.just(object()),
+    *(st.integers(), st.booleans(), st.floats(), st.none(), st.text(max_size=5)),
+    *(st.binary(max_size=10), st.lists(INT32, max_size=3), st.tuples(INT32)),
+    *(st.integers(-100, 100).map(make) for make in (np.int64, np.int32, torch.tensor)),
+    *(st.just(enum.IntEnum("Some", "one").one), st.just(object())),
 )
 
 

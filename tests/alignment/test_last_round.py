@@ -3,20 +3,14 @@
 import json
 import random
 import threading
-import warnings
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 
 import pytest
-from aligned_ranks import (
-    TIMEOUT_S,
-    described,
-    epoch_of,
-    ids_of,
-    on_ranks,
-    places_before_the_last_round,
-)
+from aligned_ranks import TIMEOUT_S, assert_resumes, described, epoch_of, ids_of, on_ranks
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sampling import fewer
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -46,34 +40,28 @@ def sample(index, ranks):
 
 def loader_of(exchange, kind="keys", budget=100, process=sample, exclude=None, **options):
     rank, ranks = exchange.rank, exchange.world_size
+    place = {"rank": rank, "world_size": ranks}
 
     def shard(size, make):
-        sampler = ShardedSampler(size, shuffle=False, rank=rank, world_size=ranks)
-        return ParallelProcessor(sampler, make, rank=rank, world_size=ranks)
+        return ParallelProcessor(ShardedSampler(size, shuffle=False, **place), make, **place)
 
     if kind == "own data":
         sampler = ShardedSampler(SAMPLES // ranks, shuffle=False, rank=0, world_size=1)
-        source = LengthObserver(
-            ParallelProcessor(sampler, lambda at: process(at * ranks + rank, ranks))
-        )
+        source = ParallelProcessor(sampler, lambda at: process(at * ranks + rank, ranks))
     elif kind == "mixture":
         half = SAMPLES // 2 // ranks * ranks
-        source = SourceMixer(
-            {
-                "a": LengthObserver(shard(half, lambda at: process(at, ranks))),
-                "b": LengthObserver(shard(SAMPLES - half, lambda at: process(half + at, ranks))),
-            },
-            stop="all_exhausted",
-            world_size=ranks,
-        )
-    elif isinstance(kind, Path):
-        lines = JsonlSource(kind, rank, ranks)
-        source = LengthObserver(ParallelProcessor(lines, dict, rank=rank, world_size=ranks))
+        parts = {
+            "a": LengthObserver(shard(half, lambda at: process(at, ranks))),
+            "b": LengthObserver(shard(SAMPLES - half, lambda at: process(half + at, ranks))),
+        }
+        source = SourceMixer(parts, stop="all_exhausted", world_size=ranks)
     elif kind == "iterable":
-        found = [process(index, ranks) for index in range(rank, SAMPLES, ranks)]
-        source = LengthObserver(IterableWrapper(found))
+        source = IterableWrapper([process(index, ranks) for index in range(rank, SAMPLES, ranks)])
+    elif kind in ("keys", "reads ahead"):
+        source = shard(SAMPLES, lambda at: process(at, ranks))
     else:
-        source = LengthObserver(shard(SAMPLES, lambda at: process(at, ranks)))
+        source = ParallelProcessor(JsonlSource(kind, rank, ranks), dict, **place)
+    source = source if kind == "mixture" else LengthObserver(source)
     groups = WindowBucketer(source, budget, 64, exclude=exclude)
     if kind == "reads ahead":
         groups = ReadAhead(groups, 4)
@@ -83,7 +71,17 @@ def loader_of(exchange, kind="keys", budget=100, process=sample, exclude=None, *
 
 def epoch(ranks, **options):
     """Of each rank: its steps, and the states before and after them."""
-    return on_ranks(ranks, lambda exchange: epoch_of(loader_of(exchange, **options)))
+
+    def run(exchange):
+        with loader_of(exchange, **options) as loader:
+            return epoch_of(loader)
+
+    return on_ranks(ranks, run)
+
+
+def places_before_the_last_round(states):
+    """Those of the round before the one in which ranks share out what is left; none without."""
+    return [at for at, state in enumerate(states) if state["root"].get("shares_rest")]
 
 
 def given_away(whole):
@@ -97,67 +95,40 @@ def given_away(whole):
     ]
 
 
-@pytest.mark.parametrize("kind", ["keys", "mixture"])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_ranks_end_together_and_each_sample_comes_once(ranks, kind):
+@pytest.mark.parametrize("kind", ["keys", "mixture", "records"])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_end_together_and_each_sample_comes_once(ranks, kind, tmp_path):
+    if kind == "records":
+        kind = tmp_path / "samples.jsonl"
+        lines = (json.dumps(sample(index, ranks)) for index in range(SAMPLES))
+        kind.write_text("\n".join(lines))
     whole = epoch(ranks, kind=kind)
     assert Counter(index for steps, _ in whole for index in ids_of(steps)) == Counter(
         range(SAMPLES)
     )
     assert len({len(steps) for steps, _ in whole}) == 1
     assert not any(step.is_filler for steps, _ in whole for step in steps)
-    assert 0 < len(given_away(whole)) < SAMPLES / 10
+    assert given_away(whole)
+    if isinstance(kind, str):  # A file is shared out in another way.
+        assert len(given_away(whole)) < SAMPLES / 10
     lengths = {index: len(sample(index, ranks)["input_ids"]) for index in range(SAMPLES)}
     tokens = [sum(lengths[index] for index in ids_of(steps)) for steps, _ in whole]
     assert max(tokens) - min(tokens) < 0.1 * max(tokens)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"kind": "mixture"},
-        {"accumulate": 3},
-        {"budget": TokenBudget(100, layout="packed", max_samples=20)},
-        {"budget": TokenBudget(100, shapes=4)},
-    ],
-    ids=["", "mixture", "accumulate", "packed", "shapes"],
+    [{"kind": "mixture"}, {"accumulate": 3, "budget": TokenBudget(100, shapes=4)}],
+    ids=["mixture", "shapes"],
 )
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_step_resumes_with_the_same_groups(ranks, options, sampled):
-    whole = epoch(ranks, **options)
-    assert given_away(whole)
+def test_every_step_resumes_with_the_same_groups(options, sampled):
+    whole = epoch(2, **options)
     steps, dense = len(whole[0][0]), places_before_the_last_round(whole[0][1])[0]
-    # All places of the last round, and of the one before: what is left comes with the last.
-    sparse = range(0, dense, sampled(every=31).get("every", 1))
-    for place in [*sparse, *range(dense, steps)]:
-
-        def run(exchange, place=place):
-            steps, states = whole[exchange.rank]
-            loader = loader_of(exchange, **options)
-            loader.load_state_dict(states[place])
-            same = loader.state_dict() == states[place]
-            return same, [*map(described, loader)] == steps[place:]
-
-        assert on_ranks(ranks, run) == [(True, True)] * ranks
-
-
-def test_records_of_files_are_given_away_too(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    path.write_text("".join(f"{json.dumps(sample(index, 2))}\n" for index in range(SAMPLES)))
-    whole = epoch(2, kind=path)
-    assert given_away(whole)
-    found = Counter(index for steps, _ in whole for index in ids_of(steps))
-    assert found == Counter(range(SAMPLES))
-    place = len(whole[0][0]) - 9
-
-    def run(exchange):
-        loader = loader_of(exchange, kind=path)
-        loader.load_state_dict(whole[exchange.rank][1][place])
-        return [*map(described, loader)]
-
-    assert on_ranks(2, run) == [steps[place:] for steps, _ in whole]
+    # Places of the last round, and of the one before: what is left comes with the last.
+    every = sampled(every=3).get("every", 1)
+    places = [*range(0, dense, 31 if every > 1 else 1), *range(dense, steps, every)]
+    assert_resumes(lambda exchange: loader_of(exchange, **options), whole, places)
 
 
 @pytest.mark.parametrize(
@@ -171,21 +142,18 @@ def test_records_of_files_are_given_away_too(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:.uneven=.stop:UserWarning")
 def test_nothing_is_given_away_where_it_cannot_be_made_again_or_ranks_end_apart(options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what "stop" leaves over
-        whole = epoch(2, **options)
+    whole = epoch(2, **options)
     assert not given_away(whole)
     assert not any(places_before_the_last_round(states) for _, states in whole)
 
 
 def test_ranks_with_other_budgets_give_nothing_away_and_still_end_together():
-    whole = on_ranks(
-        2, lambda exchange: [*map(described, loader_of(exchange, budget=100 + exchange.rank))]
-    )
-    assert not given_away([(steps, None) for steps in whole])
-    assert len(whole[0]) == len(whole[1])
-    assert Counter(index for steps in whole for index in ids_of(steps)) == Counter(range(SAMPLES))
+    whole = on_ranks(2, lambda e: epoch_of(loader_of(e, budget=100 + e.rank)))
+    assert not given_away(whole)
+    assert len(whole[0][0]) == len(whole[1][0])
+    assert sorted(chain(*(ids_of(steps) for steps, _ in whole))) == [*range(SAMPLES)]
 
 
 def test_an_error_while_the_rest_is_read_loses_nothing():
@@ -197,8 +165,7 @@ def test_an_error_while_the_rest_is_read_loses_nothing():
         return sample(index, ranks)
 
     def run(exchange):
-        loader = loader_of(exchange, process=process)
-        found = []
+        loader, found = loader_of(exchange, process=process), []
         expected = SampleError if exchange.rank == 0 else PeerError
         with pytest.raises(expected, match="the disk is away"):
             for item in loader:
@@ -211,30 +178,7 @@ def test_an_error_while_the_rest_is_read_loses_nothing():
         return [*found, *map(described, again)]
 
     barrier = threading.Barrier(2)
-    whole = epoch(2)
-    assert on_ranks(2, run) == [steps for steps, _ in whole]
-
-
-def test_a_sample_that_is_skipped_where_it_is_given_to_is_left_out():
-    moved = {*given_away(epoch(2))}
-
-    def run(exchange):
-        def process(index, ranks):
-            if index in moved and index % 2 != exchange.rank:
-                return Skipped("not here")
-            return sample(index, ranks)
-
-        left_out, steps = [], []
-        for item in loader_of(exchange, process=process):
-            steps.append(described(item))
-            left_out += [(one.key, one.reason) for one in item.info.left_out]
-        return ids_of(steps), left_out
-
-    with pytest.warns(UserWarning, match="are not what they were: a sample.* is skipped here"):
-        found = on_ranks(2, run)
-    assert {one for _, left_out in found for one in left_out} == {(at, "not here") for at in moved}
-    ids = Counter(index for ids, _ in found for index in ids)
-    assert ids == Counter({*range(SAMPLES)} - moved)
+    assert on_ranks(2, run) == [steps for steps, _ in epoch(2)]
 
 
 def test_a_skipped_gift_is_left_out_once_though_the_last_round_is_begun_again():
@@ -249,21 +193,22 @@ def test_a_skipped_gift_is_left_out_once_though_the_last_round_is_begun_again():
                     raise OSError("the disk is away")
             return sample(index, ranks)
 
-        loader, left_out = loader_of(exchange, process=process), []
+        loader, items = loader_of(exchange, process=process), []
         with pytest.raises((SampleError, PeerError), match="the disk is away"):
             for item in loader:
-                left_out += item.info.left_out
+                items.append(described(item))
         barrier.wait(TIMEOUT_S)
         fails[0] = False
-        for item in loader:
-            left_out += item.info.left_out
-        return [one.key for one in left_out]
+        items += map(described, loader)
+        return ids_of(items), [(one.key, one.reason) for item in items for one in item.left_out]
 
     barrier = threading.Barrier(3)
-    with pytest.warns(UserWarning, match="is skipped here"):
+    with pytest.warns(UserWarning, match="are not what they were: a sample.* is skipped here"):
         found = on_ranks(3, run)
-    assert [len(keys) > 0 for keys in found] == [False, True, False]
-    assert len({*found[1]}) == len(found[1])
+    assert [bool(left_out) for _, left_out in found] == [False, True, False]
+    left_out = dict(found[1][1])
+    assert {*left_out.values()} == {"not here"} and len(left_out) == len(found[1][1])
+    assert sorted(chain(*(ids for ids, _ in found), left_out)) == [*range(SAMPLES)]
 
 
 def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
@@ -276,15 +221,24 @@ def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
                 found["input_ids"] = [2] * len(found["input_ids"])
             return found
 
-        return [*map(described, loader_of(exchange, process=process))]
+        list(loader_of(exchange, process=process))
 
     with pytest.warns(UserWarning, match="has other content here. Either processing is not determ"):
         on_ranks(2, run)
 
 
-@pytest.mark.parametrize("whose", ["some", "all of a rank"])
-@pytest.mark.parametrize("when", ["settled", "begins", "within"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accumulate", "when", "whose"),
+    [
+        (3, "settled", "some"),
+        (1, "settled", "all of a rank"),
+        (1, "begins", "some"),
+        (3, "begins", "all of a rank"),
+        (3, "within", "some"),
+        (1, "within", "all of a rank"),
+    ],
+)
 def test_samples_are_excluded_before_and_within_the_last_round(accumulate, when, whose):
     whole = epoch(2, accumulate=accumulate)
     before = places_before_the_last_round(whole[0][1])
@@ -302,12 +256,12 @@ def test_samples_are_excluded_before_and_within_the_last_round(accumulate, when,
         gone = {index for rank in left for index in ids_of(rank) if index % 2 == 0}
     options = {"accumulate": accumulate, "exclude": [*gone]}
 
-    def resumed(exchange, states):
+    def resumed(exchange):
         loader = loader_of(exchange, **options)
-        loader.load_state_dict(states[exchange.rank])
+        loader.load_state_dict(whole[exchange.rank][1][place])
         return epoch_of(loader)
 
-    found = on_ranks(2, lambda exchange: resumed(exchange, [rank[1][place] for rank in whole]))
+    found = on_ranks(2, resumed)
     rests = [steps for steps, _ in found]
     kept = [[index for index in ids_of(rank) if index not in gone] for rank in left]
     if when == "within":
@@ -316,6 +270,102 @@ def test_samples_are_excluded_before_and_within_the_last_round(accumulate, when,
     told = [(one.key, one.reason) for rest in rests for step in rest for one in step.left_out]
     assert Counter(told) == Counter((index, "excluded") for index in gone)
     assert len({*map(len, rests)}) == 1
-    for at in range(0, len(rests[0]), 4):
-        again = on_ranks(2, lambda exchange, at=at: resumed(exchange, [r[1][at] for r in found]))
-        assert [steps for steps, _ in again] == [rest[at:] for rest in rests]
+    places = [at for at in range(0, len(rests[0]), 4) if at]
+    assert_resumes(lambda exchange: loader_of(exchange, **options), found, places)
+
+
+# --- any data -------------------------------------------------------------------------------------
+
+OVERSIZE_TOKENS = 150
+EPOCHS = 2
+JOBS = st.fixed_dictionaries(
+    {
+        "samples": st.sampled_from([2, 17, 60, 150, 150, 400, 400]),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 2**20),
+        "skipped": st.sampled_from([0.0, 0.3]),
+        "skips_tail": st.booleans(),
+        "too_long": st.sampled_from([0.0, 0.03]),
+        "oversize": st.sampled_from(["alone", "drop"]),
+        "layout": st.sampled_from(["padded", "packed"]),
+        "window": st.sampled_from([8, 64, "auto"]),
+        "round_size": st.sampled_from([1, 4, 8, 16]),
+        "accumulate": st.sampled_from([1, 3]),
+        "read_ahead": st.sampled_from([0, 3]),
+    }
+)
+
+
+def any_sample(index, job):
+    draw = random.Random(f"{job['seed']} {index}")
+    in_tail = index >= 0.6 * job["samples"]
+    if draw.random() < job["skipped"] or (job["skips_tail"] and in_tail):
+        return Skipped("bad")
+    tokens = OVERSIZE_TOKENS if draw.random() < job["too_long"] else draw.randint(1, 60)
+    return {"input_ids": [1] * tokens, "id": index}
+
+
+def is_emitted(index, job):
+    found = any_sample(index, job)
+    longest = OVERSIZE_TOKENS if job["oversize"] == "alone" else OVERSIZE_TOKENS - 1
+    return not isinstance(found, Skipped) and len(found["input_ids"]) <= longest
+
+
+def loader_of_job(job, rank, ranks, exchange=None):
+    """Without an exchange, one that yields the indices of the shard."""
+    place = {"rank": rank, "world_size": ranks}
+    sampler = ShardedSampler(job["samples"], shuffle=job["shuffle"], **place)
+    if exchange is None:
+        return Loader(sampler)
+    samples = ParallelProcessor(sampler, lambda at: any_sample(at, job), **place)
+    budget = TokenBudget(100, oversize=job["oversize"], layout=job["layout"])
+    groups = WindowBucketer(LengthObserver(samples), budget, job["window"])
+    rounds = {name: job[name] for name in ("round_size", "accumulate")}
+    aligner = RankAligner(groups, exchange, timeout_s=TIMEOUT_S, **rounds)
+    return Loader(ReadAhead(aligner, job["read_ahead"]) if job["read_ahead"] else aligner)
+
+
+def loses_no_shard(job, ranks):
+    """Whether no rank loses all that it has in an epoch: that is an error."""
+    loaders = [loader_of_job(job, rank, ranks) for rank in range(ranks)]
+    shards = [[*loader] for loader in loaders for _ in range(EPOCHS + 1)]
+    return all(not shard or any(is_emitted(at, job) for at in shard) for shard in shards)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*exceeds the budget", "ignore:.* is skipped")
+@pytest.mark.filterwarnings("ignore:of the .* samples of the epoch")
+@given(job=JOBS, ranks=st.integers(1, 5))
+@fewer(8)
+def test_each_sample_comes_once_and_a_resume_goes_on_into_the_next_epoch(job, ranks):
+    assume(loses_no_shard(job, ranks))
+    draw = random.Random(job["seed"])
+    emitted = {index for index in range(job["samples"]) if is_emitted(index, job)}
+
+    def make(exchange):
+        return loader_of_job(job, exchange.rank, ranks, exchange)
+
+    def run(exchange):
+        loader = make(exchange)
+        return [epoch_of(loader) for _ in range(EPOCHS + 1)]
+
+    whole = on_ranks(ranks, run)
+    for number in range(EPOCHS):
+        steps = [epochs[number][0] for epochs in whole]
+        assert Counter(chain(*map(ids_of, steps))) == Counter(emitted)
+        left_out = Counter(one.key for rank in steps for step in rank for one in step.left_out)
+        assert left_out == Counter({*range(job["samples"])} - emitted)
+        assert len({*map(len, steps)}) == 1
+        assert [step.ends_epoch for step in steps[0]] == [False] * (len(steps[0]) - 1) + [True]
+
+        place = draw.randint(0, len(steps[0]))
+
+        def resumed(exchange, number=number, place=place):
+            (_, states), (after, _) = whole[exchange.rank][number : number + 2]
+            loader = make(exchange)
+            loader.load_state_dict(states[place])
+            assert loader.state_dict() == states[place]
+            return [*map(described, loader)], [*map(described, loader)] == after
+
+        expected = [(rank[place:], True) for rank in steps]
+        assert on_ranks(ranks, resumed) == expected

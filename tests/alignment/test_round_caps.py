@@ -3,43 +3,24 @@
 import random
 
 import pytest
-from aligned_ranks import TIMEOUT_S, on_ranks
+from aligned_ranks import TIMEOUT_S, assert_resumes, epoch_of, on_ranks
 from torchdata.nodes import IterableWrapper
 
-from odb_nodes import (
-    LengthObserver,
-    Loader,
-    ParallelProcessor,
-    RankAligner,
-    ShardedSampler,
-    WindowBucketer,
-)
+from odb_nodes import LengthObserver, Loader, RankAligner, WindowBucketer
 from odb_nodes.nodes.read_ahead import ReadAhead
 
-SAMPLES = 500
+
+def tokens_of_rank(rank):
+    rng = random.Random(rank)
+    return [rng.randint(1, 60) for _ in range(500)]
 
 
-def sample(index):
-    return {"input_ids": [1] * random.Random(index).randint(1, 60), "id": index}
-
-
-def loader_of(exchange, kind="keys", reads_ahead=False, **options):
-    ids = range(SAMPLES * exchange.rank, SAMPLES * (exchange.rank + 1))
-    if kind == "keys":
-        source = ParallelProcessor(
-            ShardedSampler(SAMPLES, rank=0, world_size=1), lambda at: sample(ids[at])
-        )
-    else:
-        source = IterableWrapper([sample(index) for index in ids])
-    groups = WindowBucketer(LengthObserver(source), 100, 64)
-    if reads_ahead:
-        groups = ReadAhead(groups, 4)
-    options = {"round_size": 8, "timeout_s": TIMEOUT_S, **options}
-    return Loader(RankAligner(groups, exchange, **options))
-
-
-def described(item):
-    return item.info.step, item.info.is_filler, [one.data["id"] for one in item.samples]
+def loader_over(exchange, tokens, window=64, reads_ahead=False, **options):
+    """Over samples of these lengths, each rank for itself."""
+    samples = [{"input_ids": [1] * n, "id": (exchange.rank, at)} for at, n in enumerate(tokens)]
+    groups = WindowBucketer(LengthObserver(IterableWrapper(samples)), 100, window)
+    groups = ReadAhead(groups, 4) if reads_ahead else groups
+    return Loader(RankAligner(groups, exchange, timeout_s=TIMEOUT_S, **options))
 
 
 def has_caps(state):
@@ -47,76 +28,37 @@ def has_caps(state):
     return isinstance(state, dict) and ("caps" in state or any(map(has_caps, state.values())))
 
 
-def epoch(ranks, **options):
-    """Of each rank: its steps, and the states before and after them."""
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"uneven": "join"}], ids=str)
+def test_every_step_resumes_with_the_same_groups(options, sampled):
+    def make(exchange):
+        return loader_over(exchange, tokens_of_rank(exchange.rank), round_size=8, **options)
 
-    def run(exchange):
-        loader = loader_of(exchange, **options)
-        steps, states = [], [loader.state_dict()]
-        for item in loader:
-            steps.append(described(item))
-            states.append(loader.state_dict())
-        return steps, states
-
-    return on_ranks(ranks, run)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind", ["keys", "iterable"])
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulate": 3}, {"uneven": "join"}], ids=["", "accumulate", "join"]
-)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_step_resumes_with_the_same_groups(ranks, kind, options, sampled):
-    whole = epoch(ranks, kind=kind, **options)
+    whole = on_ranks(3, lambda exchange: epoch_of(make(exchange)))
     assert all(any(map(has_caps, states)) for _, states in whole)
     least = min(len(steps) for steps, _ in whole)  # None has left its peers.
-    for place in range(0, least, sampled(every=31).get("every", 1)):
-
-        def run(exchange, place=place):
-            steps, states = whole[exchange.rank]
-            loader = loader_of(exchange, kind, **options)
-            loader.load_state_dict(states[place])
-            same = loader.state_dict() == states[place]
-            return same, [*map(described, loader)] == steps[place:]
-
-        assert on_ranks(ranks, run) == [(True, True)] * ranks
+    assert_resumes(make, whole, range(0, least, sampled(every=29).get("every", 1)))
 
 
-def test_there_are_none_of_one_rank_nor_of_other_costs_nor_where_a_node_reads_ahead():
-    for ranks, options in ((1, {}), (2, {"cost_fn": len}), (2, {"reads_ahead": True})):
-        assert not any(has_caps(state) for _, states in epoch(ranks, **options) for state in states)
-
-
-@pytest.mark.parametrize("seed", [1, 7, 31])
-def test_a_rank_that_has_drained_in_a_short_round_fills_with_the_same_sample_again(seed):
-    sizes = [118, 260, 260]
-
-    def length(rank, index):
-        rng = random.Random(1000 * rank + index + 10**6 * (seed if rank == 0 else 0))
-        return 3 * rng.randint(3, 9) if rank == 0 else 5 * rng.randint(1, 12)
-
-    def make(exchange):
-        rank = exchange.rank
-        samples = [
-            {"input_ids": [1] * length(rank, index), "id": (rank, index)}
-            for index in range(sizes[rank])
-        ]
-        groups = WindowBucketer(LengthObserver(IterableWrapper(samples)), 100, 40)
-        return Loader(RankAligner(groups, exchange, timeout_s=TIMEOUT_S))
-
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, {}), (2, {"cost_fn": len}), (2, {"reads_ahead": True})]
+)
+def test_there_are_none_of_one_rank_nor_of_other_costs_nor_where_a_node_reads_ahead(ranks, options):
     def run(exchange):
-        loader = make(exchange)
-        found = [(described(item), loader.state_dict()) for item in loader]
-        return [step for step, _ in found], [state for _, state in found]
+        return epoch_of(loader_over(exchange, tokens_of_rank(exchange.rank)[:200], **options))
 
-    whole = on_ranks(3, run)
+    assert not any(has_caps(state) for _, states in on_ranks(ranks, run) for state in states)
+
+
+def test_a_rank_that_has_drained_in_a_short_round_fills_with_the_same_sample_again():
+    def make(exchange):
+        rank, size = exchange.rank, [118, 260, 260][exchange.rank]
+        seeds = [1000 * rank + index + (10**6 if rank == 0 else 0) for index in range(size)]
+        shortest, most, times = (3, 9, 3) if rank == 0 else (1, 12, 5)
+        tokens = [times * random.Random(seed).randint(shortest, most) for seed in seeds]
+        return loader_over(exchange, tokens, window=40)
+
+    whole = on_ranks(3, lambda exchange: epoch_of(make(exchange)))
     place = len(whole[0][0]) - 3
-    assert whole[0][0][place][1]  # rank 0 fills there
-
-    def resumed(exchange):
-        loader = make(exchange)
-        loader.load_state_dict(whole[exchange.rank][1][place - 1])
-        return [*map(described, loader)]
-
-    assert on_ranks(3, resumed) == [steps[place:] for steps, _ in whole]
+    assert whole[0][0][place].is_filler
+    assert_resumes(make, whole, [place])

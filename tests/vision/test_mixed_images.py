@@ -1,23 +1,8 @@
 """Text and images of three sources in one graph: each once, in step, and resumed exactly."""
 
-from mixed_images import SIZES, make, write_chats
+from mixed_images import SIZES, write_chats
 from rank_jobs import run_ranks
 from vision_ranks import WARM
-
-from odb_nodes import pop_step_info
-from odb_nodes.testing import assert_resumes_exactly
-from odb_nodes.tools.source_report import SourceReport
-
-
-def test_a_mixture_with_images_resumes_exactly_at_every_step(tmp_path, sampled):
-    chats = write_chats(tmp_path / "chats.jsonl")
-    less = sampled(horizon=2, chain=1)
-    assert assert_resumes_exactly(lambda: make(chats), epochs=1, **less).resumes > 8
-    with make(chats) as loader:
-        report = SourceReport()
-        for batch in loader:
-            report.add(pop_step_info(batch))
-    assert {name: count.samples for name, count in report.counts.items()} == SIZES
 
 
 def test_ranks_with_workers_agree_on_the_images_of_a_mixture(tmp_path):

@@ -19,7 +19,6 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate
 
 
@@ -29,13 +28,6 @@ def sample(number, *shapes, **more):
     ]
     given = {"pixel_values": images} if shapes else {}
     return {"id": f"s{number}", "task": f"task {number % 2}", "input_ids": [1] * 5, **given, **more}
-
-
-def test_a_sample_that_does_not_fit_is_named_by_its_source():
-    data = [sample(0, (4, 4)), sample(1, (4, 4, 2))]
-    node = WindowBucketer(LengthObserver(IterableWrapper(data)), 100, 2)
-    with pytest.raises(SampleError, match="`id` 's1'.*must not be in one group"):
-        list(GroupCollator(node, MultiImageCollate()))
 
 
 def test_images_are_padded_in_number_and_size():
@@ -63,14 +55,12 @@ def test_images_are_padded_in_number_and_size():
     )
 
 
-def test_an_array_of_images_is_taken_as_they_are():
-    images = np.random.default_rng(0).random((2, 3, 4, 5), np.float32)
-    batch = MultiImageCollate()([sample(0, pixel_values=images)])
-    assert np.array_equal(batch["pixel_values"][0], images)
-    assert torch.equal(
-        MultiImageCollate()([sample(0, pixel_values=torch.from_numpy(images))])["pixel_values"],
-        batch["pixel_values"],
-    )
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 3, 4, 5)])
+def test_an_array_of_images_is_taken_as_they_are(shape):
+    images = np.random.default_rng(0).random(shape, np.float32)
+    for given in (images, torch.from_numpy(images)):
+        batch = MultiImageCollate()([sample(0, pixel_values=given)])
+        assert np.array_equal(batch["pixel_values"][0], images)
 
 
 def test_without_images_there_are_none_unless_other_ranks_have_some():
@@ -102,30 +92,29 @@ def test_images_that_the_step_does_not_know_of_are_an_error():
     assert "pixel_values" in collate.collate_step(group, step("audio"))
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"image_mask": 1}, "its key 'image_mask' is one that `MultiImageCollate` gives the batch"),
-        ({"image_sizes": 1}, "its key 'image_sizes' is one"),
-        ({"task_ids": 1}, "its key 'task_ids' is one"),
-        ({"task_names": 1}, "its key 'task_names' is one"),
-        ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
-        (
-            {"pixel_values": [np.ones((1, 2, 2), object)]},
-            "must hold real numbers, but is of object",
-        ),
-        ({"pixel_values": [np.ones((1, 2, 2), complex)]}, "real numbers, but is of complex128"),
-        ({"pixel_values": [torch.ones(1, 2, 2, requires_grad=True)]}, "must have no graph"),
-        ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
-        ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
-        (
-            {"id": 2**63},
-            "`id` must be a number that a tensor can hold, .* but is 9223372036854775808",
-        ),
-        ({"id": 2**70}, "`id` must be a number that a tensor can hold"),
-        ({"id": -(2**63) - 1}, "`id` must be a number that a tensor can hold"),
-    ],
-)
+GRAPH = torch.ones(1, 2, 2, requires_grad=True)
+MISFITS = [
+    ({"image_mask": 1}, "its key 'image_mask' is one that `MultiImageCollate` gives"),
+    ({"image_sizes": 1}, "its key 'image_sizes' is one"),
+    ({"task_ids": 1}, "its key 'task_ids' is one"),
+    ({"task_names": 1}, "its key 'task_names' is one"),
+    ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
+    ({"pixel_values": [np.ones((1, 2, 2), object)]}, "must hold real numbers, but is of object"),
+    ({"pixel_values": [np.ones((1, 2, 2), complex)]}, "real numbers, but is of complex128"),
+    ({"pixel_values": [GRAPH]}, "must have no graph"),
+    ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
+    ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
+    ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "have 3 of uint8 and 1 of uint8"),
+    ({"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]}, "must not be in one group"),
+    ({"pixel_values": [np.zeros((4, 4))]}, "must be .C, H, W. or .C, H, W, D., with pixels"),
+    ({"pixel_values": [np.zeros((3, 0, 4))]}, "must be .C, H, W. or .C, H, W, D., with pixels"),
+    ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, "must be .C, H, W. or .C, H, W, D., with"),
+    ({"id": 2**63}, "`id` must be a number .* but is 9223372036854775808"),
+    ({"id": -(2**63) - 1}, "`id` must be a number that a tensor can hold"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), MISFITS)
 @pytest.mark.parametrize("other", [1, -1.5])
 def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message, other):
     group = [sample(0, (2, 2), id=other), sample(1, **{"id": 1, **more})]
@@ -138,35 +127,6 @@ def test_keys_that_this_collate_function_does_not_make_are_kept():
     batch = MultiImageCollate()(group)
     assert batch["task_ids"].tolist() == [7, 7]
     assert batch["id"].tolist() == [2**63 - 1, 2**63 - 2]
-
-
-@pytest.mark.parametrize(
-    ("patch_size", "error"),
-    [(0, ValueError), (-1, ValueError), ((8, 0), ValueError), (2.5, TypeError)],
-)
-def test_a_patch_has_pixels(patch_size, error):
-    with pytest.raises(error, match="patch_size"):
-        MultiImageCollate().count_patches(sample(0, (4, 4)), patch_size)
-
-
-def test_images_that_do_not_fit_together_are_an_error():
-    grey = sample(1, pixel_values=[np.zeros((1, 4, 4), np.uint8)])
-    known = "sample 1 of the group: .* same channels and dtype, but have 3 of uint8 and 1 of uint8"
-    with pytest.raises(SampleError, match=known):
-        MultiImageCollate()([sample(0, (4, 4)), grey])
-    named = "sample 1 of the group: .* must be .C, H, W. or .C, H, W, D., with pixels, but has"
-    for shape in ((4, 4), (3, 0, 4), (1, 1, 2, 2, 2)):
-        with pytest.raises(SampleError, match=named):
-            MultiImageCollate()([sample(0), sample(1, pixel_values=[np.zeros(shape)])])
-    mixed = r"sample 2 of the group: .* must not be in one group, but this is \(3, 2, 2, 2\)"
-    with pytest.raises(SampleError, match=mixed):
-        MultiImageCollate()([sample(0, (4, 4)), sample(1), sample(2, (2, 2, 2))])
-    with pytest.raises(SampleError, match=r"must be \(C, H, W, D\), with pixels, but has"):
-        MultiImageCollate(dummy_shape=(3, 2, 2, 2))([sample(0, (4, 4))])
-    with pytest.raises(SampleError, match=r"must be \(C, H, W\), with pixels, but has"):
-        MultiImageCollate(resize=(2, 2))([sample(0, (4, 4, 4))])
-    with pytest.raises(TypeError, match="`MultiImageCollate` takes mappings with `input_ids`"):
-        MultiImageCollate().collate_step(["text"], step("image", is_filler=True))
 
 
 def test_the_number_of_images_counts_as_patches():
@@ -195,7 +155,7 @@ def volumes(number):
     ]
 
 
-@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int16, np.uint16, np.float16, np.float64])
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.uint16, np.float16])
 def test_volumes_are_padded_in_number_and_size(dtype):
     rng = np.random.default_rng(0)
     scans = [(rng.random(shape) * 200).astype(dtype) for shape in ((2, 3, 4, 5), (2, 5, 1, 2))]
@@ -211,12 +171,6 @@ def test_volumes_are_padded_in_number_and_size(dtype):
     assert np.array_equal(pixels[1, 0, :, :3, :4, :5], scans[0])
     assert np.array_equal(pixels[1, 1, :, :5, :1, :2], scans[1])
     assert np.count_nonzero(pixels) == sum(map(np.count_nonzero, scans))
-
-
-def test_an_array_of_volumes_is_taken_as_they_are():
-    scans = np.random.default_rng(0).random((2, 1, 3, 4, 5), np.float32)
-    found = MultiImageCollate()([sample(0, pixel_values=torch.from_numpy(scans))])
-    assert np.array_equal(found["pixel_values"][0], scans)
 
 
 def test_a_batch_without_volumes_has_sizes_of_as_many_dimensions():
@@ -257,26 +211,6 @@ def test_ranks_agree_on_the_steps_that_have_volumes():
     assert fillers and any("pixel_values" in one for one in text)
 
 
-@pytest.mark.parametrize("options", [{}, {"resize": (3, 4, 2)}])
-def test_an_epoch_of_volumes_resumes_exactly(options):
-    def make():
-        return ODBDataLoader(
-            volumes(24),
-            token_budget=TokenBudget(60, max_patches=5),
-            window=8,
-            seed=3,
-            collate_fn=MultiImageCollate(**options),
-        )
-
-    assert assert_resumes_exactly(make, epochs=2).resumes > 8
-
-
-def test_a_packed_budget_is_an_error():
-    budget = TokenBudget(60, layout="packed")
-    with pytest.raises(ValueError, match='`MultiImageCollate` instead. Take `layout="padded"`'):
-        ODBDataLoader(volumes(3), token_budget=budget, collate_fn=MultiImageCollate())
-
-
 # --- resizing -----------------------------------------------------------------------------------
 
 
@@ -293,27 +227,54 @@ def test_images_are_resized_to_one_size():
     assert not batch["pixel_values"][~batch["image_mask"]].any()
 
 
-def test_a_size_that_fits_changes_nothing():
-    group = [sample(0, (4, 6)), sample(1, (4, 6), (4, 6))]
-    padded, resized = MultiImageCollate()(group), MultiImageCollate(resize=(4, 6))(group)
-    assert all(torch.equal(padded[key], resized[key]) for key in ("pixel_values", "image_sizes"))
+VOLUME = sample(0, (5, 4, 2))
+COUNT = MultiImageCollate().count_patches
+PACKED = TokenBudget(60, layout="packed")
+NAMED = LengthObserver(IterableWrapper([sample(0, (4, 4)), sample(1, (4, 4, 2))]))
+REFUSALS = [
+    (lambda: MultiImageCollate(resize=(4,)), ValueError, "`resize` must be .H, W.*is .4,."),
+    (lambda: MultiImageCollate(resize=[4, 4]), ValueError, "`resize` must be .H, W. or .H, W, D."),
+    (lambda: MultiImageCollate(resize=(4, 0)), ValueError, "`W of `resize`` must be in 1"),
+    (lambda: MultiImageCollate(dummy_shape=(4, 4)), ValueError, "`dummy_shape.1:.` must be .H, W."),
+    (lambda: MultiImageCollate(dummy_shape=(0, 4, 4)), ValueError, "`C of `dummy_shape`` must"),
+    (
+        lambda: MultiImageCollate(resize=(4, 4), dummy_shape=(3, 4, 5)),
+        ValueError,
+        "`dummy_shape` must be .C, .resize.",
+    ),
+    (lambda: MultiImageCollate(task_names=("a", "a")), ValueError, "`task_names` .* differ"),
+    (lambda: COUNT(VOLUME, 0), ValueError, "patch_size"),
+    (lambda: COUNT(VOLUME, (8, 0)), ValueError, "patch_size"),
+    (lambda: COUNT(VOLUME, 2.5), TypeError, "patch_size"),
+    (lambda: COUNT(VOLUME, (2, 4)), ValueError, "3 sides for images of .5, 4, 2., but"),
+    (
+        lambda: MultiImageCollate(dummy_shape=(3, 2, 2, 2))([sample(0, (4, 4))]),
+        SampleError,
+        r"must be \(C, H, W, D\), with pixels",
+    ),
+    (lambda: MultiImageCollate(resize=(2, 2))([VOLUME]), SampleError, r"must be \(C, H, W\), with"),
+    (
+        lambda: MultiImageCollate().collate_step(["text"], step("image", is_filler=True)),
+        TypeError,
+        "takes mappings with `input_ids`",
+    ),
+    (
+        lambda: ODBDataLoader(volumes(3), token_budget=PACKED, collate_fn=MultiImageCollate()),
+        ValueError,
+        '`MultiImageCollate` .* `layout="padded"`',
+    ),
+    (
+        lambda: list(GroupCollator(WindowBucketer(NAMED, 100, 2), MultiImageCollate())),
+        SampleError,
+        "`id` 's1'.*must not be in one group",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"resize": (4,)}, "`resize` must be .H, W. or .H, W, D., but is .4,. instead"),
-        ({"resize": [4, 4]}, "`resize` must be .H, W. or .H, W, D."),
-        ({"resize": (4, 0)}, "`W of `resize`` must be in 1"),
-        ({"dummy_shape": (4, 4)}, "`dummy_shape.1:.` must be .H, W. or .H, W, D."),
-        ({"dummy_shape": (0, 4, 4)}, "`C of `dummy_shape`` must be in 1"),
-        ({"resize": (4, 4), "dummy_shape": (3, 4, 5)}, "`dummy_shape` must be .C, .resize."),
-        ({"task_names": ("a", "a")}, "`task_names` must be names that differ"),
-    ],
-)
-def test_arguments_that_are_not_valid_are_an_error(options, message):
-    with pytest.raises(ValueError, match=message):
-        MultiImageCollate(**options)
+@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
+def test_what_is_not_valid_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 # --- patches and tasks --------------------------------------------------------------------------
@@ -344,8 +305,6 @@ def test_a_patch_may_have_a_side_for_each_dimension():
     collate = MultiImageCollate()
     assert collate.count_patches(sample(0), 2) == 0
     assert collate.count_patches(sample(0, (5, 4), (1, 1)), (2, 4)) == 3 + 1
-    with pytest.raises(ValueError, match="or have 3 sides for images of .5, 4, 2., but is .2, 4."):
-        collate.count_patches(sample(0, (5, 4, 2)), (2, 4))
 
 
 def test_the_tasks_of_the_rows_are_numbered():

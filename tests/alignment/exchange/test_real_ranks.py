@@ -1,11 +1,14 @@
 """Alignment with real processes over gloo."""
 
+from collections import Counter
+
 import pytest
 from rank_jobs import run_ranks
+from worker_functions import SkipSome
 
 SHAPES = {
-    2: [[40, 40], [40, 41], [30, 90], [50, 0], [0, 1]],
-    4: [[40] * 4, [41, 40, 40, 40], [30, 90, 30, 30], [40, 0, 40, 40], [1, 0, 0, 0]],
+    2: [[40, 41], [30, 90], [50, 0], [0, 1]],
+    4: [[41, 40, 40, 40], [30, 90, 30, 30], [40, 0, 40, 40], [1, 0, 0, 0]],
 }
 
 
@@ -13,7 +16,7 @@ SHAPES = {
 def test_equal_steps_and_every_sample_once(world_size, tmp_path):
     body = """
     for sizes in json.loads(sys.argv[1]):
-        for options in ({}, {"read_ahead": 3}, {"accumulate": 3}):
+        for options in ({"read_ahead": 3}, {"accumulate": 3}):
             loader = r.make_loader(sizes[rank], **options)
             r.check_epochs(sizes, r.epochs_of(loader))
             loader.close()
@@ -22,8 +25,7 @@ def test_equal_steps_and_every_sample_once(world_size, tmp_path):
     run_ranks(tmp_path, body, world_size, SHAPES[world_size])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_no_hang_whatever_the_seed(world_size, tmp_path, sampled):
+def test_no_hang_whatever_the_seed(tmp_path, sampled):
     # Any shards, budgets and rounds; ranks of different speed; epochs that are left at any step.
     body = """
     for seed in range(0, 50, int(sys.argv[1])):
@@ -48,11 +50,10 @@ def test_no_hang_whatever_the_seed(world_size, tmp_path, sampled):
         loader.close()
     r.finish()
     """
-    every = sampled(every=4).get("every", 1)
-    run_ranks(tmp_path, body, world_size, every, timeout_s=200)
+    run_ranks(tmp_path, body, 4, sampled(every=5).get("every", 1), timeout_s=200)
 
 
-def test_stop_and_join(tmp_path):
+def test_a_rank_that_has_ended_answers_the_others_which_join_lets_go_on(tmp_path):
     body = """
     sizes = [60, 90, 20]
     loader = r.make_loader(sizes[rank], uneven="join", read_ahead=2)
@@ -63,18 +64,32 @@ def test_stop_and_join(tmp_path):
         counts = r.gathered(len(steps))
     assert counts[1] > counts[0] > counts[2], counts
     loader.close()
-
-    loader = r.make_loader(sizes[rank], uneven="stop", read_ahead=2)
-    import warnings
-    warnings.simplefilter("ignore")
-    aligner = next(node for node in r.walk(loader.root) if isinstance(node, RankAligner))
-    for epoch in range(3):
-        steps = [r.describe(batch) for batch in loader]
-        assert len({*r.gathered(len(steps))}) == 1
-        left = aligner.unemitted_samples
-        assert len(r.real_ids(steps)) + left == sizes[rank], (len(r.real_ids(steps)), left)
-        assert left or rank == 2
-    loader.close()
     r.finish()
     """
     run_ranks(tmp_path, body, 3)
+
+
+def test_samples_of_mixed_sources_come_once_or_are_counted_as_skipped(tmp_path):
+    body = """
+    import worker_functions as w
+    from odb_nodes.tools.source_report import SourceReport
+    sources = {"many": range(90), "one": [91]}  # one rank has nothing of the second
+    options = {"token_budget": 96, "window": 8, "round_size": 4, "num_workers": 1}
+    with ODBDataLoader(sources, process_fn=w.SkipSome(), **options) as loader:
+        for epoch in range(2):
+            report, ids = SourceReport(), []
+            for batch in loader:
+                info = pop_step_info(batch)
+                report.add(info)
+                assert sum(r.gathered(info.local_samples)) == info.all_samples_this_step
+                ids += [] if info.is_filler else batch["id"].tolist()
+            counts = {name: one.samples for name, one in report.over_ranks().counts.items()}
+            assert r.gathered(counts) == [counts] * 2
+    r.finish([sorted(sum(r.gathered(ids), [])), loader.skipped_samples, counts])
+    """
+    kept = [index for index in [*range(90), 91] if SkipSome().reason(index) is None]
+    reasons = Counter(filter(None, map(SkipSome().reason, range(90))))
+    first, second = run_ranks(tmp_path, body, 2)
+    assert first[0] == second[0] == kept
+    assert Counter(first[1]) + Counter(second[1]) == reasons
+    assert first[2] == {"many": len(kept) - 1, "one": 1}

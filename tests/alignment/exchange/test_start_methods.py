@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from rank_jobs import epochs_of, free_port, loader_over, make_dataloader, on_threads, samples_of
+from aligned_ranks import on_ranks
+from rank_jobs import epochs_of, free_port, loader_over, make_dataloader, samples_of
 from torchdata.nodes import Mapper
 from worker_functions import Program, Texts
 
 from odb_nodes import LengthObserver, Loader, RankAligner, ShardedSampler, WindowBucketer
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 
-WORLD_SIZE = 2
-SIZE = 101  # so that one rank has more than the other
+SIZE = 101  # so that one of two ranks has more than the other
 
 TORCHRUN = """
     import torch.distributed as dist
@@ -22,11 +22,11 @@ TORCHRUN = """
 MULTIPROCESSING = """
     import multiprocessing
     import rank_jobs as r
-    method, folder, world_size, size = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    method, folder, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
     context, port = multiprocessing.get_context(method), r.free_port()
     ranks = [
-        context.Process(target=r.join_and_write_groups, args=(rank, world_size, port, folder, size))
-        for rank in range(world_size)
+        context.Process(target=r.join_and_write_groups, args=(rank, 2, port, folder, size))
+        for rank in range(2)
     ]
     for process in ranks:
         process.start()
@@ -36,55 +36,22 @@ MULTIPROCESSING = """
 """
 
 
-@pytest.fixture(scope="module")
-def on_threads_of_one_process():
-    """By rank: the groups of two epochs."""
-    return on_threads(
-        WORLD_SIZE, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange))
-    )
-
-
-def test_ranks_on_threads_share_the_data_and_their_steps(on_threads_of_one_process):
-    for epoch in zip(*on_threads_of_one_process, strict=True):
-        ids = [
-            index
-            for steps in epoch
-            for ids, is_filler, *_ in steps
-            if not is_filler
-            for index in ids
-        ]
-        assert sorted(ids) == list(range(SIZE))
-        assert len({len(steps) for steps in epoch}) == 1
-
-
-def check_groups(program, folder, expected):
-    """Without workers and with two, each rank has written what it has on a thread."""
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torchrun", "fork", "spawn", "forkserver"])
+def test_ranks_get_the_groups_of_ranks_on_threads_however_they_are_started(how, tmp_path):
+    if how == "torchrun":
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+        launcher = (*launcher, "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        program = Program(tmp_path, TORCHRUN, tmp_path, SIZE, launcher=launcher)
+    else:
+        program = Program(tmp_path, MULTIPROCESSING, how, tmp_path, SIZE)
     with program:
         code, out, errors = program.finish(60)
         assert code == 0, f"{out}\n{errors}"
+    expected = on_ranks(2, lambda rank: epochs_of(make_dataloader(SIZE, process_group=rank)))
     for rank, epochs in enumerate(expected):
-        without_workers, with_two = json.loads((folder / f"{rank}.json").read_text())
-        assert without_workers == epochs
-        assert with_two == epochs
-
-
-def test_ranks_of_torchrun_get_the_groups_of_threads(tmp_path, on_threads_of_one_process):
-    launcher = (
-        *("-m", "torch.distributed.run"),
-        f"--nproc-per-node={WORLD_SIZE}",
-        "--master-addr=127.0.0.1",
-        f"--master-port={free_port()}",
-    )
-    program = Program(tmp_path, TORCHRUN, tmp_path, SIZE, launcher=launcher)
-    check_groups(program, tmp_path, on_threads_of_one_process)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_ranks_of_multiprocessing_get_the_groups_of_threads(
-    method, tmp_path, on_threads_of_one_process
-):
-    program = Program(tmp_path, MULTIPROCESSING, method, tmp_path, WORLD_SIZE, SIZE)
-    check_groups(program, tmp_path, on_threads_of_one_process)
+        without_workers, with_two = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert without_workers == with_two == epochs
 
 
 # --- jobs that nothing can align ------------------------------------------------------------------
@@ -103,12 +70,12 @@ def test_several_ranks_without_a_process_group_are_an_error(make, monkeypatch):
         iter(make())
 
 
-@pytest.mark.parametrize(("place", "shards"), [(0, 3), (0, 4), (1, 2)])
-def test_a_source_of_another_rank_than_the_aligner_is_an_error(place, shards):
+@pytest.mark.parametrize(("place", "shards", "ranks"), [(0, 3, 2), (1, 2, 2), (0, 2, 1)])
+def test_a_source_of_another_rank_than_the_aligner_is_an_error(place, shards, ranks):
     texts = Texts(SIZE)
     source = Mapper(ShardedSampler(texts, rank=place, world_size=shards), texts.__getitem__)
     bucketer = WindowBucketer(LengthObserver(source), 96, 16)
-    aligner = RankAligner(bucketer, InProcessHub(2).exchange(0))
-    rule = rf"`ShardedSampler` is rank {place} of {shards} ranks.*is rank 0 of 2.*Give both the"
+    aligner = RankAligner(bucketer, InProcessHub(2).exchange(0) if ranks == 2 else None)
+    rule = rf"`ShardedSampler` is rank {place} of {shards} ranks.*is rank 0 of {ranks}"
     with pytest.raises(RuntimeError, match=rule):
         iter(Loader(aligner))

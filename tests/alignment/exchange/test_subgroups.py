@@ -1,10 +1,10 @@
 """Ranks that share the data are those of the group: here 2 (dp) of the 4 of 2 (dp) x 2 (tp)."""
 
 import pytest
-from rank_jobs import epochs_of, make_dataloader, on_threads, real_ids, run_ranks
+from aligned_ranks import on_ranks
+from rank_jobs import epochs_of, make_dataloader, real_ids, run_ranks
 
 SIZE = 101
-DP, TP = 2, 2
 
 FROM_A_MESH = """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -25,37 +25,15 @@ JOB = """
 """
 
 
-@pytest.fixture(scope="module")
-def dp_ranks_alone():
-    """By dp rank: the groups of two epochs, where no other ranks are there."""
-    return on_threads(DP, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("group", [FROM_A_MESH, FROM_NEW_GROUP], ids=["mesh", "new_group"])
-def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(
-    group, num_workers, dp_ranks_alone, tmp_path
-):
-    epochs = run_ranks(tmp_path, JOB.format(group=group), DP * TP, SIZE, num_workers)
-    for dp in range(DP):
-        for tp in range(TP):
-            assert epochs[TP * dp + tp] == dp_ranks_alone[dp]
-    for tp in range(TP):
-        for steps in zip(*epochs[tp::TP], strict=True):
-            assert sorted(index for rank in steps for index in real_ids(rank)) == [*range(SIZE)]
-
-
-def test_a_source_over_all_ranks_below_an_aligner_of_a_group_is_an_error(tmp_path):
-    body = """
-    groups = [dist.new_group([tp, 2 + tp]) for tp in range(2)]
-    bucketer = WindowBucketer(LengthObserver(ShardedSampler(100)), 64, 8)
-    try:
-        iter(Loader(RankAligner(bucketer, groups[rank % 2])))
-    except RuntimeError as error:
-        r.finish(str(error))
-    """
-    for error in run_ranks(tmp_path, body, DP * TP):
-        assert "`ShardedSampler` is rank" in error and "of 4 ranks" in error and "of 2." in error
+@pytest.mark.parametrize(
+    ("group", "num_workers"), [(FROM_A_MESH, 1), (FROM_NEW_GROUP, 0)], ids=["mesh", "new_group"]
+)
+def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(group, num_workers, tmp_path):
+    alone = on_ranks(2, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
+    epochs = run_ranks(tmp_path, JOB.format(group=group), 4, SIZE, num_workers)
+    assert epochs == [alone[0], alone[0], alone[1], alone[1]]
+    for steps in zip(*alone, strict=True):
+        assert sorted(index for rank in steps for index in real_ids(rank)) == [*range(SIZE)]
 
 
 def test_a_rank_outside_of_the_group_is_told_to_build_no_loader(tmp_path):

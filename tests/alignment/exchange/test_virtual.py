@@ -36,6 +36,16 @@ def gathering(exchange, rounds=3):
     return run
 
 
+def raising(error):
+    def run():
+        raise error
+
+    return run
+
+
+ENDS = iter(()).__next__
+
+
 def test_all_virtual_ranks_of_all_processes_gather_the_same():
     def process(outer):
         hosts = team(3, outer, processes=2)
@@ -64,29 +74,17 @@ def test_one_runs_at_a_time_and_the_next_while_it_waits():
     assert [part for part, _ in order] == sorted(part for part, _ in order)
 
 
-def test_the_cause_is_raised_and_not_what_others_say_of_it():
-    hosts = team()
-
-    def fail():
-        raise OSError("disk")
-
-    def told():
-        raise PeerError("rank 1 failed")
-
-    with pytest.raises(OSError, match="disk"):
-        hosts.run([told, fail, told])
-    with pytest.raises(StopIteration):
-        hosts.run([iter(()).__next__] * 3)
-
-
-def test_the_end_of_some_hides_no_error_of_another():
-    hosts = team()
-
-    def fail():
-        raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk"):
-        hosts.run([iter(()).__next__, fail, iter(()).__next__])
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [
+        ([raising(PeerError("of rank 1")), raising(OSError()), raising(PeerError())], OSError),
+        ([ENDS, raising(OSError()), ENDS], OSError),
+        ([ENDS] * 3, StopIteration),
+    ],
+)
+def test_the_cause_is_raised_and_not_what_others_say_of_it_nor_their_end(calls, error):
+    with pytest.raises(error):
+        team().run(calls)
 
 
 def test_a_virtual_rank_that_does_not_come_is_named():
@@ -97,7 +95,7 @@ def test_a_virtual_rank_that_does_not_come_is_named():
 
 def test_an_interrupt_ends_all_waits_until_it_is_taken_back():
     hosts = team()
-    threading.Timer(0.2, hosts.interrupt).start()
+    threading.Timer(0.1, hosts.interrupt).start()
     with pytest.raises(Interrupted):
         hosts.run([gathering(hosts.exchange(0)), gathering(hosts.exchange(1)), lambda: None])
     with pytest.raises(Interrupted):
@@ -108,39 +106,15 @@ def test_an_interrupt_ends_all_waits_until_it_is_taken_back():
 
 
 def test_outside_of_a_step_one_speaks_for_all():
-    hosts = team()
-    assert hosts.exchange(1).all_gather(row(7, 8)).tolist() == [[7, 8]] * 3
+    assert team().exchange(1).all_gather(row(7, 8)).tolist() == [[7, 8]] * 3
 
 
 def test_an_exit_in_one_ends_the_waits_of_the_others():
-    hosts = team()
-
-    def leave():
-        raise SystemExit(3)
-
-    start = time.monotonic()
+    hosts, start = team(), time.monotonic()
+    leave = raising(SystemExit(3))
     with pytest.raises(SystemExit):
         hosts.run([gathering(hosts.exchange(0)), leave, gathering(hosts.exchange(2))])
     assert time.monotonic() - start < TIMEOUT_S / 2
-
-
-class Busy:
-    """Calls of two virtual ranks: the second is busy while the trainer's thread waits for it."""
-
-    def __init__(self, hosts, interrupts):
-        self.hosts, self.interrupts = hosts, interrupts
-        self.may_end, self.has_ended = threading.Event(), threading.Event()
-
-    def first(self):
-        self.hosts.exchange(0).all_gather(row(0))
-
-    def second(self):
-        self.hosts.exchange(1).all_gather(row(1))
-        for _ in range(self.interrupts):
-            time.sleep(0.2)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert self.may_end.wait(TIMEOUT_S)
-        self.has_ended.set()
 
 
 @pytest.fixture
@@ -151,31 +125,32 @@ def heeds_ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_leaves_no_graph_within_a_step():
-    hosts = team(2)
-    busy = Busy(hosts, interrupts=1)
-    threading.Timer(0.6, busy.may_end.set).start()
-    with pytest.raises(KeyboardInterrupt):
-        hosts.run([busy.first, busy.second])
-    assert busy.has_ended.is_set()
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_leaves_no_graph_within_a_step_and_a_second_one_none_when_one_begins(interrupts):
+    hosts, may_end, has_ended = team(2), threading.Event(), threading.Event()
 
+    def busy():  # while the trainer's thread waits for it
+        hosts.exchange(1).all_gather(row(1))
+        for _ in range(interrupts):
+            time.sleep(0.2)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert may_end.wait(TIMEOUT_S)
+        has_ended.set()
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
-def test_what_a_second_ctrl_c_leaves_ends_before_anything_begins():
-    hosts = team(2)
-    busy = Busy(hosts, interrupts=2)
+    if interrupts == 1:
+        threading.Timer(0.6, may_end.set).start()
     with pytest.raises(KeyboardInterrupt):
-        hosts.run([busy.first, busy.second])
-    assert not busy.has_ended.is_set()
-    threading.Timer(0.2, busy.may_end.set).start()
+        hosts.run([lambda: hosts.exchange(0).all_gather(row(0)), busy])
+    assert has_ended.is_set() == (interrupts == 1)
+    threading.Timer(0.2, may_end.set).start()
     hosts.leave_step()
-    assert busy.has_ended.is_set()
+    assert has_ended.is_set()
 
 
 def test_a_process_hosts_its_share():
-    hosts = HostedRanks(6, None, TIMEOUT_S)
-    exchange = hosts.exchange(4)
+    exchange = HostedRanks(6, None, TIMEOUT_S).exchange(4)
     assert (exchange.rank, exchange.world_size, exchange.batch_of_step) == (4, 6, (4, 6))
 
     def process(outer):

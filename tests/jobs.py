@@ -165,6 +165,15 @@ KINDS = {
             ),
         }
     ),
+    "ramp": Kind(
+        {
+            "dataset": lambda *_: two(),
+            "weights": Mixing(
+                weights=WeightSchedule([(0, {"a": 3, "b": 1}), (900, {"a": 1, "b": 1})], ramp=True),
+                by="tokens",
+            ),
+        }
+    ),
     "virtual ranks": Kind({"virtual_ranks": 4}),
     "nodes": Kind({}, make=of_nodes),
 }

@@ -110,6 +110,11 @@ def die_with_a_child_alive():
     os._exit(3)
 
 
+def close_files_and_sleep():
+    os.closerange(3, 1000)
+    time.sleep(600)
+
+
 def wait_until_mended(mended):
     while not mended.exists():
         time.sleep(0.01)
@@ -120,6 +125,7 @@ DEATHS = {
     "SIGKILL": (lambda _: signal_itself(signal.SIGKILL), "exit code -9"),
     "SIGSEGV": (lambda _: signal_itself(signal.SIGSEGV), "exit code -11"),
     "closes its files": (lambda _: os.closerange(3, 1000), "exit code"),
+    "closes its files and lives": (lambda _: close_files_and_sleep(), "exit code"),
     "dies with a child alive": (lambda _: die_with_a_child_alive(), "exit code 3"),
 }
 ERRORS = {

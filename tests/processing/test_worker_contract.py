@@ -35,9 +35,10 @@ from odb_nodes import (
     WorkerOptions,
 )
 from odb_nodes.processing import process_pool, worker_process
+from odb_nodes.sample import ItemKey
 
 SIZE, AT, CHUNK = 60, 30, 4  # the item with the fault is the third of its chunk
-LIMIT_S = 30.0  # on a machine that is busy otherwise
+LIMIT_S = 60.0  # on a machine that is busy otherwise
 KINDS = {
     "inline": {"num_workers": 0},
     "threads": {"method": "thread"},
@@ -202,6 +203,24 @@ def test_a_sample_draws_by_seed_epoch_and_item_whoever_has_it():
     for field in (1, 2, 4):  # python, numpy, torch
         drawn_by = [str(one[field]) for run in runs for one in run.values()]
         assert len({*drawn_by}) == len(drawn_by) == 2 * SIZE * len(runs)
+
+
+def test_golden_draws():
+    """Saved runs depend on these: a change here is a change of `STATE_VERSION`."""
+    node = w.processor(source=indices(), seed=5, rank=0, world_size=1)
+    assert [drawn(next(node))[:2] for _ in range(2)] == [
+        (20, 0.932377452452851),
+        (6, 0.12297689470751139),
+    ]
+
+
+def test_a_key_without_a_seed_fails_its_item_alone(make):
+    class Keyed(CountingSource):
+        def item_key(self):
+            return ItemKey("\ud800" if self.read == AT + 1 else "", self.read, 1)
+
+    delivered, message = read_until_error(make("inline", source=Keyed(40), chunk_size=40))
+    assert delivered == [*range(AT)] and f"item {AT}, " in message
 
 
 def test_set_epoch_gives_the_numbers_of_that_epoch(make):
@@ -420,7 +439,7 @@ LOCK = threading.Lock()
 def test_a_function_that_cannot_be_sent_to_workers(kind, process_fn, message, make):
     before = multiprocessing.active_children()
     node = make(kind, process_fn)
-    for _ in range(2):
+    for _ in range(1 if isinstance(process_fn, w.Bomb) else 2):
         with within(), pytest.raises(WorkerError, match=message):
             epoch(node)
         assert node.worker_pids == []
@@ -486,26 +505,36 @@ def test_a_worker_that_dies_is_an_error_and_is_replaced_by_a_reset(kind, death, 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["idle", "processing", "stopped"])
 def test_workers_that_are_killed_or_stopped_from_outside(when, make, tmp_path):
-    process_fn = w.Logged(tmp_path / "log", seconds=60 if when == "processing" else 0)
+    process_fn, taken = w.Logged(tmp_path / "log"), 0 if when == "processing" else 5
+    process_fn.seconds = 0 if taken else 2 * LIMIT_S
     timeout_s = 2.0 if when == "stopped" else 2 * LIMIT_S
     node = make("fork", process_fn, chunk_size=1, in_flight_samples=8, timeout_s=timeout_s)
     node.reset(None)
-    taken = [] if when == "processing" else [next(node) for _ in range(5)]
-    wait_for(
-        lambda: (tmp_path / "log").exists() and len(process_fn.items()) == len(taken) + 8
-    ) if taken else wait_for((tmp_path / "log").exists)
-    for pid in node.worker_pids[: 1 if when == "stopped" else 2]:
-        os.kill(pid, signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+
+    def end():
+        begun = taken + 8 if taken else 2
+        wait_for(lambda: Path(process_fn.path).exists() and len(process_fn.items()) >= begun)
+        for pid in node.worker_pids[: 1 if when == "stopped" else 2]:
+            os.kill(pid, signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+
+    ending = threading.Thread(target=end)
+    delivered = [next(node) for _ in range(taken)]
+    ending.start()
+    if taken:
+        ending.join()
     more, message = read_until_error(node, WorkerError)
+    ending.join()
     assert ("`timeout_s`" if when == "stopped" else "exit code -9 (negative: killed") in message
     assert "__main__" not in message
     process_fn.seconds = 0
-    assert_goes_on(node, taken + more, make)
+    assert_goes_on(node, delivered + more, make)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("elements", [200_000, 1_000_000])  # through the socket, and by pages
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize(
+    ("delay_s", "elements"),  # through the socket, and by pages
+    [(0.0, 1_000_000), (0.02, 200_000), (0.02, 1_000_000), (0.1, 200_000)],
+)
 def test_workers_killed_at_any_time_while_writing_large_results(delay_s, elements, make):
     def large(item):
         return item, np.full(elements, item, np.int32)

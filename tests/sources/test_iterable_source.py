@@ -146,15 +146,6 @@ def test_what_splits_itself_over_the_ranks_is_not_split_again(monkeypatch):
         IterableSource(DistributedSampler(range(20), 2, 0), 0, 2, yields_indices=True)
 
 
-def test_a_stock_sampler_is_an_iterable_with_epochs():
-    sampler = DistributedSampler(range(20), num_replicas=1, rank=0, seed=3)
-    node = source(sampler)
-    epochs = [epoch_of(node) for _ in range(3)]
-    for epoch, items in enumerate(epochs):
-        sampler.set_epoch(epoch)
-        assert items == list(sampler)
-
-
 # State: of kinds of data and of ends of epochs that no job of the machine has.
 
 
@@ -241,29 +232,22 @@ def test_the_state_shares_nothing_with_the_iterable():
 
         def __init__(self):
             super().__init__()
-            self.live = {"position": 0, "seen": []}
-
-        def __iter__(self):
-            for item in super().__iter__():
-                self.live["position"] = self.position
-                self.live["seen"].append(item)
-                yield item
+            self.live = {}
 
         def state_dict(self):
+            self.live.update(super().state_dict())
             return self.live
 
         def load_state_dict(self, state):
             super().load_state_dict(state)
             self.live = state
 
-    node, again = source(Live()), source(Live())
-    node.reset(None)
-    first = [next(node), next(node)]
+    node, again = taken(source(Live()), 2), source(Live())
     state = node.get_state()
-    rest = list(node)
     again.reset(state)
-    assert list(again) == rest
-    assert state["iterable"] == {"position": 2, "seen": first}
+    assert list(again) == list(node)
+    assert again.get_state()["iterable"] == node.get_state()["iterable"] == {"position": 6}
+    assert state["iterable"] == {"position": 2}
 
 
 def test_a_failure_of_the_data_keeps_the_position():

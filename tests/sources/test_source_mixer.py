@@ -1,16 +1,11 @@
-import copy
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from sampling import fewer
 from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
-    GroupCollator,
     IterableSource,
     JsonlSource,
     LengthObserver,
@@ -18,15 +13,12 @@ from odb_nodes import (
     Mixing,
     ParallelProcessor,
     PerSource,
-    RankAligner,
     Sample,
     SampleError,
     ShardedSampler,
     SourceItem,
     SourceMixer,
     StateError,
-    WindowBucketer,
-    WorkerOptions,
 )
 from odb_nodes.testing import assert_resumes_exactly
 
@@ -285,46 +277,6 @@ def test_an_epoch_that_ends_otherwise_resumes_exactly(stop, by):
     make, sizes = observed if by == "tokens" else mixer, {"chat": 20, "caption": 36, "ocr": 8}
     options = {"epochs": 2, "every": 31, "horizon": 12, "chain": 1}
     assert_resumes_exactly(lambda: Loader(make(sizes, by=by, stop=stop)), **options)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
-    weights=st.data(),
-    stop=st.sampled_from(STOPS),
-)
-@fewer(10)
-def test_any_sources(sizes, weights, stop):
-    named = {f"s{index}": size for index, size in enumerate(sizes)}
-    drawn = {name: weights.draw(st.floats(0.2, 5)) for name in named}
-    assert_resumes_exactly(lambda: Loader(mixer(named, drawn, stop=stop)), every=7, horizon=9)
-
-
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_a_state_shares_nothing_with_the_node(by):
-    make = observed if by == "tokens" else mixer
-    node, again = make(by=by), make(by=by)
-    node.reset(None)
-    for _ in range(20):
-        next(node)
-    state = node.state_dict()
-    kept = copy.deepcopy(state)
-    expected = list(node)
-    again.reset(state)
-    assert list(again) == expected
-    assert state == kept
-
-
-def test_one_pool_of_workers_processes_all_sources():
-    def lengths(num_workers):
-        workers = WorkerOptions(num_workers=num_workers, chunk_size=7)
-        node = ParallelProcessor(
-            mixer(), PerSource(FUNCTIONS), workers=workers, rank=0, world_size=1
-        )
-        bucketer = WindowBucketer(LengthObserver(node), 120, 16)
-        with Loader(GroupCollator(RankAligner(bucketer))) as loader:
-            return [batch["length"].tolist() for batch in loader]
-
-    assert lengths(2) == lengths(0)
 
 
 def named(*names, by="samples"):

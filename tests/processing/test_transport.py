@@ -377,36 +377,6 @@ def test_what_there_is_no_memory_for_is_said_in_bytes(monkeypatch):
         file.pages()
 
 
-@pytest.mark.parametrize("sent", [0, 5, 12, 20, 1000])
-def test_a_message_that_breaks_off_is_the_end(sent):
-    near, far = socket.socketpair()
-    with far:
-        with near:
-            send(near, [bytes(2000)])
-        whole = b"".join(iter(lambda: far.recv(4096), b""))
-    near, far = socket.socketpair()
-    with far:
-        with near:
-            near.sendall(whole[:sent])
-        with pytest.raises(EOFError):
-            receive(far)
-
-
-def test_a_message_arrives_part_by_part():
-    near, far = socket.socketpair()
-    messages = [[], [b""], [b"head", memoryview(bytes(5_000_000)), b"", b"tail"], [b"next"]]
-    with near, far:
-        sender = threading.Thread(target=lambda: [send(near, parts) for parts in messages])
-        sender.start()
-        for parts in messages:
-            got = [
-                shared_pages.PageFile.pages(one) if isinstance(one, PageFile) else one
-                for one in receive(far)
-            ]
-            assert [bytes(memoryview(part)) for part in got] == list(map(bytes, parts))
-        sender.join()
-
-
 def send_many(connection, count):
     """Send more files than may be on their way, as a process without privileges."""
     import resource  # which not every system has

@@ -51,13 +51,15 @@ def none_left(ray):
 # --- the same as processes, through a loader ------------------------------------------------------
 
 
-def steps(loader):
+def steps(loader, kill_at=None):
     """Batches as bytes, with their `StepInfo`, and the state after each."""
     found = []
     for batch in loader:
         info = pop_step_info(batch)
         values = {key: (value.dtype, value.tolist()) for key, value in batch.items()}
         found.append((info, values, deepcopy(loader.state_dict())))
+        if len(found) == kill_at:
+            os.kill(actor_pids()[-1], signal.SIGKILL)
     return found
 
 
@@ -76,10 +78,7 @@ def test_batches_infos_and_states_are_those_of_processes_also_after_actors_are_k
     with seeded("fork") as loader:
         expected = steps(loader)
     with seeded("ray", collate_in="workers") as loader:
-        killer = threading.Timer(0.1, lambda: os.kill(wait_for(actor_pids, 2)[-1], signal.SIGKILL))
-        killer.start()
-        assert steps(loader) == expected
-        killer.join()
+        assert steps(loader, kill_at=5) == expected
         loader.load_state_dict(expected[5][2])
         assert steps(loader) == expected[6:]
 

@@ -241,6 +241,15 @@ KINDS = {
         moves=False,
     ),
     "mixed tasks": Kind({"dataset": two(), "diversity": 0.5, "round_size": 4}),
+    "ramp": Kind(
+        {
+            "dataset": two(),
+            "weights": Mixing(
+                weights=WeightSchedule([(0, {"a": 3, "b": 1}), (900, {"a": 1, "b": 1})], ramp=True),
+                by="tokens",
+            ),
+        }
+    ),
     "nodes": Kind({}, make=of_nodes),
     "virtual": Kind({"virtual_ranks": 4}, ranks=(1, 2, 4)),
     "virtual mixed": Kind(

@@ -1,5 +1,6 @@
 """What spawned workers and programs of their own import: process functions, datasets, faults."""
 
+import faulthandler
 import importlib
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -59,6 +61,133 @@ class Logged:
 
     def items(self):
         return [int(line.split()[0]) for line in Path(self.path).read_text().splitlines()]
+
+
+class DrawSlowly:
+    """Draws, and takes a different time for each item."""
+
+    def __init__(self, seconds=0.0003):
+        self.seconds = seconds
+
+    def __call__(self, item):
+        time.sleep(self.seconds * (item % 7))
+        return draw(item)
+
+
+class Bomb:
+    """Leaves well, and does not arrive."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+    def __call__(self, item):
+        return item
+
+
+class Unpicklable(Exception):
+    """An exception that no other process will ever see."""
+
+    def __init__(self, code, lock):
+        super().__init__(f"code {code}")
+        self.lock = lock
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def signal_itself(number):
+    faulthandler.disable()  # pytest's would print a crash report that nobody needs
+    os.kill(os.getpid(), number)
+
+
+def die_with_a_child_alive():
+    """The child holds on to everything that was open, the socket to the trainer included."""
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    os._exit(3)
+
+
+def close_files_and_sleep():
+    os.closerange(3, 1000)
+    time.sleep(600)
+
+
+def wait_until_mended(mended):
+    while not mended.exists():
+        time.sleep(0.01)
+
+
+DEATHS = {
+    "os._exit": (lambda _: os._exit(3), "exit code 3"),
+    "SIGKILL": (lambda _: signal_itself(signal.SIGKILL), "exit code -9"),
+    "SIGSEGV": (lambda _: signal_itself(signal.SIGSEGV), "exit code -11"),
+    "closes its files": (lambda _: os.closerange(3, 1000), "died with exit code"),
+    "closes its files and lives": (lambda _: close_files_and_sleep(), "died with exit code"),
+    "dies with a child alive": (lambda _: die_with_a_child_alive(), "exit code 3"),
+}
+ERRORS = {
+    "ValueError": lambda: ValueError("bad image"),
+    "SystemExit": lambda: SystemExit(4),
+    "StopIteration": lambda: StopIteration(),
+    "TimeoutError": lambda: TimeoutError("slow disk"),
+    "EOFError": lambda: EOFError("truncated"),
+    "Unpicklable": lambda: Unpicklable(7, threading.Lock()),
+    "Speechless": lambda: Speechless(),
+}
+RESULTS = {
+    "a lambda": lambda _: lambda: None,
+    "a lock": lambda _: threading.Lock(),
+    "what does not unpickle": lambda _: Bomb(),
+}
+OTHERS = {
+    "KeyboardInterrupt": lambda _: fail(KeyboardInterrupt()),
+    "hangs": wait_until_mended,
+    "holds the GIL": lambda _: hold_the_gil(None),
+    "forks": lambda _: os.fork() or (time.sleep(20), os._exit(0)),
+}
+
+
+def fail(error):
+    raise error
+
+
+class Faulty:
+    """Something bad at one item, for as long as it is not mended; every other item passes."""
+
+    def __init__(self, folder, fault, at=30):
+        self.mended, self.fault, self.at = Path(folder, "mended"), fault, at
+
+    def __call__(self, item):
+        if item != self.at or self.mended.exists():
+            return item
+        if self.fault in ERRORS:
+            raise ERRORS[self.fault]()
+        if self.fault in DEATHS:
+            return DEATHS[self.fault][0](self.mended)
+        return {**RESULTS, **OTHERS}[self.fault](self.mended)
+
+    def mend(self):
+        self.mended.touch()
+
+
+class Init:
+    """A `worker_init_fn` that raises, or takes long; or takes long to unpickle."""
+
+    def __init__(self, error=None, seconds=0.0, at_unpickling=False):
+        self.error, self.seconds, self.at_unpickling = error, seconds, at_unpickling
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if self.at_unpickling:
+            time.sleep(self.seconds)
+
+    def __call__(self, index):
+        time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
 
 
 class NoteWorker:

@@ -3,7 +3,6 @@
 from collections import UserDict
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,8 +50,7 @@ def outcome(data):
     return facts, [*map(type, facts)]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@given(LABELS, LABELS, MORE)
+@given(st.sampled_from(sorted(KINDS)), LABELS, LABELS, MORE)
 def test_a_dict_costs_what_any_other_mapping_does(kind, ids, labels, more):
     data = {"input_ids": KINDS[kind](ids), **more}
     of_all = [data, *({**data, "labels": make(labels)} for make in KINDS.values())]
@@ -65,14 +63,10 @@ def test_targets_are_the_labels_after_the_first_that_count(labels, kind):
     if kind == "int32":
         labels = [label for label in labels if abs(label) < 2**31] or [1]
     sample = observe_sample({"input_ids": KINDS[kind](labels), "labels": KINDS[kind](labels)})
+    assert sample.tokens == len(labels)
     assert sample.targets == sum(label != -100 for label in labels[1:])
     assert sample.counted == "labels"
-
-
-@pytest.mark.parametrize("kind", ["array", "tensor", "list"])
-def test_costs_are_plain_ints_that_a_checkpoint_can_hold(kind):
-    sample = observe_sample({"input_ids": KINDS[kind]([1, 2]), "labels": KINDS[kind]([1, 2])})
-    assert {type(cost) for cost in sample[1:4]} == {int}
+    assert {type(cost) for cost in sample[1:4]} == {int}  # which a checkpoint can hold
 
 
 def test_a_result_keeps_its_own_key_and_digest_and_learns_its_item():

@@ -26,17 +26,10 @@ def test_it_is_a_bijection_for_every_size_and_seed(size, seed):
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1), st.data())
 def test_an_element_asked_for_alone_is_the_one_of_the_whole(size, seed, data):
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
-    assert_array_equal(Permutation(size, seed)(positions), whole(size, seed)[positions])
-
-
-def test_asking_leaves_the_positions_as_they_are():
-    positions = np.arange(100)
-    Permutation(100, 0)(positions)
-    assert_array_equal(positions, np.arange(100))
-
-
-def test_it_returns_int64():
-    assert whole(10, 0).dtype == np.int64
+    kept, elements = positions.copy(), Permutation(size, seed)(positions)
+    assert_array_equal(elements, whole(size, seed)[positions])
+    assert elements.dtype == np.int64
+    assert_array_equal(positions, kept)
 
 
 @pytest.mark.parametrize("size", [10**9, 10**12, 2**40 + 1])
@@ -47,7 +40,7 @@ def test_huge_sizes_take_no_memory_and_stay_in_range(size):
     assert ((elements >= 0) & (elements < size)).all()
 
 
-@pytest.mark.parametrize(("size", "seeds"), [(13, 300), (64, 1000), (250, 2000), (256, 2000)])
+@pytest.mark.parametrize(("size", "seeds"), [(13, 300), (64, 1000), (250, 1000)])
 def test_every_element_is_about_equally_likely_at_every_position(size, seeds):
     """Chi-square of a table with given row and column sums; the bound is 7 standard deviations."""
     counts = np.zeros((size, size))
@@ -63,10 +56,6 @@ def test_neighbours_are_scattered(size):
     """Of a uniform permutation about 2 neighbours are next to each other, whatever its size."""
     close = [np.count_nonzero(np.abs(np.diff(whole(size, seed))) == 1) for seed in range(200)]
     assert 1.0 < np.mean(close) < 3.0
-
-
-def test_seeds_differ():
-    assert len({tuple(whole(20, seed).tolist()) for seed in range(100)}) == 100
 
 
 @pytest.mark.parametrize(

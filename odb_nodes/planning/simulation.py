@@ -44,7 +44,7 @@ from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 
 if TYPE_CHECKING:
-    from typing_extensions import Required, Unpack
+    from typing_extensions import Unpack
 
 _FIRST_EPOCH = 0
 
@@ -109,12 +109,12 @@ class PlanKeywords(TypedDict, total=False):
     accumulate: int
 
 
-class _JobKeywords(PlanKeywords):
-    world_size: Required[int]
-    budget: Required[int | TokenBudget]
+class _JobKeywords(TypedDict):
+    world_size: int
+    budget: int | TokenBudget
 
 
-class SimulationKeywords(_JobKeywords, total=False):
+class SimulationKeywords(_JobKeywords, PlanKeywords, total=False):
     """The fields of `SimulationOptions`, as the types of keyword arguments."""
 
     window: WindowSize

@@ -59,7 +59,6 @@ def groups(**options):
         {"workers": WorkerOptions(num_workers=4, method="thread")},
         {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
     ],
-    ids=str,
 )
 def test_groups_do_not_depend_on_workers(options):
     # The lengths are drawn at random in processing.
@@ -209,7 +208,6 @@ SHUFFLED = sum(
         ({"shuffle": True, "given": {"shuffle": False}}, IN_ORDER),
         ({"shuffle": True, "given": {"sampler": [5, 3]}}, [5, 3]),
     ],
-    ids=str,
 )
 def test_the_order_of_an_existing_dataloader_is_kept(options, order):
     assert taken(**options) == order
@@ -227,7 +225,6 @@ class Own(BatchSampler):
         {"sampler": WeightedRandomSampler([1.0] * SIZE, 50)},
         {"batch_sampler": Own(RandomSampler(range(SIZE)), 4, False)},
     ],
-    ids=str,
 )
 def test_an_order_that_cannot_be_drawn_again_is_refused(options):
     (name,) = options

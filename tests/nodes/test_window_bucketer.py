@@ -112,6 +112,14 @@ def test_a_state_takes_few_bytes_per_pooled_sample():
 
 
 @pytest.mark.parametrize("mode", ["replay", "payload"])
+def test_the_state_right_after_a_reset_is_the_state_of_the_reset(mode):
+    node = bucketer(state=mode)
+    for _ in range(9):
+        next(node)
+    assert again(node, state=mode).state_dict() == node.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["replay", "payload"])
 def test_a_state_shares_nothing_with_the_node(mode):
     node = bucketer(state=mode)
     next(node)

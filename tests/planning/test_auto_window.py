@@ -81,7 +81,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("call", REFUSALS, ids=str)
+@pytest.mark.parametrize("call", REFUSALS)
 def test_another_window_is_an_error(call):
     check, *given = call
     with pytest.raises((TypeError, ValueError), match="`window` must be "):

@@ -275,7 +275,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "error", "message"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSALS)
 def test_arguments_that_are_not_valid_are_refused_by_name(changed, error, message):
     with pytest.raises(error, match=message):
         ShardedSampler(**{**CONFIG, **changed})

@@ -177,16 +177,23 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
 
 
 def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
-    """Raise a ValueError where a node leaves items to other ranks, who do not read these data."""
-    for source in walk(node) if shard[1] == 1 else ():
-        if isinstance(source, (IterableSource, JsonlSource, ShardedSampler)):
-            ranks = source.fingerprint()["world_size"]
-            if ranks > 1:
-                raise ValueError(
-                    f"`dataset` must yield all of its items, but its `{type(source).__name__}` "
-                    f"yields those of one of {ranks} ranks, where this rank has data of its own "
-                    "(`sharded=True`), or is alone. Make it with `rank=0, world_size=1`."
-                )
+    """Raise a ValueError where a node leaves items to ranks that do not read them, or to none."""
+    kinds = (IterableSource, JsonlSource, ShardedSampler)
+    sources = [source for source in walk(node) if isinstance(source, kinds)]
+    shares = {type(one).__name__: one.fingerprint()["world_size"] for one in sources}
+    name, ranks = max(shares.items(), key=lambda share: share[1], default=("", shard[1]))
+    if shard[1] == 1 and ranks > 1:
+        raise ValueError(
+            f"`dataset` must yield all of its items, but its `{name}` yields those of one of "
+            f"{ranks} ranks, where this rank has data of its own (`sharded=True`), or is alone. "
+            "Make it with `rank=0, world_size=1`."
+        )
+    if shard[1] > 1 and ranks == 1:
+        raise ValueError(
+            f"`dataset` must yield the share of one rank, but its `{name}` yields all items, on "
+            f"each of {shard[1]} ranks: all would train on each sample. Make it with `rank=` and "
+            "`world_size=`, or pass `sharded=True` where each rank has data of its own."
+        )
 
 
 def _check_order(sampler: Any) -> None:

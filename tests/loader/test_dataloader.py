@@ -30,6 +30,7 @@ from odb_nodes import (
     ODBDataLoader,
     PaddingCollate,
     SampleError,
+    ShardedSampler,
     SourceMixer,
     StateError,
     TokenBudget,
@@ -37,6 +38,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.sample import data_of
 
 
@@ -316,6 +318,14 @@ REFUSALS = [
         {"dataset": JsonlSource(__file__, 0, 2), "sharded": True},
         ValueError,
         "one of 2 ranks.*world_size=1",
+    ),
+    (
+        {
+            "dataset": ShardedSampler(60, rank=0, world_size=1),
+            "process_group": InProcessHub(2).exchange(0),
+        },
+        ValueError,
+        "each of 2 ranks.*sharded=True",
     ),
     ({"diversity": 0.5, "token_budget": TokenBudget(9, layout="packed")}, ValueError, "packed"),
     ({"num_workers": 2, "workers": WorkerOptions()}, ValueError, "must not both be given"),

@@ -4,10 +4,10 @@
     .ci/mutate.py --rooms planning nodes --count 10 --log /tmp/faults.jsonl
 
 changes ten places of each room: a comparison, an operator, a number, a condition, a call, a
-`return`. For each it runs the tests of the room, then the fast loop, then the slow tests of the
-room, until one fails, and adds a line of JSON to the log. With a log that exists it continues. The
-same `--seed` gives the same faults of the same code. It changes the checkout that it lies in, which
-must be clean, such as a worktree of its own, and puts everything back.
+`return`. For each it runs the tests of the room, then the fast loop, with `--slow` the slow tests
+of the room, too, until one fails, and adds a line of JSON to the log. With a log that exists it
+continues. The same `--seed` gives the same faults of the same code. It changes the checkout that it
+lies in, which must be clean, such as a worktree of its own, and puts everything back.
 """
 
 import argparse
@@ -129,19 +129,20 @@ def found_by(arguments):
     return (failed or output.splitlines()[-1:])[0]
 
 
-def stages(room):
+def stages(room, slow):
     """Yield the tests that are run one after another, by name and arguments of pytest."""
     tests = [f"tests/{room}", RESUME]
     yield "room", [*tests, "-m", "not slow"]
     yield "fast", []
-    yield "slow", [*tests, "--runslow", "-m", "slow"]
+    if slow:
+        yield "slow", [*tests, "--runslow", "-m", "slow"]
 
 
-def try_fault(room, path, source, changed):
+def try_fault(tests, path, source, changed):
     """Return in which stage the fault is found, and by which test."""
     try:
         path.write_bytes(changed)
-        for stage, arguments in stages(room):
+        for stage, arguments in tests:
             if (test := found_by(arguments)) is not None:
                 return stage, test
         return "", ""
@@ -156,6 +157,7 @@ def main():
     parser.add_argument("--count", type=int, default=12, help="faults of each room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--slow", action="store_true", help="run slow tests of the room, too")
     given = parser.parse_args()
     if subprocess.check_output(["git", "status", "--porcelain", "odb_nodes"], cwd=ROOT):
         parser.error("`odb_nodes` has changes that are not committed: use a clean worktree")
@@ -166,11 +168,12 @@ def main():
             if fault in done:
                 continue
             start = time.monotonic()
-            stage, test = try_fault(room, path, source, changed)
+            stage, test = try_fault(stages(room, given.slow), path, source, changed)
             done[fault] = {"fault": fault, "room": room, "stage": stage, "test": test}
             with given.log.open("a") as log:
                 log.write(json.dumps(done[fault]) + "\n")
-            print(f"{fault}: {stage or 'SURVIVES'} {test} ({time.monotonic() - start:.0f} s)")
+            took_s = time.monotonic() - start
+            print(f"{fault}: {stage or 'SURVIVES'} {test} ({took_s:.0f} s)", flush=True)
     found = sum(bool(record["stage"]) for record in done.values())
     print(f"the tests found {found} of {len(done)} faults")
 

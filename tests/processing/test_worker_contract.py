@@ -697,6 +697,7 @@ def held(kind):
 def test_close_ends_everything_and_a_reset_starts_again(kind, busy, make):
     node = make(kind, w.DrawSlowly(0.05 if busy else 0.0), chunk_size=1, in_flight_samples=20)
     for _ in range(2):  # The first leaves what Python keeps: its server of forks, and pipes.
+        wait_for(lambda: held(kind)[3] == [])  # A lost actor takes its time.
         before = held(kind)
         node.reset(None)
         for _ in range(3):

@@ -89,6 +89,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
     if is_fast_loop(config):
         deselect(config, items, lambda item: item.get_closest_marker("slow"))
+        items.sort(key=lambda item: not item.get_closest_marker("fast"))  # they take longest
     if config.option.shard:
         shard, shards = map(int, config.option.shard.split("/"))
         deselect(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % shards != shard - 1)

@@ -5,6 +5,7 @@ A job is a loader on each of N ranks, which are threads of this process.
 
 import gzip
 import random
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -100,10 +101,17 @@ def two(a=60, b=50, names="ab"):
     return lambda *_: dict(zip(names, (range(a), range(b)), strict=True))
 
 
-@cache
 def records(folder, end=""):
     """A folder of two files of records, with an empty file and empty lines between."""
-    folder /= f"records{end}"
+    with writing:  # Ranks are threads.
+        return written(folder / f"records{end}", end)
+
+
+writing = threading.Lock()
+
+
+@cache
+def written(folder, end):
     folder.mkdir(exist_ok=True)
     for name, indices in (("a", range(0, 70)), ("b", ()), ("c", range(70, SAMPLES))):
         text = "".join(f'{{"i": {index}}}\n{index % 3 * chr(10)}' for index in indices)
@@ -169,6 +177,8 @@ class Kind(NamedTuple):
             "process_group": exchange,
         }
         given |= self.options | excluded | {"token_budget": self.budget(cuts)}
+        if callable(given.get("sampler")):
+            given["sampler"] = given["sampler"]()  # Each loader draws by itself.
         if callable(given["dataset"]):
             given["dataset"] = given["dataset"](folder, exchange.rank, exchange.world_size)
         return ODBDataLoader(**given)
@@ -198,10 +208,10 @@ KINDS = {
     "own keys": Kind({"observe": with_own_key}),
     "sampler": Kind({"sampler": [*range(60, SAMPLES), *range(60)]}, moves=False),
     "weighted": Kind(
-        {"sampler": WeightedSampler(range(1, SAMPLES + 1), replacement=False)}, moves=False
+        {"sampler": lambda: WeightedSampler(range(1, SAMPLES + 1), replacement=False)}, False
     ),
-    "drawn again": Kind({"sampler": WeightedSampler(range(SAMPLES))}, False, once=False),
-    "own data": Kind({"sharded": True, "dataset": range(60)}, moves=False, once=False),
+    "drawn again": Kind({"sampler": lambda: WeightedSampler(range(SAMPLES))}, False, once=False),
+    "own data": Kind({"sharded": True, "dataset": range(60)}, False, once=False, ranks=(2,)),
     "iterable": Kind({"dataset": lambda *_: Shuffled()}, moves=False),
     "stateful": Kind({"dataset": lambda *_: Stateful()}, moves=False),
     "records": Kind({"dataset": read()}),

@@ -155,9 +155,9 @@ def plan_epoch(
             batch = [rollouts[index] for index in step[rank]]
 
     Each sample is planned exactly once, but for those that `oversize="drop"` or `uneven="stop"`
-    leave out. All ranks have the same number of steps, and the groups of a step cost about the
-    same. The plan depends on the arguments alone. It is the first epoch of an
-    `ODBDataLoader(shuffle=False)` whose samples have these lengths, step by step.
+    leave out. All ranks have the same number of steps, unless `uneven="join"`, and the groups of a
+    step cost about the same. The plan depends on the arguments alone. Without `costs` it is the
+    first epoch of an `ODBDataLoader(shuffle=False)` whose samples have these lengths, step by step.
 
     Args:
         lengths: tokens of each sample, (n,). Rank r reads every `world_size`-th, from the r-th on;

@@ -180,8 +180,8 @@ def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
     """Raise a ValueError where a node leaves items to ranks that do not read them, or to none."""
     kinds = (IterableSource, JsonlSource, ShardedSampler)
     sources = [source for source in walk(node) if isinstance(source, kinds)]
-    shares = {type(one).__name__: one.fingerprint()["world_size"] for one in sources}
-    name, ranks = max(shares.items(), key=lambda share: share[1], default=("", shard[1]))
+    shares = [(one.fingerprint()["world_size"], type(one).__name__) for one in sources]
+    ranks, name = max(shares, default=(shard[1], ""))
     if shard[1] == 1 and ranks > 1:
         raise ValueError(
             f"`dataset` must yield all of its items, but its `{name}` yields those of one of "

@@ -321,6 +321,16 @@ REFUSALS = [
     ),
     (
         {
+            "dataset": SourceMixer(
+                {"a": JsonlSource(__file__, 0, 2), "b": JsonlSource(__file__, 0, 1)}
+            ),
+            "sharded": True,
+        },
+        ValueError,
+        "one of 2 ranks.*world_size=1",
+    ),
+    (
+        {
             "dataset": ShardedSampler(60, rank=0, world_size=1),
             "process_group": InProcessHub(2).exchange(0),
         },

@@ -79,7 +79,6 @@ class AlignedRound:
     def __init__(self, table: IntArray | None = None, tasks: int = 0) -> None:
         empty = np.empty((0, _COLUMNS + tasks), dtype=np.int64)
         self._table = empty if table is None else table
-        self._steps = self.rows
         self._groups: list[list[Sample]] = []
         self.filler: Sample | None = None
         """The sample of the steps that this rank has no group for."""
@@ -114,11 +113,6 @@ class AlignedRound:
         return zlib.crc32(self._table[:, 1:].astype("<i8").tobytes())
 
     def __len__(self) -> int:
-        return self._steps
-
-    @property
-    def rows(self) -> int:
-        """The steps of all ranks, where this one may have ended before."""
         return len(self._table)
 
     @property
@@ -152,7 +146,7 @@ class AlignedRound:
             StateError: there is a group for a filler step, or none for another.
         """
         rest = self._table[emitted:, 0].tolist()
-        lacks_filler = filler is None and FILLER in rest[: self._steps - emitted]
+        lacks_filler = filler is None and FILLER in rest
         if (lacks_filler and not may_lack_filler) or [at != FILLER for at in rest] != [
             *map(bool, groups)
         ]:
@@ -194,15 +188,9 @@ class AlignedRound:
             accumulate: steps of an optimizer step.
         """
         self._table[emitted:, 1:] = totals
-        together = np.arange(self.rows) // accumulate
+        together = np.arange(len(self)) // accumulate
         samples = np.bincount(together, self._table[:, 1])
-        self._table = self._table[(np.arange(self.rows) < emitted) | (samples[together] > 0)]
-        self._steps = self.rows
-
-    def end_alone(self, emitted: int) -> None:
-        """End with this rank's last group, where others go on; not before step `emitted`."""
-        own = np.flatnonzero(self._table[:, 0] != FILLER)
-        self._steps = max(emitted, int(own[-1]) + 1 if len(own) else 0)
+        self._table = self._table[(np.arange(len(self)) < emitted) | (samples[together] > 0)]
 
     def take(
         self, index: int, rule: LossRule, measure: GroupCostEstimator, **facts: Any
@@ -237,7 +225,7 @@ class AlignedRound:
             most_cost=most_cost,
             is_filler=is_filler,
             micro_step=micro_step * rule.batches + rule.batch,
-            micro_steps=min(len(together), self._steps - index + micro_step) * rule.batches,
+            micro_steps=len(together) * rule.batches,
             loss_scale=rule.scale_of(
                 (of_own[0], of_step[0]), (of_own[1], of_step[1]), is_filler=is_filler
             ),

@@ -32,7 +32,6 @@ class AlignerState(EpochState):
         shares_rest: the next round is the last, of all that is left, which ranks share out.
         filler: the sample that this rank fills with, encoded, where it came from another rank.
         unemitted_samples: the samples that `uneven="stop"` left over.
-        peers_go_on: other ranks have rounds after this rank's last.
         held: the records of the samples that are held, where the source can make them again: those
             of the groups of the round's further steps, of the group after the round, and the one to
             fill with.
@@ -69,7 +68,6 @@ class AlignerState(EpochState):
     shares_rest: Annotated[bool, Sparse()] = False
     filler: bytes | None = None
     unemitted_samples: Count = 0
-    peers_go_on: bool = False
     held: RecordsState | None = None
     sizes: list[Count] = field(default_factory=list)
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
@@ -91,7 +89,7 @@ class AlignerState(EpochState):
 
     def validate(self) -> None:
         """Check that the state stands within its round."""
-        steps = AlignedRound.from_bytes(self.plan, self.tasks).rows
+        steps = len(self.steps())
         if self.emitted > steps or self.emitted > self.step:
             raise ValueError(
                 f"`emitted` must be at most the steps of the round, {steps}, and of the epoch, "
@@ -103,16 +101,9 @@ class AlignerState(EpochState):
         ):
             raise ValueError("`held` and `sizes` do not go together.")
 
-    def steps(self, *, ends_alone: bool) -> AlignedRound:
-        """Return the steps of the round, without their groups.
-
-        Args:
-            ends_alone: a rank whose data ends in the round ends with its last group.
-        """
-        steps = AlignedRound.from_bytes(self.plan, self.tasks)
-        if ends_alone and self.last:
-            steps.end_alone(self.emitted)
-        return steps
+    def steps(self) -> AlignedRound:
+        """Return the steps of the round, without their groups."""
+        return AlignedRound.from_bytes(self.plan, self.tasks)
 
     def agreed(self) -> dict[str, Any]:
         """Return what ranks that go on from the same place have agreed on."""
@@ -129,7 +120,7 @@ class AlignerState(EpochState):
     @property
     def totals_digest(self) -> int:
         """A number that is the same on all ranks of the same round."""
-        return AlignedRound.from_bytes(self.plan, self.tasks).digest()
+        return self.steps().digest()
 
     @property
     def weights(self) -> dict[str, float] | None:
@@ -140,9 +131,9 @@ class AlignerState(EpochState):
         """Tell whether this is after the last step of the epoch, where `steps` are the round's."""
         return self.last and self.emitted == len(steps)
 
-    def fixed_fields(self, *, ends_alone: bool) -> tuple[str, ...]:
+    def fixed_fields(self) -> tuple[str, ...]:
         """Return the fields of the fingerprint that cannot be others where this state goes on."""
-        steps = self.steps(ends_alone=ends_alone)
+        steps = self.steps()
         if self.is_at_end(steps):
             return ()
         of_the_plan = ("cost_fn", "modalities", "tasks") if len(steps) else ()

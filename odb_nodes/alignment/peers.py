@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,11 @@ from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
-    Interrupted,
     LocalExchange,
     resolve_exchange,
 )
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
-from odb_nodes.errors import PeerError, StateError
 from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.planning.alignment import CostReport
 from odb_nodes.sample import Sample
@@ -53,7 +51,6 @@ class Peers:
         self._capacity = CostReport.message_size(round_size, tasks)
         self._use(LocalExchange())
         self._thread: threading.Thread | None = None  # that speaks for this rank
-        self._answers = False
 
     @property
     def rank(self) -> int:
@@ -195,9 +192,11 @@ class Peers:
 
         After a while on a thread: they may need a long time until they listen.
         """
-        self._run(self._channel.fail, error, where)
-        if self._thread is not None:
-            self._thread.join(_GRACE_S)
+        self._thread = threading.Thread(
+            target=self._channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
+        )
+        self._thread.start()
+        self._thread.join(_GRACE_S)
 
     @contextmanager
     def reporting_failure(self, where: str) -> Iterator[None]:
@@ -240,43 +239,20 @@ class Peers:
         at.filler = received
         return decode_sample(received)
 
-    def answer_until_all_end(self, nothing: CostReport) -> None:
-        """Go on answering ranks that still have data, from a thread, until they have ended."""
-        self._run(self._answer, nothing)
-        self._answers = True
-
     def interrupt(self) -> None:
-        """Make a wait on another thread raise, until `begin`; but not `answer_until_all_end`."""
-        if not self._answers:
-            self._exchange.interrupt()
+        """Make a wait on another thread raise, until `begin`."""
+        self._exchange.interrupt()
 
     def _use(self, exchange: Exchange) -> None:
         self._exchange, self._owner = exchange, Owner()
         self._channel = Channel(exchange, self._capacity)
 
-    def _answer(self, nothing: CostReport) -> None:
-        try:
-            while not all(
-                report.ended for report in self.reports(nothing, "the rest of the epoch")
-            ):
-                pass
-        except (PeerError, StateError, Interrupted):
-            return  # The next exchange of this rank finds out for itself.
-
-    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
-        self._thread = threading.Thread(
-            target=call, args=arguments, name="odb_nodes-peers", daemon=True
-        )
-        self._thread.start()
-
     def _end_thread(self) -> None:
         """Wait until nobody else speaks for this rank."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            if not self._answers:
-                self._exchange.interrupt()
-            thread.join()  # Ends: each round of the others ends within `timeout_s`.
-        self._answers = False
+            self._exchange.interrupt()
+            thread.join()
 
 
 def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:

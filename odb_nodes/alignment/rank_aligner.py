@@ -55,7 +55,6 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
         round_size: steps between two messages, 4, 8, 16 at first; rounded up to a multiple of
             `accumulate`. Larger matches costs better, and holds that many groups.
         uneven: what happens where ranks have different amounts of data. `"fill"`: as above.
-            `"join"`: each rank ends with its data; the loop needs `Join` of torch.distributed.
             `"stop"`: all end with the first; the rest is counted in `unemitted_samples`.
         loss_scaling: what `StepInfo.loss_scale` makes of the mean of the ranks' gradients:
             `"exact"`, the gradient of the mean over all supervised tokens; `"approx"`, each rank's
@@ -152,7 +151,7 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
         """
         self._at, accumulate = state, self.rule.accumulate
         self.terms.follow(state)
-        self._steps = state.steps(ends_alone=self.uneven == "join")
+        self._steps = state.steps()
         resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
         resumed.restore(self.round_size if state.drained else self._round_steps(state.round))
         self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
@@ -174,7 +173,7 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
-        return state.fixed_fields(ends_alone=self.uneven == "join")
+        return state.fixed_fields()
 
     def next(self) -> AlignedGroup:
         """Return the next group and its `StepInfo`.
@@ -217,8 +216,7 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
 
-        The connections stay. A rank that has ended before others (`uneven="join"`) answers them
-        until they have ended, too; its next reset waits for that.
+        The connections stay.
         """
         self.peers.interrupt()
 
@@ -227,12 +225,10 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
     def _agree(self) -> None:
         if self.peers.agreed:
             return
-        # A rank that ends with a round keeps its steps, where others have none until the next one.
-        is_within = self._at.emitted < self._steps.rows
         config = {
             **self._at.agreed(),
             "epoch": self._epochs.epoch,
-            "totals of the round": self._steps.digest() if is_within else 0,
+            "totals of the round": self._steps.digest(),
             "exclude": repr(excluded_below(self.source)),
             type(self).__name__: {**self.fingerprint(), "rank": None},
         }
@@ -256,10 +252,6 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
         """
         at = self._at
         if at.last:
-            if at.peers_go_on:
-                self._agree()
-                at.peers_go_on = False
-                self.peers.answer_until_all_end(self._reader.report([], 0, self._filler)[0])
             raise StopIteration
         where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
         most = self._round_steps(at.round)
@@ -281,13 +273,11 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
             self._filler = best_filler(groups)
         if self.uneven == "fill":
             self._filler = self.peers.share_filler(reports, at, self._filler, where)
-        at.last = plan.last or (self.uneven == "join" and report.ended)
+        at.last = plan.last
         self._steps = AlignedRound.of(plan, self.peers.rank)
-        if self.uneven == "join" and at.last:
-            self._steps.end_alone(0)
         at.emitted, at.plan = 0, self._steps.to_bytes()
         self.terms.settle(at, reports, self._round_steps(at.round + 1))
-        at.peers_go_on, at.splits = not plan.last, plan.splits[self.peers.rank]
+        at.splits = plan.splits[self.peers.rank]
         at.left_out = [*at.left_out, *self._reader.left_out]
         self._steps.fill(ladder.groups(at.splits), self._filler)
         if self.uneven == "stop" and plan.last:

@@ -49,7 +49,7 @@ class ResumedRound:
         uneven: Uneven,
     ) -> None:
         self._at, self._steps, self._reader = at, steps, reader
-        self._accumulate, self._joins, self._stops = accumulate, uneven == "join", uneven == "stop"
+        self._accumulate, self._stops = accumulate, uneven == "stop"
         self.filler: Sample | None = None
         """The sample that this rank fills with."""
         self.held: HeldSamples | None = None
@@ -86,7 +86,7 @@ class ResumedRound:
         if at.filler is not None:
             self.filler = decode_sample(at.filler)
         if at.held is not None:
-            in_round = at.emitted < steps.rows  # whose totals all ranks have counted
+            in_round = at.emitted < len(steps)  # whose totals all ranks have counted
             with allow_mismatch(False) if in_round else nullcontext():
                 groups, own = self._reader.recall(at, _NODE)
             self.filler = own or self.filler
@@ -120,7 +120,6 @@ class ResumedRound:
         if at_end:
             self._reader.exclude(now, ends=True)
             at.source, at.excluded = state_to_keep(self._reader.source), {}
-            at.peers_go_on = at.peers_go_on or at.emitted < self._steps.rows
             return
         if now != before and at.emitted % accumulate:
             raise StateError(
@@ -157,12 +156,9 @@ class ResumedRound:
                 groups, self._reader.measure, ended=at.last, has_filler=self.filler is not None
             )
         reports = peers.reports(report, where, len(groups))
-        if not self._joins:  # A rank that has ended before others only answers reports.
-            self.filler = peers.share_filler(reports, at, self.filler, where)
+        self.filler = peers.share_filler(reports, at, self.filler, where)
         steps.filler, at.unsettled = self.filler, False
-        steps.settle(at.emitted, step_totals(reports, len(groups)), self._accumulate)
-        if self._joins and at.last:
-            steps.end_alone(at.emitted)
+        steps.settle(at.emitted, step_totals(reports), self._accumulate)
         at.plan = steps.to_bytes()
         return self.filler
 
@@ -194,8 +190,6 @@ class ResumedRound:
         """Let the next state stand after the exclusion, or say what is excluded since it."""
         at, reader = self._at, self._reader
         in_round = len(self._steps) > 0
-        if self._joins and in_round and reader.ahead is None and not at.last:
-            at.last = at.peers_go_on = True
         needs_filler = (at.drained or in_round) and self.filler is None
         if reader.recalls:
             own = None if at.filler is not None else self.filler

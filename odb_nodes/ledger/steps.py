@@ -10,7 +10,7 @@ import numpy as np
 
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.entries import TRAINED, Entries, Names, entries_of
-from odb_nodes.ledger.history import Block, gaps_of, stretches
+from odb_nodes.ledger.history import gaps_of, stretches
 from odb_nodes.ledger.rank_records import records_by_rank
 from odb_nodes.ledger.reading import rank_files
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, STEP
@@ -32,7 +32,6 @@ class StepRecord:
         is_filler: whether it had no sample of its own.
         ends_epoch: whether the rank took no further step in the epoch.
         source_shares: as in its `StepInfo`, to 6 digits.
-        is_over: whether the rank had taken its last step before this one (`uneven="join"`).
     """
 
     epoch: int
@@ -45,7 +44,6 @@ class StepRecord:
     is_filler: bool
     ends_epoch: bool
     source_shares: Mapping[str, float] = field(default_factory=dict)
-    is_over: bool = False
 
 
 def read_steps(
@@ -53,8 +51,7 @@ def read_steps(
 ) -> dict[int, list[StepRecord]]:
     """Return what is recorded of some steps of an epoch: step -> the record of each rank.
 
-    A step that a rank has no record of is left out, unless the rank has ended before: then it has
-    `is_over`, and no samples.
+    A step that a rank has no record of is left out.
 
     Raises:
         FileNotFoundError: there is no ledger in the folder.
@@ -82,38 +79,10 @@ def read_steps(
                     record = _record(entries_of([alone], names), one.attempt.heads[indices[at]])
                     shares = block.attempt.shares_at(int(indices[at]))
                     by_rank[rank][record.step] = replace(record, epoch=epoch, source_shares=shares)
-        ends = {rank: _end_of(part.blocks.get(rank, [])) for rank in by_rank}
         for step in steps:
-            for rank, records in by_rank.items():
-                if step > ends[rank] and any(step in others for others in by_rank.values()):
-                    records[step] = _over(epoch, step)
             if all(step in records for records in by_rank.values()):
                 found[step] = [records[step] for records in by_rank.values()]
     return found
-
-
-def _end_of(blocks: Sequence[Block]) -> int:
-    """Return the step that ends the epoch on a rank; a number above all steps where none does."""
-    for block in blocks:
-        kinds = block.attempt.heads["kind"][block.indices].astype(np.int64) - STEP
-        if len(ends := block.steps[kinds & ENDS_EPOCH > 0]):
-            return int(ends[-1])
-    return 1 << 62
-
-
-def _over(epoch: int, step: int) -> StepRecord:
-    return StepRecord(
-        epoch=epoch,
-        step=step,
-        keys=(),
-        sources=(),
-        repeats=(),
-        is_own=(),
-        left_out=(),
-        is_filler=True,
-        ends_epoch=True,
-        is_over=True,
-    )
 
 
 def _record(entries: Entries, head: np.void) -> StepRecord:

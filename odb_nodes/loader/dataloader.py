@@ -78,7 +78,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         process_group: the ranks that share the data; see `RankAligner`. Default: all of the job.
         sharded: whether `dataset` or `sampler` yields the samples of this rank alone, so that they
             are not split over the ranks here.
-        uneven: where ranks have unequal data: `"fill"`, `"join"` or `"stop"`; see `RankAligner`.
+        uneven: where ranks have unequal data: `"fill"` or `"stop"`; see `RankAligner`.
         loss_scaling: `StepInfo.loss_scale` is `"exact"`, `"approx"` or `"none"`; see `RankAligner`.
         accumulate: number of batches of an optimizer step.
         round_size: number of steps between two messages of the ranks; see `RankAligner`.

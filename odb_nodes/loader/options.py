@@ -106,11 +106,6 @@ class LoaderOptions(BatchOptions, JobOptions):
         check_count("num_workers", self.num_workers, 0)
         check_bool("pin_memory", self.pin_memory)
         check_bool("sharded", self.sharded)
-        if Mixing.of(self.weights).settable and self.uneven == "join":
-            raise ValueError(
-                '`uneven` must not be "join" where `weights` are settable: a rank that has ended '
-                'would not hear of a change. Let it be "fill" or "stop".'
-            )
         check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
         if self.virtual_ranks is not None:
             self._check_virtual_ranks()
@@ -123,7 +118,6 @@ class LoaderOptions(BatchOptions, JobOptions):
     def _check_virtual_ranks(self) -> None:
         check_count("virtual_ranks", self.virtual_ranks)
         rules = {
-            '`uneven` must not be "join"': self.uneven == "join",
             "`sharded` must be False": self.sharded,
             "`weights` must not be settable": Mixing.of(self.weights).settable,
         }

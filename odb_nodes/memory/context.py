@@ -284,11 +284,6 @@ def _check_graph(budget: TokenBudget | None, aligner: RankAligner | None) -> Non
             "a budget with `shapes` has no smaller batches: each part would be padded to a whole "
             "shape again. Leave `shapes` out, or the guard."
         )
-    if aligner is not None and aligner.uneven == "join":
-        raise ValueError(
-            '`uneven` must be "fill" or "stop" with a guard, whose ranks agree on each step, but '
-            'is "join" instead.'
-        )
     if aligner is not None and type(aligner.measure.cost_fn) is not BudgetCost:
         if aligner.measure.cost_fn is not padded_tokens:
             raise ValueError(

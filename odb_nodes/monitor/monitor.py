@@ -49,7 +49,7 @@ class Monitor:
 
     A run that is resumed goes on in its folder: give the monitor's state to its checkpoint. Records
     of later steps than the checkpoint's do not count any more. A run that begins anew needs a
-    folder of its own. Ranks that end an epoch apart (`uneven="join"`) cannot share a monitor.
+    folder of its own.
 
     State: of this rank, what was counted since the last record, plain data.
 
@@ -158,10 +158,9 @@ class Monitor:
 
         Raises:
             TypeError: it is none.
-            ValueError: it has `uneven="join"`, and there are several ranks.
         """
         if self._watched is None or loader is not self._watched.loader:
-            self._watched = Watched(loader, group_rank(self._process_group)[1])
+            self._watched = Watched(loader)
         self._order.begin()
         return self._watched
 

@@ -23,25 +23,17 @@ class Watched:
 
     Args:
         loader: the loader of this rank.
-        world_size: number of ranks that share the monitor.
 
     Raises:
         TypeError: it is none.
-        ValueError: its ranks end an epoch apart.
     """
 
-    def __init__(self, loader: AnyLoader, world_size: int) -> None:
+    def __init__(self, loader: AnyLoader) -> None:
         check_type("loader", loader, ODBDataLoader | Loader)
         self.loader = loader
         nodes = [*walk(loader.root)]
         self._aligner = next((one for one in nodes if isinstance(one, RankAligner)), None)
         self._mixers = [one for one in nodes if isinstance(one, SourceMixer)]
-        if world_size > 1 and self._aligner is not None and self._aligner.uneven == "join":
-            raise ValueError(
-                '`loader` must not have `uneven="join"` under a `Monitor` of several ranks: those '
-                "that end an epoch first would wait for the others where a record is written. Use "
-                '`uneven="fill"` or `uneven="stop"`.'
-            )
         self._taken_s = self._rank_wait_s
 
     @property

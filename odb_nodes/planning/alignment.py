@@ -20,7 +20,7 @@ from odb_nodes.planning.table import IntArray
 
 T = TypeVar("T")
 
-Uneven = Literal["fill", "join", "stop"]
+Uneven = Literal["fill", "stop"]
 
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
@@ -249,8 +249,7 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
     Args:
         reports: the reports of all ranks, in order of rank.
         uneven: what happens if ranks have different numbers of groups. `"fill"`: ranks with fewer
-            split theirs, then fill. `"stop"`: all ranks end with the first one. `"join"`: each
-            rank ends with its own last group.
+            split theirs, then fill. `"stop"`: all ranks end with the first one.
         key: any integer; decides the permutation.
     """
     if len(reports) == 1:
@@ -271,12 +270,7 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
         rows = _apply(report, splits[rank])[:steps]
         pieces[rank, : len(rows)] = rows
         sizes[rank] = len(rows)
-    if uneven == "join" and any(ended):
-        # Groups stay in the order they came: a rank that leaves within the round must come to all
-        # of its groups before it does.
-        order = np.broadcast_to(np.arange(steps), (len(reports), steps))
-    else:
-        order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
+    order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
     return RoundPlan(_totals(chosen), groups, chosen[:, :, COST], splits, last)
@@ -290,18 +284,13 @@ def _plan_alone(report: CostReport) -> RoundPlan:
     return RoundPlan(totals, groups, table[None, :, COST], [0], report.ended)
 
 
-def step_totals(reports: Sequence[CostReport], steps: int) -> IntArray:
+def step_totals(reports: Sequence[CostReport]) -> IntArray:
     """Return the `totals` of a `RoundPlan`, of steps that are planned already.
 
     Args:
-        reports: the reports of all ranks, with a row for each step; a rank that has ended may
-            report none.
-        steps: the number of the steps.
+        reports: the reports of all ranks, with a row for each step.
     """
-    tables = np.zeros((len(reports), steps, reports[0].table.shape[1]), dtype=np.int64)
-    for table, report in zip(tables, reports, strict=True):
-        table[: len(report.table)] = report.table
-    return _totals(tables)
+    return _totals(np.stack([report.table for report in reports]))
 
 
 def _totals(pieces: IntArray) -> IntArray:

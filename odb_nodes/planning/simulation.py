@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _FIRST_EPOCH = 0
 
 Step = list[list[Sample] | None]
-"""The group of each rank; `None` for a rank that has no sample left."""
+"""The group of each rank; `None` for one that fills the step."""
 
 
 class SampleCosts(NamedTuple):
@@ -155,8 +155,8 @@ def plan_epoch(
             batch = [rollouts[index] for index in step[rank]]
 
     Each sample is planned exactly once, but for those that `oversize="drop"` or `uneven="stop"`
-    leave out. All ranks have the same number of steps, unless `uneven="join"`, and the groups of a
-    step cost about the same. The plan depends on the arguments alone. Without `costs` it is the
+    leave out. All ranks have the same number of steps, and the groups of a step cost about the
+    same. The plan depends on the arguments alone. Without `costs` it is the
     first epoch of an `ODBDataLoader(shuffle=False)` whose samples have these lengths, step by step.
 
     Args:
@@ -173,7 +173,7 @@ def plan_epoch(
 
     Returns:
         For each step the indices into `lengths` of each rank's group; none for a rank that has no
-        sample left. It computes a filler batch in training, or the step goes without it.
+        sample left, and computes a filler batch in training.
 
     Raises:
         TypeError, ValueError: an argument is not valid.

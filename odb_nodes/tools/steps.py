@@ -94,9 +94,8 @@ def remake_from_ledger(
             groups.append([graph.recall(one[rank], hub.world_size) for one in steps])
             close_nodes(graph.samples, _TIMEOUT_S)
         index = sorted(records).index(step)
-        taking = [rank for rank in ranks if not records[step][rank].is_over]
-        items = {rank: _with_info(graphs[rank], groups, steps, rank, index) for rank in taking}
-        remade = [graphs[rank].remade(rank, *items[rank]) for rank in taking]
+        items = [_with_info(graphs[rank], groups, steps, rank, index) for rank in ranks]
+        remade = [graphs[rank].remade(rank, *items[rank]) for rank in ranks]
         return remade if is_whole else [_without_weight(one) for one in remade]
 
 
@@ -259,7 +258,7 @@ def _with_info(
     measure = graph.aligner.measure
     reports = [report_steps(of_rank, measure, ended=True, has_filler=True) for of_rank in groups]
     own = [FILLER if of_ranks[rank].is_filler else at for at, of_ranks in enumerate(records)]
-    again = AlignedRound(np.column_stack((own, step_totals(reports, len(records)))))
+    again = AlignedRound(np.column_stack((own, step_totals(reports))))
     again.fill([[*one] for one in groups[rank]], None)
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
     return again.take(index, rule, measure, step=record.step, **facts)

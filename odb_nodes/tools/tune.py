@@ -84,7 +84,6 @@ class Tuning:
         for name in ("uneven", "dearest_first", "diversity"):
             if (value := getattr(self.job, name)) != getattr(SimulationOptions, name):
                 options += f", {name}={value!r}"
-        of_trainer = options.replace(", uneven='join'", "")  # which a `Trainer` has not
         order = "" if self.weights is None else f", weights={self.weights!r}"
         arguments = f"gradient_accumulation_steps={choice.accumulate}"
         if (seed := self.job.seed) != SimulationOptions.seed:
@@ -96,7 +95,7 @@ loader = ODBDataLoader(dataset, {options}, accumulate={choice.accumulate}{order}
 # Or under the `Trainer`, with `{arguments}`. A step has
 # {counted(samples, "sample")} on average: put the number that your learning rate was tuned for.
 scaling = LrScaling(reference_samples={samples}, rule="sqrt")
-config = ODBConfig({of_trainer}, lr_scaling=scaling)
+config = ODBConfig({options}, lr_scaling=scaling)
 """
 
 

@@ -14,7 +14,7 @@ class Option:
 
 @pytest.mark.parametrize("value, shown", [("x", "'x'"), (None, "None"), (["fill"], "['fill']")])
 def test_a_choice_that_is_not_allowed_is_named_with_those_that_are(value, shown):
-    check_choice("uneven", "join", ("fill", "join"))
+    check_choice("uneven", "stop", ("fill", "stop"))
     rule = f'`uneven` must be one of ("fill", "stop"), but is {shown} instead. Use "fill".'
     with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
         check_choice("uneven", value, ("fill", "stop"), 'Use "fill".')

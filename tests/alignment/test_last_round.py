@@ -137,7 +137,6 @@ def test_every_step_resumes_with_the_same_groups(options, sampled):
         {"kind": "iterable"},
         {"kind": "own data"},
         {"kind": "reads ahead"},
-        {"uneven": "join"},
         {"uneven": "stop"},
     ],
     ids=str,

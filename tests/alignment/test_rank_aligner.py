@@ -5,7 +5,6 @@ import threading
 import pytest
 from aligned_ranks import (
     TIMEOUT_S,
-    assert_resumes,
     described,
     epoch_of,
     errors_on_ranks,
@@ -145,42 +144,6 @@ def test_modalities_of_any_rank_are_known_on_all():
     first, second = on_ranks(2, run)
     assert first == second
     assert sorted(first)[-1] == ("image",) and first.count(("image",)) == 1
-
-
-# --- ranks that end alone, or all with the first --------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("sizes", [[30, 90], [60, 61, 60], [90, 5, 40]])
-def test_join_ends_each_rank_with_its_data_and_it_goes_on_answering(sizes, accumulate):
-    def run(exchange):
-        samples = shard(exchange.rank, sizes[exchange.rank])
-        options = {"uneven": "join", "accumulate": accumulate}
-        with Loader(graph(exchange, samples, **options)) as loader:  # closes at its end
-            return [list(loader) for _ in range(3)]
-
-    for epoch in zip(*on_ranks(len(sizes), run), strict=True):
-        for rank, items in enumerate(epoch):
-            assert sorted(ids(items)) == [sample["id"] for sample in shard(rank, sizes[rank])]
-            assert not any(item.info.is_filler for item in items)
-            assert items[-1].info.ends_optimizer_step
-        for step in range(max(map(len, epoch))):
-            infos = [items[step].info for items in epoch if step < len(items)]
-            total = sum(info.local_targets for info in infos)
-            assert {info.all_targets for info in infos} == {total}
-            assert len({info.optimizer_targets for info in infos}) == 1
-
-
-@pytest.mark.parametrize("size", [20, 36])  # the second ends with a round
-def test_join_resumes_at_every_step_that_all_ranks_take(size, sampled):
-    def make(exchange):
-        return Loader(
-            graph(exchange, shard(exchange.rank, [size, 90][exchange.rank]), uneven="join")
-        )
-
-    whole = on_ranks(2, lambda exchange: epoch_of(make(exchange)))
-    steps = len(whole[0][0])
-    assert_resumes(make, whole, [*range(0, steps, sampled(every=3).get("every", 1)), steps])
 
 
 @pytest.mark.parametrize("sizes", [[30, 90], [60, 61, 60], [40, 0]])

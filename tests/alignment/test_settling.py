@@ -43,7 +43,7 @@ def test_optimizer_steps_that_nobody_has_a_sample_for_are_dropped_as_a_whole(
 ):
     sizes = {1: [0, 3, 1, 0, 2], 2: [3, 0, 0, 0, 0, 1, 2], 3: [1, 1, 1, 0, 0, 0]}[accumulate]
     steps = round_of(sizes)
-    totals = step_totals([report_of(steps)] * 2, len(sizes))[emitted:]
+    totals = step_totals([report_of(steps)] * 2)[emitted:]
     steps.settle(emitted, totals, accumulate)
     table = np.frombuffer(steps.to_bytes(), "<i8").reshape(-1, 5)
     expected = [1, 1, 1] if left is None else left

@@ -640,7 +640,7 @@ INVALID = [
     ("window", True, TypeError),
     ("window", "Auto", ValueError),
     ("round_size", 0, ValueError),
-    ("uneven", "join", ValueError),
+    ("uneven", "x", ValueError),
     ("collate_fn", 3, TypeError),
     ("process_fn", 3, TypeError),
     ("observe", "len", TypeError),

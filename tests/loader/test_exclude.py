@@ -15,7 +15,6 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     Mixing,
-    Observation,
     ODBDataLoader,
     ParallelProcessor,
     RankAligner,
@@ -64,55 +63,6 @@ def keys_of(steps):
 
 def excluded_in(steps):
     return [one.key for info in steps for one in info.left_out if one.reason == "excluded"]
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_where_each_rank_ends_with_its_own_data(accumulate):
-    def loader(exchange, exclude=None):
-        first, last = [(0, 8), (8, 32), (32, SIZE)][exchange.rank]
-        options = {"window": 8, "round_size": 6, "accumulate": accumulate}
-        return loader_of(
-            range(first, last),
-            sharded=True,
-            uneven="join",
-            process_group=exchange,
-            observe=lambda sample: Observation(len(sample["input_ids"]), key=sample["id"]),
-            exclude=exclude,
-            **options,
-        )
-
-    def whole(exchange):
-        job = loader(exchange)
-        saved, steps = [job.state_dict()], []
-        for batch in job:
-            steps.append(pop_step_info(batch))
-            saved.append(job.state_dict())
-        return steps, saved
-
-    def resumed(exchange):
-        job = loader(exchange, excluded)
-        job.load_state_dict(runs[exchange.rank][1][at])
-        return taken(job)
-
-    runs = on_ranks(3, whole)
-    shortest = min(len(steps) for steps, _ in runs)
-    assert shortest < max(len(steps) for steps, _ in runs) - 3
-    for at in range(0, shortest + 1, accumulate):
-        for excluded in ({1, 9, 30}, set(range(20, 50)), {50, 70, 71}):
-            after = on_ranks(3, resumed)
-            before = [key for steps, _ in runs for key in keys_of(steps[:at])]
-            rest = [key for steps in after for key in keys_of(steps)]
-            assert not {*rest} & excluded
-            assert len(before + rest) == len({*before, *rest})
-            assert {*before, *rest} >= {*range(SIZE)} - excluded - {40, 60, *range(5, SIZE, 17)}
-            for number in range(max(map(len, after))):
-                infos = [steps[number] for steps in after if number < len(steps)]
-                rows = keys_of(infos)
-                assert {info.all_samples_this_step for info in infos} == {len(rows)}
-                assert {info.all_targets for info in infos} == {sum(map(targets_of, rows))}
-
-
-# --- nodes ----------------------------------------------------------------------------------------
 
 
 def alone(exclude=None, make_source=ShardedSampler, state="replay", above=lambda node: node):

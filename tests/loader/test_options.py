@@ -66,7 +66,7 @@ INVALID = [
     ("collate_in", "threads", ValueError, r'must be one of \("auto", "workers", "main"\)'),
     ("round_size", "x", TypeError, "must be an integer"),
     ("virtual_ranks", 0, ValueError, "must be in 1.."),
-    ("uneven", "x", ValueError, r'must be one of \("fill", "join", "stop"\), but is \'x\''),
+    ("uneven", "x", ValueError, r'must be one of \("fill", "stop"\), but is \'x\''),
     ("accumulate", True, TypeError, "must be an integer"),
     ("seed", 1.5, TypeError, "must be an integer"),
     ("collate_fn", 3, TypeError, "must be a function or None"),

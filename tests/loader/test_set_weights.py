@@ -226,7 +226,6 @@ REFUSALS = [
     (lambda: Job().loader().set_weights({**FIRST, "a": 0}), ValueError, r"`weights\['a'\]`.* is 0"),
     (lambda: Job().loader().set_weights({**FIRST, "a": "x"}), ValueError, "but is 'x'"),
     (lambda: Job().loader().set_weights([1, 2, 3]), TypeError, "must be a dict by name"),
-    (lambda: Job(uneven="join").loader(), ValueError, '`uneven` must not be "join"'),
     (
         lambda: Mixing(weights=WeightSchedule([(0, FIRST)]), settable=True),
         ValueError,

@@ -238,7 +238,6 @@ MIXED = {"ocr": range(9), "vqa": range(9)}
 REFUSALS = [
     ({"virtual_ranks": 0}, ValueError, "`virtual_ranks` must be in 1.."),
     ({"virtual_ranks": 2.0}, TypeError, "virtual_ranks"),
-    ({"uneven": "join"}, ValueError, "uneven"),
     ({"sharded": True}, ValueError, "sharded"),
     ({"dataset": MIXED, "weights": Mixing(settable=True)}, ValueError, "settable"),
     ({"dataset": IterableWrapper([{"input_ids": [1]}])}, TypeError, "must not be a node"),

@@ -413,7 +413,6 @@ REFUSALS = [
     (loader_of, {"meter": 3}, TypeError, "`meter` must have `reset"),
     (lambda: loader_of(token_budget=TokenBudget(96, shapes=4)), {"shrink": 0.5}, ValueError,
      "budget with `shapes`"),
-    (lambda: loader_of(uneven="join"), {}, ValueError, '`uneven` must be "fill"'),
     (lambda: loader_of(virtual_ranks=2), {}, TypeError, "must not have `virtual_ranks`"),
     (lambda: aligned(cost_fn=len), {}, ValueError, "`cost_fn` of the `RankAligner`"),
     (lambda: NO_GROUPS, {}, TypeError, "its graph has 0"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from monitors import DATA, loader_of, loss_of, steps_of, train
+from monitors import loader_of, loss_of, steps_of
 
 from odb_nodes import ODBDataLoader, PeerError, StateError, pop_step_info
 from odb_nodes.alignment.exchange.in_process import InProcessHub
@@ -92,19 +92,3 @@ def test_the_tokens_and_squares_are_those_of_the_dearest_rank_of_each_step(tmp_p
     (one,) = read_run(tmp_path).steps
     assert one["sum"]["dearest_tokens"] == 4 * 1000 + 8 * 500 + 20_000
     assert one["sum"]["dearest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
-
-
-def test_ranks_that_end_an_epoch_apart_are_refused(tmp_path):
-    def run(exchange):
-        loader = ODBDataLoader(
-            DATA, token_budget=64, window=8, uneven="join", process_group=exchange
-        )
-        monitor = Monitor(tmp_path, process_group=exchange)
-        with pytest.raises(ValueError, match='`loader` must not have `uneven="join"`'):
-            next(monitor.watch(loader))
-        with pytest.raises(ValueError, match='`loader` must not have `uneven="join"`'):
-            monitor.attach(loader)
-
-    on_ranks(2, run)
-    with Monitor(tmp_path) as monitor:  # one rank alone waits for nobody
-        train(monitor, loader_of(uneven="join"))

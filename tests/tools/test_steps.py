@@ -9,7 +9,6 @@ from step_jobs import (
     BUDGET,
     JOBS,
     SIZE,
-    Shelf,
     augmented,
     check,
     masked,
@@ -87,24 +86,6 @@ def test_a_step_whose_optimizer_step_was_not_recorded_whole_has_no_weight(lost, 
             assert_close(one.batch[name], value, rtol=0, atol=0)
     whole = remake_from_ledger(padded, tmp_path, epoch=0, step=7)
     check(whole[1], *ranks[1][0, 7][:2])
-
-
-def test_where_ranks_end_apart_those_that_go_on_are_made_again(tmp_path):
-    def make_loader(group):
-        size = 60 if group.rank == 0 else 200
-        own = range(1000 * group.rank, 1000 * group.rank + size)
-        options = {"sharded": True, "uneven": "join", "accumulate": 2}
-        return text_loader(group, data=Shelf(own), **options)
-
-    ranks = on_ranks(2, recorded(make_loader, tmp_path))
-    ends = [max(rank)[1] for rank in ranks]
-    assert ends[0] < ends[1]
-    for step in range(ends[0] - 3, ends[0] + 5):
-        remade = remake_from_ledger(make_loader, tmp_path, epoch=0, step=step)
-        taking = [rank for rank in range(2) if step <= ends[rank]]
-        assert [one.rank for one in remade] == taking
-        for one in remade:
-            assert one.info.keys == ranks[one.rank][0, step][0].keys
 
 
 def test_a_step_of_an_iterable_is_made_again_from_a_checkpoint_alone(tmp_path):

@@ -31,7 +31,7 @@ def simulate(
     budget: cli.Budget = None,
     round_size: cli.RoundSize = None,
     accumulate: cli.Accumulate = None,
-    uneven: Annotated[str | None, typer.Option(help="fill, join or stop (fill).")] = None,
+    uneven: Annotated[str | None, typer.Option(help="fill or stop (fill).")] = None,
     layout: cli.Layout = None,
     shapes: cli.Shapes = None,
     attention_tokens: cli.AttentionTokens = None,

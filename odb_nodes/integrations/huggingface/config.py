@@ -35,7 +35,7 @@ class ODBConfig(BatchOptions):
             which evaluation uses.
         window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
         round_size, timeout_s, exclude, dearest_first, diversity: likewise.
-        uneven: `"fill"` or `"stop"`; see `RankAligner`. A `Trainer` has no `Join`.
+        uneven: `"fill"` or `"stop"`; see `RankAligner`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.
         loss_is: what the loss of a batch is. `"divided"`: a sum, divided by the
@@ -97,12 +97,6 @@ class ODBConfig(BatchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(
-            "uneven",
-            self.uneven,
-            ("fill", "stop"),
-            'A `Trainer` has no `Join`: "join" needs a loop of your own.',
-        )
         if self.loss_is is not None:
             check_choice("loss_is", self.loss_is, get_args(LossKind))
         if self.shift_labels is not None:

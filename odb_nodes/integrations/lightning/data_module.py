@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._core.checks import check_count
 from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
 from odb_nodes.integrations.step_estimate import (
@@ -36,8 +36,7 @@ class ODBDataModule(LightningDataModule):
             some.
 
     Raises:
-        TypeError, ValueError: an option is not valid, `accumulate` is given, or `on_oom` or
-            `uneven="join"`, which need a loop of your own.
+        TypeError, ValueError: an option is not valid, or `accumulate` or `on_oom` is given.
     """
 
     def __init__(self, dataset: Any, *, token_budget: int | TokenBudget, **options: Any) -> None:
@@ -54,8 +53,6 @@ class ODBDataModule(LightningDataModule):
             )
         self._dataset = dataset
         self._options = LoaderOptions(token_budget=token_budget, **options)
-        remedy = 'A `Trainer` has no `Join`: "join" needs a loop of your own.'
-        check_choice("uneven", self._options.uneven, ("fill", "stop"), remedy)
 
     def train_dataloader(self) -> TrainBatches:
         """Return the batches of a run.

@@ -44,8 +44,7 @@ def reshard_aligner(
     """
     found, ranks = opened(states, AlignerState), Ranks(len(states), world_size)
     config = states[0]["config"]
-    alone = config["uneven"] == "join"
-    at_end = left or all(at.is_at_end(at.steps(ends_alone=alone)) for at in found)
+    at_end = left or all(at.is_at_end(at.steps()) for at in found)
     if at_end or not any(at.step or at.round or at.plan for at in found):
         check_alike("RankAligner", found, ("epoch", "cycle"))
         sources = anew_pool([at.source for at in found], ranks)
@@ -69,7 +68,7 @@ def _between_rounds() -> dict[str, Any]:
     return {
         **dict.fromkeys(("plan", "filler", "caps", "next_caps", "limits")),
         **dict.fromkeys(("emitted", "splits"), 0),
-        **dict.fromkeys(("last", "drained", "peers_go_on", "unsettled"), False),
+        **dict.fromkeys(("last", "drained", "unsettled"), False),
     }
 
 
@@ -77,18 +76,11 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
     """Check that all ranks stand between the same two optimizer steps, and hold samples by keys.
 
     Raises:
-        StateError: they do not, or a rank has ended where that ends others.
+        StateError: they do not, or `uneven="stop"` has begun to leave samples out.
     """
-    uneven = config["uneven"]
-    over = [rank for rank, at in enumerate(found) if at.last]
-    if over and uneven == "join":
-        raise StateError(
-            'with `uneven="join"`, states cannot be resharded once a rank has ended: ranks '
-            f"{over} have. Reshard a checkpoint before that, or one after the epoch."
-        )
     check_alike("RankAligner", found, _SAME_PLACE)
     check_between_optimizer_steps(found[0], config)
-    if over and uneven == "stop":
+    if found[0].last and config["uneven"] == "stop":
         raise StateError(
             'the last round of an epoch with `uneven="stop"` has begun, which leaves samples out '
             "that some ranks still have: go on with as many ranks as before up to its end."
@@ -113,7 +105,7 @@ def check_between_optimizer_steps(
     """
     accumulate = config["accumulate"]
     inside = at.emitted % accumulate
-    if at.is_at_end(at.steps(ends_alone=False)) or not (inside or out):
+    if at.is_at_end(at.steps()) or not (inside or out):
         return
     done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
     raise StateError(

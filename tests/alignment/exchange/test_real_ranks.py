@@ -53,22 +53,6 @@ def test_no_hang_whatever_the_seed(tmp_path, sampled):
     run_ranks(tmp_path, body, 4, sampled(every=5).get("every", 1), timeout_s=200)
 
 
-def test_a_rank_that_has_ended_answers_the_others_which_join_lets_go_on(tmp_path):
-    body = """
-    sizes = [60, 90, 20]
-    loader = r.make_loader(sizes[rank], uneven="join", read_ahead=2)
-    for epoch in range(3):
-        steps = [r.describe(batch) for batch in loader]
-        assert r.real_ids(steps) == [1000 * rank + index for index in range(sizes[rank])]
-        assert not any(is_filler for _, is_filler, *_ in steps)
-        counts = r.gathered(len(steps))
-    assert counts[1] > counts[0] > counts[2], counts
-    loader.close()
-    r.finish()
-    """
-    run_ranks(tmp_path, body, 3)
-
-
 def test_samples_of_mixed_sources_come_once_or_are_counted_as_skipped(tmp_path):
     body = """
     import worker_functions as w

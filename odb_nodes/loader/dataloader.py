@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,9 +12,8 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.counts import counted
 from odb_nodes.alignment.aligned_round import LossScaling
-from odb_nodes.alignment.exchange import HostedRanks
+from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
-from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.loader.graph_counts import GraphCounts
 from odb_nodes.loader.loader import Loader
@@ -23,15 +21,15 @@ from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
 from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
 from odb_nodes.loader.torch_options import options_of
-from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
-from odb_nodes.sources.mixing import Weights, checked_weights
+from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
 
@@ -92,8 +90,8 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
             `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
-            of tokens, weights to be set, or another end of the epoch. Default: equal shares; each
-            sample is emitted once in an epoch.
+            of tokens, or another end of the epoch. Default: equal shares; each sample is emitted
+            once in an epoch.
         virtual_ranks: plan the steps for so many ranks, a multiple of those there are. A rank hosts
             as many as another, and takes their batches one after the other, as micro-steps: the
             optimizer steps are the same on any number of ranks. See docs/elastic.md.
@@ -148,14 +146,15 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             self._graphs = [RankGraph(dataset, options)]
             root = self._graphs[0].collator
         else:
-            team = HostedRanks(virtual_ranks, process_group, timeout_s)
+            team = VirtualTeam(virtual_ranks, process_group, timeout_s)
             self._graphs = graphs_of_team(dataset, options, team)
-            root = VirtualRanks([graph.collator for graph in self._graphs], team)
+            root = VirtualRanks(
+                [graph.collator for graph in self._graphs],
+                [graph.aligner for graph in self._graphs],
+                team,
+            )
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
-        self._setter: WeightSetter[Any] | None = None
-        if Mixing.of(options.weights).settable:
-            root = self._setter = WeightSetter(root, self._graphs[0].aligner, prefetch)
         self._loader: Loader[Any] = Loader(root)
 
     @classmethod
@@ -241,7 +240,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         position = self._loader.position
         if position is None:
             return 0, 0, 0
-        root: Any = position.root if self._setter is None else position.root["source"]
+        root: Any = position.root
         if self._options.virtual_ranks is not None:
             return place_of(root)
         return root["epoch"], root["step"], root["samples"]
@@ -252,28 +251,8 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             graph.collator.trust_labels()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from now on, in later epochs too. All ranks call it alike.
-
-        Between two epochs, the next one begins with them. Within an epoch, the first round that
-        begins `prefetch` steps later, or after that, tells the other ranks; the samples that are
-        drawn after those that wait or may be in flight then are drawn by them.
-
-        Args:
-            weights: name of the dataset -> weight, any positive numbers.
-
-        Raises:
-            TypeError, ValueError: the weights are not valid, or the mixture is not
-                `Mixing(settable=True)`. That ranks have set different weights is a `StateError`,
-                raised on all of them by the step that begins the round.
-        """
-        if self._setter is None:
-            raise ValueError(
-                "`set_weights` needs a mixture whose weights may be set: make the loader with "
-                "`weights=Mixing(settable=True)`."
-            )
-        checked = checked_weights(weights, self.dataset)
-        self._setter.set_weights(checked)
-        self._loader.change_position(partial(self._setter.with_call, weights=checked))
+        """Mix by other weights from the next epoch on. See `Loader.set_weights`."""
+        self._loader.set_weights(weights)
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next epoch; a loaded state from within an epoch takes precedence."""

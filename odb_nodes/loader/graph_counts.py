@@ -56,7 +56,7 @@ class GraphCounts:
     @property
     def excluded_samples(self) -> int:
         """Number of samples of this epoch so far that `exclude` left out."""
-        return self._total("excluded_samples", "bucketer", "aligner")
+        return self._total("excluded_samples", "bucketer")
 
     @property
     def unemitted_samples(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -30,6 +30,7 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState, held
 from odb_nodes.loader.ownership import claim, release
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.sources.source_mixer import SourceMixer
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class Loader(Generic[T]):
         self._leaving = False  # the next iter() begins an epoch, wherever it stands
         self._strict, self._change_budget = True, False
         self._next_epoch: int | None = None
+        self._next_weights: dict[str, float] = {}
         self._lost: Exception | None = None  # why nobody knows where the graph stands
         self._had_items = False  # in an epoch before this one
         self._owner = Owner()
@@ -144,25 +146,14 @@ class Loader(Generic[T]):
             return self._pending
         return self._it.state()
 
-    def change_position(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Note that the state of the root has changed without an item.
-
-        Args:
-            change: the state of the root -> what it is now; called where the root has yet to be
-                reset to it.
-        """
-        if (pending := self._pending) is not None:
-            self._pending = replace(pending, root=change(copy_state(pending.root)))
-        elif self._it is not None:
-            self._it.forget_state()
-
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands. The caller owns the result."""
         state = self._pending
         if state is None:
             self._check_process()
             state = (iter(self) if self._it is None else self._it).state()
-        return seal_whole(type(self).__name__, replace(state, next_epoch=self._next_epoch))
+        state = replace(state, next_epoch=self._next_epoch, next_weights=self._next_weights)
+        return seal_whole(type(self).__name__, state)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
@@ -186,7 +177,7 @@ class Loader(Generic[T]):
         state = unseal_whole(state_dict, type(self).__name__, LoaderState)
         self._pending, self._strict, self._leaving = state, strict, False
         self._change_budget = change_budget
-        self._next_epoch = state.next_epoch
+        self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
         self._it, self._lost = None, None
 
     def set_epoch(self, epoch: int) -> None:
@@ -202,6 +193,28 @@ class Loader(Generic[T]):
         self._next_epoch = epoch
         if self._it is not None:
             self._it.leave()
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Mix by other weights from the next epoch on. All ranks set the same.
+
+        States have them. A state that is loaded later replaces them by its own.
+
+        Args:
+            weights: name of the source -> weight, any positive numbers.
+
+        Raises:
+            TypeError, ValueError: the weights are not valid, they follow a schedule, or the graph
+                has no `SourceMixer`. That ranks have set different weights is a `StateError`, which
+                all of them raise at the first step of the epoch.
+        """
+        mixers = _outermost_mixers(self.root)
+        if not mixers:
+            raise ValueError(
+                "`set_weights` needs a mixture, but the graph has none. Pass a dict of datasets, "
+                "or use a `SourceMixer`."
+            )
+        for mixer in mixers:
+            self._next_weights = mixer.check_can_set(weights)
 
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
@@ -317,8 +330,10 @@ class Loader(Generic[T]):
         return self._iterator(state.num_yielded, state.ended)
 
     def _begin_epoch(self) -> LoaderIterator[T]:
+        for mixer in _outermost_mixers(self.root) if self._next_weights else ():
+            mixer.set_weights(self._next_weights)
         begin_epoch(self.root, self._next_epoch)
-        self._next_epoch = None
+        self._next_epoch, self._next_weights = None, {}
         return self._iterator(0, ended=False)
 
     def _iterator(self, num_yielded: int, ended: bool) -> LoaderIterator[T]:
@@ -345,3 +360,10 @@ class Loader(Generic[T]):
             "the state was saved at the end of an epoch, but the graph yields more items there. "
             "Resume over the data that the state was saved on."
         )
+
+
+def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:
+    """Return the mixtures that are not within another one: one per rank that is hosted."""
+    mixers = [node for node in walk(root) if isinstance(node, SourceMixer)]
+    inner = {id(node) for mixer in mixers for node in walk(mixer) if node is not mixer}
+    return [mixer for mixer in mixers if id(mixer) not in inner]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import MAX_COUNT
-from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
-from odb_nodes.contract.graph import blame_sources, walk
-from odb_nodes.contract.node import StatefulNode, state_to_keep
-from odb_nodes.contract.source_states import check_state_of
+from odb_nodes.contract import Count, InRange, NodeState, SourceState, snapshot
+from odb_nodes.contract.graph import blame_sources
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.read_ahead import PARTS as READ_AHEAD
 
 T = TypeVar("T")
 
@@ -30,6 +27,7 @@ class LoaderState(NodeState):
         num_yielded: items yielded in the epoch.
         ended: the end of the epoch was seen.
         next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
+        next_weights: the weights that were set by `set_weights` for an epoch that has not begun.
         left: the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows.
     """
 
@@ -37,6 +35,7 @@ class LoaderState(NodeState):
     num_yielded: Count
     ended: bool
     next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
+    next_weights: dict[str, float] = field(default_factory=dict)
     left: bool
 
 
@@ -80,10 +79,6 @@ class LoaderIterator(Iterator[T]):
         had_items: bool,
     ) -> None:
         self._root, self._check, self._suspend = root, check, suspend
-        # Torchdata's own nodes may hand out lists that they change later.
-        self._keeps_states = all(
-            isinstance(node, (StatefulNode, *READ_AHEAD)) for node in walk(root)
-        )
         self._num_yielded = num_yielded
         self._ended = ended
         self._had_items = had_items
@@ -98,27 +93,16 @@ class LoaderIterator(Iterator[T]):
         self.touched = self._left = True
         self._state = None
 
-    def forget_state(self) -> None:
-        """Take the state anew when it is next asked for."""
-        self._state = None
-
     def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:
-            root = self._kept_state()
-            check_state_of(self._root, root)
             self._state = LoaderState(
-                root=root,
+                root=snapshot(self._root),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
                 left=self._left,
             )
         return self._state
-
-    def _kept_state(self) -> dict[str, Any]:
-        if self._keeps_states:
-            return state_to_keep(self._root)
-        return copy_state(self._root.state_dict())  # type: ignore[no-any-return]
 
     def __next__(self) -> T:
         self._check(self)

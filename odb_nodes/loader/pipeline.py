@@ -151,15 +151,12 @@ class _Pipeline:
             if all(sizes.values()):
                 warn_of_sizes(sizes, mixing.stop)
         workers = options.worker_options
-        in_hand = (workers.in_flight_samples or 0) + 2 * workers.most_chunk_samples
         mix = partial(
             SourceMixer,
             weights=weights,
             by=mixing.by,
             stop=mixing.stop,
             world_size=self._world_size,
-            read_ahead=in_hand if mixing.by == "samples" else 0,
-            settable=mixing.settable,
         )
         if mixing.by == "samples":
             # Mixed before they are processed, so that all workers process items of any source.

@@ -11,7 +11,8 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
-from odb_nodes.alignment.exchange import HostedRanks, group_rank
+from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate
@@ -100,7 +101,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> list[RankGraph]:
+def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:
     """Return the graphs of the virtual ranks that this process hosts, which share its workers.
 
     Raises:
@@ -110,8 +111,7 @@ def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> l
     workers = share_of(workers, team.hosted)
     shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
     graphs = []
-    for number in range(team.hosted):
-        exchange = team.exchange(number)
-        own = dataset_of_rank(dataset, exchange.rank, exchange.world_size)
-        graphs.append(RankGraph(own, replace(shared, process_group=exchange)))
+    for one in team.ranks():
+        own = dataset_of_rank(dataset, one.rank, one.world_size)
+        graphs.append(RankGraph(own, replace(shared, process_group=one)))
     return graphs

@@ -34,7 +34,6 @@ __all__ = [
     "bounded_depth",
     "copy_state",
     "frozen",
-    "resealed",
     "seal",
     "seal_whole",
     "unseal",
@@ -124,25 +123,6 @@ S = TypeVar("S", bound=NodeState)
 def seal(node: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a node: its envelope, and the values of its fields beside it."""
     return {_VERSION_KEY: STATE_VERSION, _NODE_KEY: node, _CONFIG_KEY: dict(config), **values}
-
-
-def resealed(state: Any, node: str, config: Mapping[str, Any], **values: Any) -> Any:
-    """Return a copy of the state of a graph, in which a node's has another configuration.
-
-    Args:
-        state: what `seal` returned, of the node or of one over it.
-        node: the name of the node.
-        config: its configuration from now on.
-        values: fields of its state that are others, too.
-    """
-    if isinstance(state, dict):
-        changed = {key: resealed(one, node, config, **values) for key, one in state.items()}
-        if state.get(_NODE_KEY) == node:
-            changed |= {_CONFIG_KEY: dict(config), **values}
-        return changed
-    if isinstance(state, (list, tuple)):
-        return type(state)(resealed(one, node, config, **values) for one in state)
-    return copy_state(state)
 
 
 def unseal(

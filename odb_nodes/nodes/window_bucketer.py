@@ -233,7 +233,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     def release(self, still: Sequence[Sample] = ()) -> None:
         """Forget the groups that were held above, but for these samples."""
-        self._planned = {one.ordinal: one for one in still if one.ordinal is not None}
+        self._planned: dict[int, Any] = {
+            one.ordinal: one for one in still if one.ordinal is not None
+        }
         self._planned_from = min(self._planned, default=MAX_KEY)
         if self.planner.ended and not (self._planned or len(self._pool)):
             self._snapshots.take(self._pool.pulled)
@@ -245,11 +247,10 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             self._exclusions.exclude(out)
             samples = [sample for sample in samples if sample not in self._exclusions.keys]
         tokens, patches, tasks = self._columns(samples)
+        self._floor, self._floor_until = self._needed_from, self._pool.pulled  # before new ages
         self._pool.put_back(samples, tokens, patches, tasks)
         self._log = PoolLog(self._pool)
         self._encoded.clear()
-        self._floor = self._needed_from
-        self._floor_until = self._pool.pulled
         self.release()
 
     def drop_remaining(self) -> list[LeftOut]:
@@ -301,7 +302,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
         pool, limits = self._pool, self.planner.limits
-        if self._keeps_present and not self._refilling:
+        if self._has_keys and not self._refilling:
             self._snapshots.take(pool.pulled)
         base, source_state = self._snapshots.at_or_before(self._needed_from)
         planned = np.array([*self._planned], dtype="<i8")
@@ -379,7 +380,6 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._log = PoolLog(self._pool)
         self._encoded: dict[int, bytes] = {}
         self._has_keys = recalls(self.source) or self._mode == "payload"
-        self._keeps_present = self._has_keys
         self._floor_until = 0  # age of the samples whose numbers may be as low as `_floor`
         self._floor = 0
         self.release()
@@ -388,7 +388,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     @property
     def _needed_from(self) -> int:
         """The first sample of the epoch that a restore has to pull again."""
-        if self._keeps_present:
+        if self._has_keys:
             return self._pool.pulled
         oldest = self._floor if self._pool.oldest < self._floor_until else self._pool.oldest
         return min(oldest, self._planned_from)
@@ -441,14 +441,11 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 for one, number in zip(samples, records.keys.tolist(), strict=True)
             ]
             self._floor, self._floor_until = min(wanted), state.pulled
-        kept = {number: again[number] for number in planned}
-        self.release(
-            [
-                one._replace(ordinal=number)
-                for number, one in kept.items()
-                if isinstance(one, Sample)
-            ]
-        )
+        for number in planned:  # One that is `Skipped` now is named where the groups are made.
+            one = again[number]
+            is_sample = isinstance(one, Sample)
+            self._planned[number] = one._replace(ordinal=number) if is_sample else one
+        self._planned_from = min(planned, default=MAX_KEY)
         return samples
 
     def _use_present_options(self, saved: Limits) -> None:

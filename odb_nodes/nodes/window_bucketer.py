@@ -443,8 +443,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             self._floor, self._floor_until = min(wanted), state.pulled
         for number in planned:  # One that is `Skipped` now is named where the groups are made.
             one = again[number]
-            is_sample = isinstance(one, Sample)
-            self._planned[number] = one._replace(ordinal=number) if is_sample else one
+            if isinstance(one, Sample):
+                one = one._replace(ordinal=number)
+            self._planned[number] = one
         self._planned_from = min(planned, default=MAX_KEY)
         return samples
 

@@ -23,10 +23,14 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
 )
 
 from odb_nodes.vision import BadImages, VisionLanguageProcessor
+
+try:
+    from transformers import Qwen2VLImageProcessorPil
+except ImportError:  # before version 5 of transformers
+    from transformers import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
 COLORS = ("red", "green", "blue", "yellow", "white", "orange", "purple", "pink")
 SHAPES = ("circle", "square", "triangle", "bar")

@@ -6,9 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from pictures import as_bytes, asked, in_mode, noise, processor
+from pictures import Qwen2VLImageProcessorPil, as_bytes, asked, in_mode, noise, processor
 from PIL import Image
-from transformers import Qwen2VLImageProcessorPil
 
 from odb_nodes import SampleError, Skipped
 from odb_nodes._core.fingerprints import stable_name

@@ -161,7 +161,7 @@ def build_model(
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
             "bos_token_id": None,
             "eos_token_id": token("<|im_end|>"),
             "use_cache": False,

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
-from elastic import job, resharded, states_at
+from elastic import LEFT_OUT, job, resharded, states_at
 
 from odb_nodes import Mixing, ODBDataLoader, StateError, WorkerOptions, reshard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 
 
 def text(index):

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odb_nodes._core.atomic_file import sync_folder
 from odb_nodes._core.checks import check_count, check_seconds, check_type
+from odb_nodes._core.files import sync_folder
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.errors import PeerError, StateError

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of

@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_bool, check_count
-from odb_nodes._core.forks import Owner
+from odb_nodes._core.processes import Owner
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
 from odb_nodes.contract.graph import (

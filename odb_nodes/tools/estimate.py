@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from odb_nodes._core.checks import check_count, check_type
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state

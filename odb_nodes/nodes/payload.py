@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,9 @@ def encode_sample(sample: Sample) -> bytes:
         SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
             numbers and strings.
     """
-    item: Any = sample.item
-    if item is not None:
-        # Pickle repeats an equal string that is another object, as workers may have made it.
-        source = sample.source if item.source == sample.source else item.source
-        item = (source, *item[1:])
-    return to_bytes((_encode(data_of(sample)), *sample._replace(item=item)[1:]))
+    item: Any = sample.item and tuple(map(_interned, sample.item))
+    _, *costs = sample._replace(item=item)
+    return to_bytes((_encode(data_of(sample)), *map(_interned, costs)))
 
 
 def decode_sample(encoded: bytes) -> Sample:
@@ -46,18 +44,23 @@ def decode_sample(encoded: bytes) -> Sample:
         ) from error
 
 
+def _interned(value: Any) -> Any:
+    # Pickle repeats an equal string that is another object: the bytes would not be the same.
+    return sys.intern(value) if type(value) is str else value
+
+
 def _encode(value: Any) -> Any:
     kind = type(value)
     if kind in _SCALARS:
-        return ("is", value)
+        return ("is", _interned(value))
     if kind in (torch.Tensor, torch.nn.Parameter):  # `torch.load` refuses other subclasses
         return ("tensor", value.detach().clone())  # and not the storage that it is a view of
     if kind is bytes:
         return ("bytes", _to_tensor(value))
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return ("array", value.dtype.str, value.shape, _to_tensor(value.tobytes()))
+        return ("array", sys.intern(value.dtype.str), value.shape, _to_tensor(value.tobytes()))
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return ("scalar", value.dtype.str, _to_tensor(value.tobytes()))
+        return ("scalar", sys.intern(value.dtype.str), _to_tensor(value.tobytes()))
     if kind is dict:
         return ("dict", [(_encode(key), _encode(item)) for key, item in value.items()])
     if kind in (list, tuple):

@@ -21,7 +21,7 @@ from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
 from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
 from odb_nodes.loader.torch_options import options_of
-from odb_nodes.nodes.excluded_keys import Exclude
+from odb_nodes.nodes.exclusions import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget, Uneven

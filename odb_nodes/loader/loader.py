@@ -29,7 +29,7 @@ from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState, held
 from odb_nodes.loader.ownership import claim, release
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.sources.source_mixer import SourceMixer
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from odb_nodes._core.checks import (
 from odb_nodes.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
+from odb_nodes.nodes.exclusions import Exclude, ExcludedKeys
 from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import AUTO

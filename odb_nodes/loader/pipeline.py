@@ -18,7 +18,7 @@ from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.processing import ParallelProcessor, PerSource
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of

@@ -26,11 +26,11 @@ from odb_nodes.loader.resharding.sealed import (
     sealed_for_ranks,
 )
 from odb_nodes.loader.resharding.sources import Reading, reshard_source
-from odb_nodes.nodes.excluded_keys import ExcludedKeys, ExcludedState
+from odb_nodes.nodes.exclusions import ExcludedKeys, ExcludedState
 from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords, from_bits, to_bits
 from odb_nodes.nodes.window_bucketer import BucketerState
+from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
-from odb_nodes.planning.limits import Limits
 
 
 def reshard_aligner(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import partial
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,25 +18,32 @@ from odb_nodes.alignment.exchange import HostedRanks
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.loader.graph_counts import GraphCounts
+from odb_nodes.contract import copy_state
+from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.option_guard import OptionGuard
-from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
+from odb_nodes.loader.options import (
+    OF_DATALOADER,
+    CollateIn,
+    LoaderOptions,
+    ProcessFn,
+    options_of_dataloader,
+)
 from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
-from odb_nodes.loader.torch_options import options_of
 from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.planning.auto_window import WindowSize
-from odb_nodes.processing import WorkerOptions
+from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights, checked_weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
+_FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
-class ODBDataLoader(OptionGuard, GraphCounts):
+
+class ODBDataLoader(Loader[Any]):
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     It builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
@@ -106,6 +114,22 @@ class ODBDataLoader(OptionGuard, GraphCounts):
 
     yields_batches = True
 
+    # A subclass with an `__init__` of its own answers for its own arguments.
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        _show_arguments(cls)
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        """Name what there is in place of an argument of torch's `DataLoader`."""
+        unknown = [name for name in given if name in OF_DATALOADER]
+        if unknown and cls.__init__ is ODBDataLoader.__init__:
+            raise TypeError(
+                f"`{unknown[0]}` is an argument of `DataLoader` that `{cls.__name__}` does not "
+                f"have: {OF_DATALOADER[unknown[0]]}."
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         dataset: Any,
@@ -156,7 +180,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         self._setter: WeightSetter[Any] | None = None
         if Mixing.of(options.weights).settable:
             root = self._setter = WeightSetter(root, self._graphs[0].aligner, prefetch)
-        self._loader: Loader[Any] = Loader(root)
+        super().__init__(root)
 
     @classmethod
     def from_dataloader(
@@ -179,11 +203,21 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             ValueError: the sampler of `loader` cannot yield its order again.
         """
         check_type("loader", loader, DataLoader)
-        return cls(loader.dataset, token_budget=token_budget, **options_of(loader, options))
+        given = options_of_dataloader(loader, options)
+        return cls(loader.dataset, token_budget=token_budget, **given)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or continue from a loaded state. See `Loader`."""
-        return iter(self._loader)
+    def __setattr__(self, name: str, value: Any) -> None:
+        cls = type(self)
+        is_made = "root" in vars(self) and cls.__init__ is ODBDataLoader.__init__
+        # A subclass may have a property of that name.
+        is_ours = getattr(cls, name, None) is getattr(ODBDataLoader, name, None)
+        if name in _FIXED and is_made and is_ours:
+            raise AttributeError(
+                f"`{name}` cannot be set on a loader that is made, and would change nothing. Make "
+                f"another with `{name}=`; to go on where this one stands, load its state there "
+                "(`strict=False` lets some options change)."
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         try:
@@ -197,9 +231,6 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
         return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
 
-    def __bool__(self) -> bool:
-        return True  # and not `len`
-
     def __len__(self) -> int:
         """Raise an error: the number of batches is known only when an epoch has ended.
 
@@ -212,11 +243,6 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         )
 
     @property
-    def root(self) -> BaseNode[Any]:
-        """Last node of the graph."""
-        return self._loader.root
-
-    @property
     def options(self) -> LoaderOptions:
         """The arguments that it was made with, beside the dataset."""
         return self._options
@@ -224,32 +250,26 @@ class ODBDataLoader(OptionGuard, GraphCounts):
     @property
     def epoch(self) -> int:
         """Number of the epoch that the most recent iterator, or a loaded state, is in."""
-        return self._position()[0]
+        return self._place()[0]
 
     @property
     def step(self) -> int:
         """Number of batches taken of that epoch."""
-        return self._position()[1]
+        return self._place()[1]
 
     @property
     def samples_done(self) -> int:
         """Number of samples in those batches, on this rank; of `num_samples`."""
-        return self._position()[2]
+        return self._place()[2]
 
-    def _position(self) -> tuple[int, int, int]:
+    def _place(self) -> tuple[int, int, int]:
         """Return epoch, step and samples done."""
-        position = self._loader.position
-        if position is None:
+        if (position := self.position) is None:
             return 0, 0, 0
         root: Any = position.root if self._setter is None else position.root["source"]
         if self._options.virtual_ranks is not None:
             return place_of(root)
         return root["epoch"], root["step"], root["samples"]
-
-    def trust_labels(self) -> None:
-        """Do not warn of weights: see `GroupCollator.trust_labels`."""
-        for graph in self._graphs:
-            graph.collator.trust_labels()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from now on, in later epochs too. All ranks call it alike.
@@ -273,28 +293,87 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             )
         checked = checked_weights(weights, self.dataset)
         self._setter.set_weights(checked)
-        self._loader.change_position(partial(self._setter.with_call, weights=checked))
+        if (pending := self._pending) is not None:  # The graph has yet to be reset to it.
+            root = self._setter.with_call(copy_state(pending.root), checked)
+            self._pending = replace(pending, root=root)
+        elif self._it is not None:
+            self._it.forget_state()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next epoch; a loaded state from within an epoch takes precedence."""
-        self._loader.set_epoch(epoch)
+    def trust_labels(self) -> None:
+        """Do not warn of weights: see `GroupCollator.trust_labels`."""
+        for graph in self._graphs:
+            graph.collator.trust_labels()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the most recent iterator: plain data, owned by the caller."""
-        return self._loader.state_dict()
+    @property
+    def accumulate(self) -> int:
+        """Number of batches of an optimizer step."""
+        return self._graphs[0].aligner.accumulate * len(self._graphs)
 
-    def load_state_dict(
-        self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
-    ) -> None:
-        """Make the next `iter()` continue from a state. See `Loader.load_state_dict`."""
-        self._loader.load_state_dict(state_dict, strict=strict, change_budget=change_budget)
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of an epoch on this rank.
 
-    def close(self) -> None:
-        """Stop threads and workers; `state_dict` keeps the position. See `Loader.close`."""
-        self._loader.close()
+        Raises:
+            TypeError: the dataset does not know its length.
+        """
+        return sum(length_of(graph.samples) for graph in self._graphs)
 
-    def __enter__(self) -> ODBDataLoader:
-        return self
+    @property
+    def replayed_samples(self) -> int:
+        """Number of samples that the last restore processed again."""
+        return sum(
+            one.bucketer.replayed_samples + one.aligner.replayed_samples for one in self._graphs
+        )
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    @property
+    def oversize_samples(self) -> int:
+        """Number of samples of this epoch so far that exceeded the budget on their own."""
+        return sum(graph.bucketer.oversize_samples for graph in self._graphs)
+
+    @property
+    def dropped_samples(self) -> int:
+        """Number of samples of this epoch so far that `oversize="drop"` left out."""
+        return sum(graph.bucketer.dropped_samples for graph in self._graphs)
+
+    @property
+    def skipped_samples(self) -> dict[str, int]:
+        """Number of samples of this epoch so far that processing skipped, by reason."""
+        reasons = [Counter(graph.bucketer.skipped_samples) for graph in self._graphs]
+        return dict(sum(reasons, Counter()))
+
+    @property
+    def excluded_samples(self) -> int:
+        """Number of samples of this epoch so far that `exclude` left out."""
+        return sum(
+            one.bucketer.excluded_samples + one.aligner.excluded_samples for one in self._graphs
+        )
+
+    @property
+    def unemitted_samples(self) -> int:
+        """Number of samples of this rank and epoch that `uneven="stop"` left over."""
+        return sum(graph.aligner.unemitted_samples for graph in self._graphs)
+
+    @property
+    def exchange_wait_s(self) -> float:
+        """Seconds that the thread that makes the batches has waited for other ranks so far."""
+        return self._graphs[0].aligner.exchange_wait_s
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the running worker processes."""
+        processors = (one for one in self._nodes_of_samples() if isinstance(one, ParallelProcessor))
+        return [pid for one in processors for pid in one.worker_pids]
+
+    def _nodes_of_samples(self) -> Iterator[BaseNode[Any]]:
+        for graph in self._graphs:
+            yield from walk(graph.samples)
+
+
+def _show_arguments(cls: type) -> None:
+    """Have editors and `inspect` show the arguments of `__init__`, not those of `__new__`."""
+    shown = inspect.signature(cls.__init__)  # type: ignore[misc]
+    parameters = [*shown.parameters.values()][1:]
+    cls.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+
+_show_arguments(ODBDataLoader)

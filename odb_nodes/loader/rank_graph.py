@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torchdata.nodes import BaseNode
 
+from odb_nodes._compat.torch import pin_memory
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import HostedRanks, group_rank
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate
+from odb_nodes.collate.protocol import Collate, collate_group
 from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.loader.pinning import PinningCollate
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.processing.options import share_of
 from odb_nodes.sources.datasets import dataset_of_rank
 from odb_nodes.sources.source_mixer import SourceMixer
+from odb_nodes.step_info import StepInfo
 
 
 class RankGraph:
-    """The graph of one rank.
-
-    Args:
-        dataset: the `dataset` of the `ODBDataLoader`.
-        options: its options; `process_group` is that of this rank.
+    """The graph of one rank: `options.process_group` is that of this rank.
 
     Attributes:
         samples: the node that yields the processed samples.
@@ -42,10 +39,9 @@ class RankGraph:
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         collate = collate_for(options.budget, options.collate_fn)
         # A subclass is left out: its `__call__` may expect the samples as processing returned them.
-        ours = type(collate) in (PaddingCollate, PackedCollate)
-        self.samples = sample_node(
-            dataset, options, getattr(collate, "prepare", None) if ours else None
-        )
+        is_ours = type(collate) in (PaddingCollate, PackedCollate)
+        prepare = getattr(collate, "prepare", None) if is_ours else None
+        self.samples = sample_node(dataset, options, prepare)
         self.bucketer = WindowBucketer(
             self.samples,
             options.budget,
@@ -55,9 +51,6 @@ class RankGraph:
             options.dearest_first,
             options.diversity,
         )
-        pinning = None
-        if options.pin_memory and torch.cuda.is_available():
-            pinning = PinningCollate(collate)
         self.aligner = RankAligner(
             self.bucketer,
             options.process_group,
@@ -69,6 +62,8 @@ class RankGraph:
             options.timeout_s,
             tasks=options.tasks,
         )
+        is_pinned = options.pin_memory and torch.cuda.is_available()
+        pinning = _PinningCollate(collate) if is_pinned else None
         rank, _ = group_rank(options.process_group)
         self.collator = GroupCollator(self.aligner, pinning or collate, options.seed, rank)
         if options.collate_in != "main":
@@ -77,7 +72,9 @@ class RankGraph:
     def _collate_in_workers(
         self, collate: Collate, finish: Callable[[Any], Any], options: LoaderOptions
     ) -> None:
-        processors, always = [*_processors(self.samples)], options.collate_in == "workers"
+        mixer, always = self.samples, options.collate_in == "workers"
+        last = mixer.sources.values() if isinstance(mixer, SourceMixer) else [mixer]
+        processors = [one for one in last if isinstance(one, ParallelProcessor)]
         why_not = "" if options.prefetch else "`prefetch` is 0"
         for one in processors:
             why_not = why_not or one.runner.cannot_make_batches(collate)
@@ -90,22 +87,31 @@ class RankGraph:
             )
 
 
-def _processors(samples: BaseNode[Any]) -> Iterator[ParallelProcessor[Any]]:
-    """Yield the nodes whose results are samples: those of each source, or one for all."""
-    last = samples.sources.values() if isinstance(samples, SourceMixer) else [samples]
-    return (one for one in last if isinstance(one, ParallelProcessor))
-
-
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> list[RankGraph]:
-    """Return the graphs of the virtual ranks that this process hosts, which share its workers.
+class _PinningCollate:
+    """Pins what a collate function returns, for the device that is current when this is made."""
 
-    Raises:
-        TypeError: a dataset cannot be read for several ranks in one process.
-    """
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._device = torch.cuda.current_device()  # A new thread begins with device 0.
+        self.draws_random_numbers = declares_draws(collate)
+
+    def pin(self, batch: Any) -> Any:
+        with torch.cuda.device(self._device):
+            return pin_memory(batch)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.pin(self._collate(samples))
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        return self.pin(collate_group(self._collate, samples, info))
+
+
+def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> list[RankGraph]:
+    """Return the graphs of the virtual ranks that this process hosts, which share its workers."""
     workers = options.workers or WorkerOptions(num_workers=options.num_workers)
     workers = share_of(workers, team.hosted)
     shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)

@@ -18,7 +18,7 @@ from odb_nodes.contract.state import (
     unseal_whole,
 )
 from odb_nodes.errors import StateError
-from odb_nodes.loader.loader_iterator import LoaderState
+from odb_nodes.loader.loader import LoaderState
 from odb_nodes.loader.resharding.alike import alike
 from odb_nodes.loader.resharding.rounds import reshard_aligner
 from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks

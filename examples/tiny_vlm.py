@@ -23,10 +23,14 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
 )
 
 from odb_nodes.vision import BadImages, VisionLanguageProcessor
+
+try:
+    from transformers import Qwen2VLImageProcessorPil
+except ImportError:  # before version 5 of transformers
+    from transformers import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil  # type: ignore[assignment]
 
 COLORS = ("red", "green", "blue", "yellow", "white", "orange", "purple", "pink")
 SHAPES = ("circle", "square", "triangle", "bar")
@@ -157,7 +161,7 @@ def build_model(
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
             "bos_token_id": None,
             "eos_token_id": token("<|im_end|>"),
             "use_cache": False,

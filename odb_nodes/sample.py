@@ -68,6 +68,8 @@ class Sample(NamedTuple):
         digest: a CRC-32 of data, tokens, targets and patches, which a restore compares; `None`
             where it was not needed yet.
         task: name of its task, where `observe` has told one; see `task_name`.
+        ordinal: its number in the epoch of its rank, where a restore counts by it: the source
+            cannot read items by their keys.
     """
 
     data: Any
@@ -80,6 +82,7 @@ class Sample(NamedTuple):
     item: ItemKey | None = None
     digest: int | None = None
     task: str = ""
+    ordinal: int | None = None
 
     @property
     def task_name(self) -> str:

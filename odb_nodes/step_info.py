@@ -145,8 +145,6 @@ class StepInfo:
         world_size: ranks whose gradients are averaged.
         local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
             else those that were planned under the budget. 0 where neither is known.
-        source_shares: the shares by which a mixture whose weights may change drew the last sample
-            that this rank has read for the round of the step; empty where they cannot change.
         batches_per_step: `virtual_ranks` that each rank hosts, 1 without. It takes a batch of each,
             one after the other, as a `step` and a micro-step of its own. "All ranks" are then all
             virtual ranks, so that their counts are equal in each of these batches.
@@ -181,7 +179,6 @@ class StepInfo:
     local_tasks: Mapping[str, SourceCount] = field(default_factory=dict, hash=False)
     task_targets: Mapping[str, int] = field(default_factory=dict, hash=False)
     world_size: int = 1
-    source_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     batches_per_step: int = 1
 
     def __getattr__(self, name: str) -> Any:

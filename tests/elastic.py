@@ -9,6 +9,9 @@ from odb_nodes import ODBDataLoader, Skipped, TokenBudget, pop_step_info, reshar
 
 SAMPLES = 230
 EXCLUDED = [7, 8, 90]
+OF_SAMPLES = ("is skipped", "exceeds", "samples of the epoch")
+LEFT_OUT = [f"ignore:(sample|of the) .* {words}" for words in OF_SAMPLES]
+"""What a job warns of."""
 
 
 def sample(index):

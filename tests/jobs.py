@@ -145,7 +145,7 @@ class Kind(NamedTuple):
         make: exchange, budget, exclude -> loader, in place of `ODBDataLoader`.
         ranks: the numbers of ranks that it may have.
         once: whether each sample comes once in an epoch.
-        calls: weights that are set after a step, by its number.
+        calls: weights that are set after a step, by its number, for the next epoch.
     """
 
     options: dict
@@ -187,7 +187,7 @@ class Kind(NamedTuple):
 THREADS = WorkerOptions(num_workers=2, method="thread", chunk_size=3)
 SCHEDULE = WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
 CALLS = {1: {"a": 1, "b": 8}, 4: {"a": 8, "b": 1}, 5: {"a": 2, "b": 1}}
-SETTABLE = Mixing(weights={"a": 1, "b": 1}, settable=True)
+EQUAL = {"a": 1, "b": 1}
 TO_VIRTUAL = ("accumulate", "auto window", "threads", "packed", "stop", "stateful", "payload")
 KINDS = {
     "replay": Kind({}),
@@ -228,19 +228,10 @@ KINDS = {
         {"dataset": two(90, 9), "weights": Mixing(by="tokens", stop="cycle")}, False, once=False
     ),
     "scheduled": Kind({"dataset": two(), "weights": Mixing(weights=SCHEDULE)}),
-    "settable": Kind({"dataset": two(), "weights": SETTABLE}, moves=False, calls=CALLS),
-    "settable payload": Kind(
-        {"dataset": two(), "weights": SETTABLE, "state": "payload"}, moves=False, calls=CALLS
-    ),
-    "settable iterable": Kind(
-        {
-            "dataset": lambda *_: {"a": Shuffled(60), "b": Shuffled(50)},
-            "weights": SETTABLE,
-            "round_size": 4,
-            "prefetch": 0,
-        },
+    "set weights": Kind({"dataset": two(), "weights": EQUAL}, calls=CALLS),
+    "set weights of an iterable": Kind(
+        {"dataset": lambda *_: {"a": Shuffled(60), "b": Shuffled(50)}, "weights": EQUAL},
         moves=False,
-        ranks=(1, 2),
         calls=CALLS,
     ),
     "mixed kinds of sources": Kind(

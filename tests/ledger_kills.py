@@ -1,9 +1,7 @@
 """A training job with a ledger that kills itself, all ranks at once, at a drawn place of a step."""
 
 import os
-import time
 from contextlib import suppress
-from functools import partial
 
 from odb_nodes import Checkpoints, Ledger, ODBDataLoader, Skipped, TokenBudget, pop_step_info
 
@@ -34,7 +32,7 @@ def train(folder, rank, world_size, pids, sharded, kill, meet):
         sharded: whether each rank has data of its own, of very different size.
         kill: `None`; or `rank`, the one that does it; `after_records`; and `place`: of the record
             after those, the part of its bytes that is written before; 1.0: all of them, and a part
-            of a checkpoint. With `saved`, once all ranks have saved the checkpoint before.
+            of a checkpoint.
         meet: waits for all ranks; called before the ledger is closed.
     """
     size = SIZES[rank] if sharded else size_of(world_size, sharded)
@@ -51,8 +49,7 @@ def train(folder, rank, world_size, pids, sharded, kill, meet):
     step = checkpoints.load()
     ledger = Ledger(folder / "ledger")
     if kill and kill["rank"] == rank:
-        last = (step + kill["after_records"]) // SAVE_EVERY * SAVE_EVERY
-        _arrange(pids, kill, partial(_wait_for, checkpoints, last))
+        _arrange(pids, kill)
     with loader, ledger:
         while done["epoch"] < EPOCHS:
             for batch in loader:
@@ -65,19 +62,10 @@ def train(folder, rank, world_size, pids, sharded, kill, meet):
     return step
 
 
-def _wait_for(checkpoints, step):
-    deadline = time.monotonic() + 30
-    while not any(f"-step-{step}-" in folder.name for folder in checkpoints.folders()):
-        assert time.monotonic() < deadline, f"not all ranks have saved step {step}"
-        time.sleep(0.01)
-
-
-def _arrange(pids, kill, wait):
+def _arrange(pids, kill):
     write, replace, records = os.write, os.replace, 0
 
     def end():
-        if kill.get("saved"):
-            wait()
         for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)

@@ -22,7 +22,6 @@ def info_of(
     left_out=(),
     is_filler=False,
     own=(),
-    shares=None,
     hosted=1,
 ):
     """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
@@ -45,7 +44,6 @@ def info_of(
         own_sources=frozenset(own),
         epoch=epoch,
         ends_epoch=ends,
-        source_shares=shares or {},
         batches_per_step=hosted,
     )
 

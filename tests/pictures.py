@@ -14,9 +14,9 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from odb_nodes import ODBDataLoader, StepInfo, pop_step_info
 from odb_nodes.vision import VisionLanguageCollate
-from tiny_vlm import Pictures, build_model, build_processor
+from tiny_vlm import Pictures, Qwen2VLImageProcessorPil, build_model, build_processor
 
-__all__ = ["Pictures", "build_model"]
+__all__ = ["Pictures", "Qwen2VLImageProcessorPil", "build_model"]
 
 
 @functools.cache

@@ -72,9 +72,13 @@ def make_training(optimizer=torch.optim.AdamW, **options):
     optimizer = optimizer(model.parameters(), lr=1e-3)
 
     def train_step(batch):
-        optimizer.zero_grad()
-        model(*batch).backward()
-        optimizer.step()
+        def loss():  # which some optimizers compute again
+            optimizer.zero_grad()
+            value = model(*batch)
+            value.backward()
+            return value
+
+        optimizer.step(loss)
 
     return SimpleNamespace(model=model, optimizer=optimizer, train_step=train_step)
 

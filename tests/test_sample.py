@@ -54,8 +54,17 @@ def test_its_payload_is_the_same_whether_a_worker_has_made_it():
 
 def test_it_has_no_source_unless_one_is_named():
     costs = ("data", "tokens", "targets", "patches")
-    assert Sample._fields == (*costs, "source", "counted", "key", "item", "digest", "task")
-    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None, None, None, "")
+    assert Sample._fields == (
+        *costs,
+        "source",
+        "counted",
+        "key",
+        "item",
+        "digest",
+        "task",
+        "ordinal",
+    )
+    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None, None, None, "", None)
     assert PLAIN.source == ""
     assert NAMED.of_source("web").source == "web/ocr"
 

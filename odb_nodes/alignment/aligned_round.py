@@ -12,7 +12,6 @@ import numpy as np
 
 from odb_nodes._core.checks import check_choice
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning.alignment import FILLER, RoundPlan
 from odb_nodes.planning.group_costs import GroupCostEstimator, counted_in
 from odb_nodes.planning.table import IntArray
@@ -128,17 +127,11 @@ class AlignedRound:
         """Return the group of each step, in the order of the steps; an empty one for a filler."""
         return [[] if at == FILLER else self._groups[at] for at in self._table[:, 0].tolist()]
 
-    def groups_left(self) -> list[list[Sample]]:
-        """Return the groups by number, with what is left of each."""
-        return self._groups
-
     def fill_rest(
         self,
         emitted: int,
         groups: list[list[Sample]],
         filler: Sample | None,
-        *,
-        may_lack_filler: bool = False,
     ) -> None:
         """Give the groups of the steps after the first `emitted`, as `groups` has returned them.
 
@@ -147,50 +140,18 @@ class AlignedRound:
         """
         rest = self._table[emitted:, 0].tolist()
         lacks_filler = filler is None and FILLER in rest
-        if (lacks_filler and not may_lack_filler) or [at != FILLER for at in rest] != [
-            *map(bool, groups)
-        ]:
+        if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
             raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
         self._groups, self.filler = [[] for _ in range(self.groups_needed)], filler
         for at, group in zip(rest, groups, strict=True):
             if group:
                 self._groups[at] = group
 
-    def leave_out(self, emitted: int, keys: ExcludedKeys) -> list[Sample]:
-        """Take samples out of the groups. A step whose group becomes empty is one to fill.
-
-        Returns:
-            Those that the steps after the first `emitted` would have had.
-        """
-        step_of = {at: emitted + row for row, at in enumerate(self._table[emitted:, 0].tolist())}
-        gone = []
-        for at, group in enumerate(self._groups):
-            kept = [sample for sample in group if sample not in keys]
-            self._groups[at] = kept
-            if at in step_of:
-                gone += [sample for sample in group if sample in keys]
-                if not kept:
-                    self._table[step_of[at], 0] = FILLER
+    def cut(self, steps: int) -> list[Sample]:
+        """End after so many steps, and return the samples of the further ones."""
+        gone = [sample for group in self.groups()[steps:] for sample in group]
+        self._table = self._table[:steps]
         return gone
-
-    def forget_groups(self) -> None:
-        """Fill each step of this rank."""
-        self._table[:, 0] = FILLER
-
-    def settle(self, emitted: int, totals: IntArray, accumulate: int) -> None:
-        """Set what all ranks have in the steps after the first `emitted`.
-
-        An optimizer step that no rank has a sample for is no step any more.
-
-        Args:
-            emitted: the steps that are out: whole optimizer steps.
-            totals: those of a `RoundPlan`.
-            accumulate: steps of an optimizer step.
-        """
-        self._table[emitted:, 1:] = totals
-        together = np.arange(len(self)) // accumulate
-        samples = np.bincount(together, self._table[:, 1])
-        self._table = self._table[(np.arange(len(self)) < emitted) | (samples[together] > 0)]
 
     def take(
         self, index: int, rule: LossRule, measure: GroupCostEstimator, **facts: Any

@@ -1,76 +1,83 @@
-"""The samples that an aligner holds, as records in its state."""
+"""The samples of planned groups, as a state of an aligner has them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.alignment.aligner_state import AlignerState
-from odb_nodes.contract.later import Later
-from odb_nodes.nodes.sample_records import NO_RECORDS, RecordsState, SampleRecords
-from odb_nodes.sample import LeftOut, Sample
+from odb_nodes.contract.config import allow_mismatch
+from odb_nodes.errors import StateError
+from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
+from odb_nodes.sample import Sample
+
+HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
+"""The samples of each group, and their records, or the samples, encoded."""
 
 
 class HeldSamples:
-    """The records of groups, of which one after the other is let go of.
+    """Groups of samples, of which one after the other is let go of.
 
     Args:
-        records: the records of their samples.
-        sizes: the samples of each: of the groups of the steps of a round, in their order; of that
-            of the next round; and 1 or 0, for the sample to fill with.
-        left_out_ahead: samples that were left out, and come with the next round.
-        gone: samples at the beginning of the records that are not held any more.
+        samples: the samples of all groups; or their records, where the source can make them again.
+        sizes: the number of samples of each group.
+        gone: samples at the beginning that are not held any more.
     """
 
     def __init__(
-        self,
-        records: Later[SampleRecords],
-        sizes: Sequence[int],
-        left_out_ahead: Sequence[LeftOut],
-        gone: int = 0,
+        self, samples: Sequence[Sample] | SampleRecords, sizes: Sequence[int], gone: int = 0
     ) -> None:
-        self._records, self._sizes, self._left_out_ahead = records, sizes, left_out_ahead
-        self._gone = gone
+        self._samples, self._sizes, self._gone = samples, sizes, gone
 
     @classmethod
-    def of(
-        cls, groups: Sequence[Sequence[Sample]], left_out_ahead: Sequence[LeftOut]
-    ) -> HeldSamples:
-        """Return the records of groups of samples that know their items."""
-        records = SampleRecords.later([*chain(*groups)], with_items=True)
-        return cls(records, [*map(len, groups)], [*left_out_ahead])
-
-    @classmethod
-    def from_state(cls, at: AlignerState) -> HeldSamples:
-        """Return what a state holds."""
-        left_out_ahead = [LeftOut(*one) for one in at.left_out_ahead]
-        records = SampleRecords.from_state(at.held or NO_RECORDS)
-        return cls(Later(lambda: records), at.sizes, left_out_ahead)
+    def of(cls, groups: Sequence[Sequence[Sample]], *, as_records: bool) -> HeldSamples:
+        """Return groups of samples, as records or as themselves."""
+        samples = [*chain(*groups)]
+        held = SampleRecords.of(samples) if as_records else samples
+        return cls(held, [*map(len, groups)])
 
     def after(self, groups: int) -> HeldSamples:
-        """Return the records without those of the first `groups`."""
+        """Return the groups without the first ones."""
         gone = self._gone + sum(self._sizes[:groups])
-        return HeldSamples(self._records, self._sizes[groups:], self._left_out_ahead, gone)
+        return HeldSamples(self._samples, self._sizes[groups:], gone)
 
-    def put_into(self, at: AlignerState) -> None:
-        """Let a state hold them, as a `Later`."""
-        held: Any = Later(partial(_rest, self._records, self._gone))
-        at.held, at.sizes = held, [*self._sizes]
-        at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
-
-    def recall(self, source: BaseNode[Any], node: str) -> list[list[Sample]]:
-        """Return the groups, whose samples the source makes again.
-
-        Raises:
-            StateError: one of them is not what it was.
-        """
-        samples = iter(self._records.value()[self._gone :].recall(source, node))
-        return [[*islice(samples, size)] for size in self._sizes]
+    def to_state(self) -> HeldContent:
+        """Return the groups as plain data."""
+        rest = self._samples[self._gone :]
+        if isinstance(rest, SampleRecords):
+            return [*self._sizes], rest.to_state(), None
+        return [*self._sizes], None, [*map(encode_sample, rest)]
 
 
-def _rest(records: Later[SampleRecords], gone: int) -> RecordsState:
-    return records.value()[gone:].to_state()
+def groups_again(
+    held: HeldContent, source: BaseNode[list[Sample]], node: str, *, may_differ: bool
+) -> tuple[list[list[Sample]], int]:
+    """Return the groups of a state, and how many of their samples were made again.
+
+    Args:
+        held: what the state has.
+        source: the node that yielded the groups.
+        node: name of the node that restores itself, for errors.
+        may_differ: whether `strict=False` allows samples that are not what they were.
+
+    Raises:
+        StateError: a sample is not what it was, or cannot be made.
+    """
+    sizes, records_state, payload = held
+    made = 0
+    if payload is not None:
+        samples = [*map(decode_sample, payload)]
+    else:
+        records = SampleRecords.from_state(records_state or (None, None, [], None, None))
+        made = len(records)
+        if not may_differ:
+            with allow_mismatch(False):
+                samples = records.restore(source, node)
+        else:
+            samples = records.restore(source, node)
+    if len(samples) != sum(sizes):
+        raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")
+    rest = iter(samples)
+    return [[*islice(rest, size)] for size in sizes], made

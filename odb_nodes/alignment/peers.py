@@ -1,80 +1,99 @@
-"""The other ranks, as a `RankAligner` deals with them."""
+"""The other ranks, as a `RankAligner` deals with them: all that ranks tell each other goes here."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_seconds
 from odb_nodes._core.forks import Owner
-from odb_nodes.alignment.aligner_state import AlignerState
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
     LocalExchange,
+    group_rank,
     resolve_exchange,
 )
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
-from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.errors import StateError
 from odb_nodes.planning.alignment import CostReport
-from odb_nodes.sample import Sample
 
 PEER_TIMEOUT_S = 1800.0
 """Default of `timeout_s`: seconds until a rank that does not come is an error on the others."""
 
 _GRACE_S = 5.0  # for the others to hear of a failure at once
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a rank tells the others, at a place where all ranks tell the like.
+
+    Attributes:
+        told: a report, a few integers, or bytes, of which each rank gets those of all ranks; or
+            what the ranks must have in common, as JSON data by name.
+        where: the place that errors name.
+        steps: the most groups in a report, the same on all ranks.
+    """
+
+    told: CostReport | list[int] | bytes | Mapping[str, Any]
+    where: str
+    steps: int = 0
+
+
+Exchanges = Generator[Ask, Any, T]
+"""What a rank does between exchanges with others, in which it gets what all of them told."""
+
 
 class Peers:
-    """Exchanges reports with the other ranks of a group.
+    """Exchanges what the ranks of a process tell with the other ranks of a group.
 
     Args:
         process_group: see `resolve_exchange`.
         timeout_s: seconds until a rank that does not come is an error.
-        round_size: the largest number of steps in a round.
+        message_size: the most integers in the report of a full round.
         tasks: number of tasks in reports.
+        hosted: virtual ranks of this process, and of each other one; 1 for a rank that is real.
     """
 
     def __init__(
-        self, process_group: Any, timeout_s: float, round_size: int, tasks: int = 0
+        self,
+        process_group: Any,
+        timeout_s: float,
+        message_size: int,
+        tasks: int = 0,
+        hosted: int = 1,
     ) -> None:
         check_seconds("timeout_s", timeout_s)
-        self._process_group = process_group
-        self._timeout_s = timeout_s
-        self._tasks, self._round_size = tasks, round_size
-        self._capacity = CostReport.message_size(round_size, tasks)
+        self._process_group, self._timeout_s = process_group, timeout_s
+        self._size, self._tasks, self.hosted = message_size, tasks, hosted
+        self.place: dict[str, Any] = {}
+        """Where this process stands, which all must have in common."""
         self._use(LocalExchange())
-        self._thread: threading.Thread | None = None  # that speaks for this rank
+        self._failing: threading.Thread | None = None  # tells others of a failure
 
     @property
     def rank(self) -> int:
-        """This rank in the group, as `begin` found."""
-        return self._channel.rank
+        """The first rank of this process in the group, as `begin` found."""
+        return self._channel.rank * self.hosted
 
     @property
     def world_size(self) -> int:
         """Ranks of the group, as `begin` found."""
-        return self._channel.world_size
-
-    @property
-    def batch_of_step(self) -> tuple[int, int]:
-        """Which of the batches of a step that this process takes is that of this rank, of how many.
-
-        More than one where the process hosts several virtual ranks.
-        """
-        place: tuple[int, int] = getattr(self._exchange, "batch_of_step", (0, 1))
-        return place
+        return self._channel.world_size * self.hosted
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent in exchanges so far; those of the process, where it hosts several ranks."""
-        return getattr(self._exchange, "wait_s", self._channel.wait_s)
+        """Seconds spent in exchanges so far."""
+        return self._channel.wait_s
 
     @property
     def are_connected(self) -> bool:
@@ -83,7 +102,7 @@ class Peers:
 
     @property
     def agreed(self) -> bool:
-        """Whether `agree` has been called since `begin`."""
+        """Whether ranks have agreed since `begin` that they go on from the same place."""
         return self._channel.agreed
 
     def new_exchange(self) -> Exchange:
@@ -107,137 +126,74 @@ class Peers:
             WorkerError: see `check_process`.
         """
         self.check_process()
-        self._end_thread()
+        failing, self._failing = self._failing, None
+        if failing is not None:
+            self._exchange.interrupt()
+            failing.join()  # Ends: it is interrupted, and has a limit.
         if not self.are_connected:  # The job may have been set up since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         self._exchange.resume()
         self._channel.begin()
 
-    def check_source(self, source: BaseNode[Any]) -> None:
-        """Make sure that the nodes below share their data as the ranks share their steps.
-
-        Raises:
-            RuntimeError: one is another rank, or one of another number of ranks.
-        """
-        here = {"rank": self.rank, "world_size": self.world_size}
-        for name, config in _sharing_nodes(source).items():
-            there = {key: config[key] for key in here}
-            if there != here:
-                raise RuntimeError(
-                    f"`{name}` is rank {there['rank']} of {there['world_size']} ranks, but the "
-                    f"`RankAligner` over it is rank {self.rank} of {self.world_size}. Give both "
-                    "the same: `process_group=` here, `rank=` and `world_size=` there."
-                )
-
-    def agree(self, config: Mapping[str, Any], source: BaseNode[Any]) -> None:
-        """Make sure, after `begin`, that all ranks go on from the same place.
+    def drive(self, ranks: Sequence[Exchanges[T]], where: Callable[[], str]) -> list[T]:
+        """Let the ranks of this process run from exchange to exchange; return what they return.
 
         Args:
-            config: what the ranks must have in common.
-            source: the node below; its nodes that share data must be configured alike, too.
+            ranks: all ranks of this process; one alone must not ask for an exchange where there
+                are more.
+            where: returns the place that others are told where a rank fails.
 
         Raises:
-            StateError: they do not, or are not. The same error on all ranks.
-            PeerError: a rank failed, or did not come.
+            PeerError: another rank failed, left, or did not come.
+            StateError: the ranks do not go on from the same place.
         """
-        sharing = _sharing_nodes(source)
-        shared = {name: {**one, "rank": None} for name, one in sharing.items()}
-        # Where nothing is shared out, each rank has data of its own, mixed as it likes.
-        alike = _nodes_alike(source) if sharing else {}
-        place = getattr(self._exchange, "place", {})  # of a process with several virtual ranks
-        self._channel.agree({**config, **shared, **alike, **place})
-
-    def reports(self, own: CostReport, where: str, steps: int = 0) -> list[CostReport]:
-        """Return the reports of all ranks for a round, this one's included.
-
-        Args:
-            own: that of this rank.
-            where: the place that errors name.
-            steps: the most groups that a rank may report, the same on all of them, where that may
-                be more than `round_size`.
-
-        Raises:
-            PeerError: a rank failed, left, or did not come.
-        """
-        if not self.are_connected:
-            return [own]
-        message = own.to_message()
-        if steps <= self._round_size:
-            messages = [*self._channel.gather(message, where)]
-        else:
-            parts = self._channel.gather_bytes(message.astype("<i8").tobytes(), where)
-            messages = [np.frombuffer(one, "<i8").astype(np.int64) for one in parts]
-        return [CostReport.from_message(one, self._tasks) for one in messages]
-
-    def gather(self, numbers: Sequence[int], where: str) -> list[list[int]]:
-        """Return a few numbers of each rank.
-
-        Raises:
-            PeerError: a rank failed, left, or did not come.
-        """
-        rows = self._channel.gather(np.array(numbers, dtype=np.int64), where)
-        found: list[list[int]] = rows[:, : len(numbers)].tolist()
-        return found
-
-    def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
-        """Return the bytes of each rank, however many.
-
-        Raises:
-            PeerError: a rank failed, left, or did not come.
-        """
-        return self._channel.gather_bytes(data, where)
+        results: dict[int, T] = {}
+        answer: Any = None
+        try:
+            while True:
+                asked: list[Ask] = []
+                with self.reporting_failure(where):
+                    for number, rank in enumerate(ranks):
+                        if number in results:
+                            continue
+                        try:
+                            asked.append(rank.send(answer))
+                        except StopIteration as end:
+                            results[number] = end.value
+                if not asked:
+                    return [results[number] for number in range(len(ranks))]
+                if len(asked) < self.hosted:
+                    raise RuntimeError("the virtual ranks of a process do not exchange alike.")
+                answer = self._exchanged(asked)
+        finally:
+            for rank in ranks:
+                rank.close()
 
     def fail(self, error: BaseException, where: str) -> None:
         """Tell the others, in place of this rank's part of an exchange, why it fails.
 
         After a while on a thread: they may need a long time until they listen.
         """
-        self._thread = threading.Thread(
+        self._failing = threading.Thread(
             target=self._channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
         )
-        self._thread.start()
-        self._thread.join(_GRACE_S)
+        self._failing.start()
+        self._failing.join(_GRACE_S)
 
     @contextmanager
-    def reporting_failure(self, where: str) -> Iterator[None]:
+    def reporting_failure(self, where: str | Callable[[], str]) -> Iterator[None]:
         """Tell the others why this rank fails, where what is done within this context raises."""
         try:
             yield
         except StopIteration:  # of `cost_fn`, say; it would end the epoch here
             # Not `from` it: `contextmanager` would then let the StopIteration pass.
-            raised = RuntimeError(f"{where}: the source or `cost_fn` raised StopIteration.")
-            self.fail(raised, where)
+            place = where if isinstance(where, str) else where()
+            raised = RuntimeError(f"{place}: the source or `cost_fn` raised StopIteration.")
+            self.fail(raised, place)
             raise raised  # noqa: B904
         except Exception as error:
-            self.fail(error, where)
+            self.fail(error, where if isinstance(where, str) else where())
             raise
-
-    def share_filler(
-        self, reports: list[CostReport], at: AlignerState, own: Sample | None, where: str
-    ) -> Sample | None:
-        """Give ranks that never had a sample one of another rank's, and return this rank's.
-
-        Args:
-            reports: the reports of all ranks for the round.
-            at: where this rank stands; it notes a sample that is another rank's.
-            own: this rank's filler, if it has one.
-            where: the place that errors name.
-
-        Raises:
-            SampleError: on the rank that should give one: it cannot be sent.
-        """
-        if all(report.has_filler for report in reports) or not any(one.groups for one in reports):
-            return own
-        donor = next(rank for rank, report in enumerate(reports) if report.groups)
-        data = b""
-        if self.rank == donor and own is not None:
-            with self.reporting_failure(f"{where}, sending a sample to a rank that has none"):
-                data = encode_sample(own)
-        received = self.gather_bytes(data, where)[donor]
-        if reports[self.rank].has_filler:
-            return own
-        at.filler = received
-        return decode_sample(received)
 
     def interrupt(self) -> None:
         """Make a wait on another thread raise, until `begin`."""
@@ -245,14 +201,140 @@ class Peers:
 
     def _use(self, exchange: Exchange) -> None:
         self._exchange, self._owner = exchange, Owner()
-        self._channel = Channel(exchange, self._capacity)
+        self._channel = Channel(exchange, self._size * self.hosted)
 
-    def _end_thread(self) -> None:
-        """Wait until nobody else speaks for this rank."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._exchange.interrupt()
-            thread.join()
+    def _exchanged(self, asked: Sequence[Ask]) -> Any:
+        """Return what all ranks tell, in their order; `None` where they only had to agree."""
+        first, where = asked[0].told, asked[0].where
+        if isinstance(first, Mapping):
+            return self._agree([one.told for one in asked])
+        told: list[Any] = [one.told for one in asked]
+        if not self.are_connected:
+            return told
+        if isinstance(first, bytes):
+            return self._gather_bytes(told, where)
+        if isinstance(first, list):
+            return self._gather([np.array(one, np.int64) for one in told], where, len(first))
+        messages = [one.to_message() for one in told]
+        if CostReport.message_size(asked[0].steps, self._tasks) <= self._size:
+            rows = self._gather(messages, where, self._size)
+        else:
+            parts = self._gather_bytes([one.astype("<i8").tobytes() for one in messages], where)
+            rows = [np.frombuffer(one, "<i8").astype(np.int64) for one in parts]
+        return [CostReport.from_message(np.asarray(row), self._tasks) for row in rows]
+
+    def _agree(self, configs: Sequence[Any]) -> None:
+        if any(one != configs[0] for one in configs):
+            names = [
+                name for name in configs[0] if any(one[name] != configs[0][name] for one in configs)
+            ]
+            raise StateError(
+                f"the virtual ranks of a process do not go on from the same place: they differ in "
+                f"{names}. Load states that were saved at the same step."
+            )
+        self._channel.agree({**configs[0], **self.place})
+
+    def _gather(self, own: Sequence[Any], where: str, width: int) -> Sequence[Any]:
+        """Return rows of integers of all ranks, (ranks, width)."""
+        row = np.zeros((self.hosted, width), dtype=np.int64)
+        for number, one in enumerate(own):
+            row[number, : len(one)] = one
+        rows = self._channel.gather(row.ravel(), where)[:, : row.size]
+        found = rows.reshape(self.world_size, width)
+        listed: Sequence[Any] = found.tolist() if width < self._size else [*found]
+        return listed
+
+    def _gather_bytes(self, own: Sequence[bytes], where: str) -> list[bytes]:
+        """Return the bytes of all ranks."""
+        if self.hosted == 1:
+            return self._channel.gather_bytes(own[0], where)
+        sizes = self._gather([np.array([len(one)]) for one in own], where, 1)
+        whole = b"".join(self._channel.gather_bytes(b"".join(own), where))
+        ends = np.cumsum([size for (size,) in sizes]).tolist()
+        return [whole[end - size : end] for end, (size,) in zip(ends, sizes, strict=True)]
+
+
+class VirtualTeam:
+    """The virtual ranks of a job that this process hosts: `hosted` of them, next to each other.
+
+    Args:
+        virtual_ranks: number of virtual ranks of the job; a multiple of the number of its ranks.
+        process_group: the ranks of the job; see `resolve_exchange`.
+        timeout_s: seconds until a rank that does not come is an error.
+
+    Raises:
+        ValueError: `virtual_ranks` is not a multiple of the number of ranks.
+    """
+
+    def __init__(self, virtual_ranks: int, process_group: Any, timeout_s: float) -> None:
+        self.rank, self.processes = group_rank(process_group)
+        if virtual_ranks % self.processes:
+            raise ValueError(
+                f"`virtual_ranks` must be a multiple of the number of ranks ({self.processes}), "
+                f"so that each hosts as many, but is {virtual_ranks}."
+            )
+        self.virtual_ranks, self.hosted = virtual_ranks, virtual_ranks // self.processes
+        self._process_group, self._timeout_s = process_group, timeout_s
+        self.peers: Peers | None = None
+        """The other processes, as soon as a `RankAligner` has asked for them."""
+
+    def ranks(self) -> list[VirtualRank]:
+        """Return the virtual ranks of this process."""
+        return [VirtualRank(self, number) for number in range(self.hosted)]
+
+    def peers_of(self, message_size: int, tasks: int) -> Peers:
+        """Return what all virtual ranks of this process speak to the others by."""
+        if self.peers is None:
+            where = self._process_group, self._timeout_s
+            self.peers = Peers(*where, message_size, tasks, self.hosted)
+        return self.peers
+
+
+@dataclass(frozen=True)
+class VirtualRank:
+    """A virtual rank of this process: the `process_group` of its graph."""
+
+    team: VirtualTeam
+    number: int
+
+    @property
+    def rank(self) -> int:
+        """Its number among all virtual ranks."""
+        return self.team.rank * self.team.hosted + self.number
+
+    @property
+    def world_size(self) -> int:
+        """Number of virtual ranks."""
+        return self.team.virtual_ranks
+
+
+def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:
+    """Make sure that the nodes below share their data as the ranks share their steps.
+
+    Raises:
+        RuntimeError: one is another rank, or one of another number of ranks.
+    """
+    for name, config in _sharing_nodes(source).items():
+        if (config["rank"], config["world_size"]) != (rank, world_size):
+            raise RuntimeError(
+                f"`{name}` is rank {config['rank']} of {config['world_size']} ranks, but the "
+                f"`RankAligner` over it is rank {rank} of {world_size}. Give both "
+                "the same: `process_group=` here, `rank=` and `world_size=` there."
+            )
+
+
+def sharing_configs(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return the configurations that ranks that share data must have in common, by node."""
+    sharing = _sharing_nodes(source)
+    shared = {name: {**one, "rank": None} for name, one in sharing.items()}
+    if not sharing:  # Each rank has data of its own, mixed as it likes.
+        return {}
+    alike = [
+        (type(node).__name__, config | (call_member(node, "agreed") or {}))
+        for node, config in _configured_nodes(source)
+        if getattr(node, "same_on_all_ranks", False)
+    ]
+    return {**shared, **_by_name(alike)}
 
 
 def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
@@ -264,22 +346,13 @@ def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
     )
 
 
-def _nodes_alike(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
-    """Return, by name, the configurations of the nodes that say that all ranks must have them."""
-    return _by_name(
-        (type(node).__name__, config)
-        for node, config in _configured_nodes(source)
-        if getattr(node, "same_on_all_ranks", False)
-    )
-
-
 def _configured_nodes(source: BaseNode[Any]) -> Iterator[tuple[BaseNode[Any], dict[str, Any]]]:
     for node in walk(source):
         if isinstance(config := call_member(node, "fingerprint"), dict):
             yield node, config
 
 
-def _by_name(configs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _by_name(configs: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, config in configs:
         same = sum(one.partition("[")[0] == name for one in found)

@@ -4,34 +4,116 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
-from odb_nodes.alignment.aligner_state import AlignerState
-from odb_nodes.alignment.group_reader import GroupReader, cost_below
-from odb_nodes.alignment.held_samples import HeldSamples
-from odb_nodes.alignment.peers import PEER_TIMEOUT_S, Peers
-from odb_nodes.alignment.resumed_round import ResumedRound, excluded_below
-from odb_nodes.alignment.round_terms import RoundTerms
-from odb_nodes.alignment.tells_of_rounds import TellsOfRounds
-from odb_nodes.contract import EpochNode
-from odb_nodes.contract.node import check_node, state_to_keep
-from odb_nodes.contract.state import made
-from odb_nodes.planning.alignment import Uneven, plan_round
+from odb_nodes.alignment.held_samples import HeldContent, HeldSamples, groups_again
+from odb_nodes.alignment.last_round import TailBalancer
+from odb_nodes.alignment.peers import (
+    PEER_TIMEOUT_S,
+    Ask,
+    Exchanges,
+    Peers,
+    VirtualRank,
+    check_sharing,
+    sharing_configs,
+)
+from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
+from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples, walk
+from odb_nodes.contract.node import call_member, check_node, snapshot
+from odb_nodes.contract.recall import recalls
+from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes import WindowBucketer
+from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.planning.alignment import CostReport, Uneven, plan_round
 from odb_nodes.planning.budget import round_up
-from odb_nodes.planning.group_costs import CostFn, GroupCostEstimator, best_filler
+from odb_nodes.planning.group_costs import (
+    BudgetCost,
+    CostFn,
+    GroupCostEstimator,
+    best_filler,
+    padded_tokens,
+    tokens_of,
+)
+from odb_nodes.planning.group_planner import PoolReport, RoundSettings
+from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.rounds import round_steps
+from odb_nodes.planning.rounds import RoundPlanner, next_settings, round_steps
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.step_info import AlignedGroup
 
 
-class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
+@dataclass(kw_only=True)
+class AlignerState(EpochState):
+    """The state of a `RankAligner`.
+
+    Attributes:
+        source: the state of the source, after what is held.
+        round: the number of the round in the epoch.
+        step: the number of the next step in the epoch.
+        emitted: the steps of the round that are out.
+        plan: the plan of the round, as bytes; `None` between rounds.
+        tasks: number of the tasks whose targets it has.
+        last: there is no round after this one.
+        drained: the source has no groups after those that are held.
+        settings: the `RoundSettings` of the next round.
+        requested_max_tokens: the `tokens` that this rank asks all ranks for; 0 for none.
+        filler: the sample that this rank fills with, encoded, where it came from another rank.
+        held: the groups of the round's further steps, that of the round after it, and the sample to
+            fill with, as a group; `None` where nothing of the epoch was read.
+        left_out: key, source and reason of what is left out, and in no step yet.
+        left_out_ahead: those of what comes with the next round.
+        unemitted_samples: the samples that `uneven="stop"` left over.
+    """
+
+    source: SourceState = field(default_factory=dict)
+    round: int = 0
+    step: int = 0
+    emitted: int = 0
+    plan: bytes | None = None
+    tasks: int = 0
+    last: bool = False
+    drained: bool = False
+    settings: tuple[int, list[int], int, bool] = field(
+        default_factory=lambda: RoundSettings().to_state()
+    )
+    requested_max_tokens: int = 0
+    filler: bytes | None = None
+    held: HeldContent | None = None
+    left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
+    left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
+    unemitted_samples: int = 0
+
+    def steps(self) -> AlignedRound:
+        """Return the steps of the round, without their groups.
+
+        Raises:
+            StateError: they are damaged.
+        """
+        steps = AlignedRound.from_bytes(self.plan, self.tasks)
+        sizes = None if self.held is None else self.held[0]
+        wrong_sizes = sizes is not None and len(sizes) != len(steps) - self.emitted + 2
+        if wrong_sizes or self.emitted > min(len(steps), self.step):
+            raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
+        return steps
+
+    @property
+    def totals_digest(self) -> int:
+        """A number that is the same on all ranks of the same round."""
+        return AlignedRound.from_bytes(self.plan, self.tasks).digest()
+
+    def is_at_end(self, steps: AlignedRound) -> bool:
+        """Tell whether this is after the last step of the epoch, where `steps` are the round's."""
+        return self.last and self.emitted == len(steps)
+
+
+class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
     It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
@@ -44,8 +126,9 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
 
     State: the source's, the plan of the round, how many of its steps are out, and key, length and
     digest of each sample of the others: 56 bytes per step and 16 per sample. Restoring makes these
-    again, and asks no other rank. Where the source cannot make samples again by their keys, its
-    state is that where the round begins, and all groups of the round are pulled again.
+    again, and asks no other rank. Where the source cannot make samples again, the state holds the
+    samples themselves. A state that is restored with more keys in `exclude`, or a lower budget,
+    puts the samples of the round's further optimizer steps back into the pool, and begins a round.
 
     Args:
         source: node that yields groups, `list[Sample]`: a `WindowBucketer`.
@@ -92,20 +175,64 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
         super().__init__()
         check_node("source", source)
         check_choice("uneven", uneven, get_args(Uneven))
-        self.measure = GroupCostEstimator(cost_fn or cost_below(source), modalities, tasks)
+        self.measure = GroupCostEstimator(cost_fn or _cost_below(source), modalities, tasks)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self.round_size = round_up(check_count("round_size", round_size), accumulate)
         self.uneven = uneven
         self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
-        self.peers = Peers(process_group, timeout_s, self.round_size, len(self.measure.tasks))
-        cost_fn, fills = self.measure.cost_fn, uneven == "fill"
-        self.terms = RoundTerms(source, self.peers, cost_fn, self.round_size, fills)
+        most = CostReport.message_size(self.round_size, len(self.measure.tasks))
+        self._number = 0
+        if isinstance(process_group, VirtualRank):
+            self.peers = process_group.team.peers_of(most, len(self.measure.tasks))
+            self._number = process_group.number
+        else:
+            self.peers = Peers(process_group, timeout_s, most, len(self.measure.tasks))
         self.replayed_samples = 0
         """Samples of the round that the last restore processed again."""
+        self.requested_max_tokens = 0
         self._at = AlignerState()
+        self._where = "reset"
+        self._filler: Sample | None = None
+        self._held: HeldSamples | None = None  # what the next state holds
+        self._left_out_ahead: list[LeftOut] = []
+        self._pool = source if isinstance(source, WindowBucketer) else None
+        if self._pool is not None:
+            self._pool.planner.follows_ranks = self._pool.keeps_planned = True
         self._clear()
+
+    @property
+    def rank(self) -> int:
+        """This rank, of those that share steps."""
+        return self.peers.rank + self._number
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of an optimizer step."""
+        return self.rule.accumulate
+
+    @property
+    def unemitted_samples(self) -> int:
+        """Samples of this rank and epoch that `uneven="stop"` left over."""
+        return self._at.unemitted_samples
+
+    @property
+    def exchange_wait_s(self) -> float:
+        """Seconds spent waiting for other ranks so far."""
+        return self.peers.wait_s
+
+    @property
+    def has_workers(self) -> bool:
+        """Tell whether threads run for the connections to other ranks."""
+        return self.peers.are_connected
+
+    def ask_for_tokens(self, tokens: int) -> None:
+        """Ask all ranks for groups of at most `tokens`, from the next round on.
+
+        The smallest number that a rank asks for is taken. May be called from any thread.
+        """
+        self.requested_max_tokens = min(self.requested_max_tokens or tokens, tokens)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to where `initial_state` stands.
@@ -122,58 +249,78 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
 
     def prepare_reset(self) -> None:
         """Find this rank's place among the others, and make sure that the sources share it."""
-        batch, batches = self.peers.batch_of_step
+        batches = self.peers.hosted
         world_size = self.peers.world_size // batches
-        self.rule = replace(self.rule, world_size=world_size, batch=batch, batches=batches)
+        self.rule = replace(self.rule, world_size=world_size, batch=self._number, batches=batches)
         self._clear()
-        self.peers.check_source(self.source)
-
-    def _clear(self) -> None:
-        self._before, self._at = self._at, AlignerState()
-        may_split = self.uneven == "fill"
-        self._reader = GroupReader(self.source, self.measure, self.terms, may_split)
-        self._steps = AlignedRound(tasks=len(self.measure.tasks))
-        self._filler: Sample | None = None
-        self._held: HeldSamples | None = None  # what the next state holds
-        self._resumed: ResumedRound  # where a state was restored: no other round is unsettled
+        check_sharing(self.source, self.rank, self.peers.world_size)
 
     def begin_epoch(self) -> None:
-        """Begin the epoch of the source."""
-        self.terms.begin_epoch(self._at, self._before)
+        """Begin the epoch of the source, with the limits and the window of the one before."""
+        before = RoundSettings(*self._at.settings)
+        if self._pool is not None:
+            self._pool.use(before._replace(caps=()))
+        self._at = AlignerState()
         self.source.reset(None)
-        self._at.source = state_to_keep(self.source)
+        self._at.source = snapshot(self.source)
 
     def restore(self, state: AlignerState) -> None:
         """Go to a step of a round, and make what is left of the round again.
 
         Raises:
-            StateError: the source does not yield it again.
+            StateError: the source does not yield it again; or `exclude` adds keys where it cannot.
         """
-        self._at, accumulate = state, self.rule.accumulate
-        self.terms.follow(state)
-        self._steps = state.steps()
-        resumed = ResumedRound(state, self._steps, self._reader, accumulate, self.uneven)
-        resumed.restore(self.round_size if state.drained else self._round_steps(state.round))
-        self._resumed, self._filler, self._held = resumed, resumed.filler, resumed.held
-        self.replayed_samples = resumed.replayed_samples
+        self._at, self._steps = state, state.steps()
+        self.requested_max_tokens = state.requested_max_tokens
+        self.source.reset(copy_state(state.source))
+        self._groups.has_ended = state.drained
+        at_end = state.is_at_end(self._steps)
+        if state.filler is not None:
+            self._filler = decode_sample(state.filler)
+        if state.held is not None and not at_end:
+            in_round = state.emitted < len(self._steps)  # whose totals all ranks have counted
+            held, self.replayed_samples = groups_again(
+                state.held, self.source, type(self).__name__, may_differ=not in_round
+            )
+            *groups, ahead, filler = held
+            self._planner.ahead = ahead or None
+            self._filler = (*filler, self._filler)[0]
+            self._steps.fill_rest(state.emitted, groups, self._filler)
+        self._left_out_ahead = [LeftOut(*one) for one in state.left_out_ahead]
+        self._use_present_options(at_end=at_end)
+        if not at_end and state.held is not None:
+            self._hold()
 
     def save(self) -> AlignerState:
         """Return the source's state, the plan of the round, and what is held of it."""
-        return made(self.save_to_keep())
-
-    def save_to_keep(self) -> AlignerState:
-        """Return the same, with what is to be said of samples made later."""
         at = copy(self._at)
-        at.held, at.sizes = None, []
-        at.wish, at.tasks = self.terms.budget.wish, len(self.measure.tasks)
-        at.left_out, at.left_out_ahead = [(*one,) for one in at.left_out], []
-        if self._held is not None:
-            self._held.put_into(at)
+        at.requested_max_tokens = self.requested_max_tokens
+        at.tasks = len(self.measure.tasks)
+        held: Any = self._held
+        at.held = held
+        at.left_out = [(*one,) for one in at.left_out]
         return at
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
-        return state.fixed_fields()
+        steps = state.steps()
+        if state.is_at_end(steps):
+            return ()
+        of_the_plan = ("cost_fn", "modalities", "tasks") if len(steps) else ()
+        return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
+        return {
+            "rank": self.rank,
+            "world_size": self.peers.world_size,
+            "round_size": self.round_size,
+            "uneven": self.uneven,
+            "loss_scaling": self.rule.scaling,
+            "accumulate": self.rule.accumulate,
+            "seed": self._seed,
+            **self.measure.fingerprint(),
+        }
 
     def next(self) -> AlignedGroup:
         """Return the next group and its `StepInfo`.
@@ -184,13 +331,10 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
             WorkerError: the connections belong to the process that this one was forked from.
         """
         self.peers.check_process()
-        at = self._at
-        if at.unsettled:
-            self._settle()
-        while at.emitted == len(self._steps):
-            self._begin_round()
-        self._agree()
-        index, step, rule = at.emitted, at.step, self.rule
+        if not self.peers.drive([self.prepare_step()], lambda: self._where)[0]:
+            raise StopIteration
+        at, rule = self._at, self.rule
+        index, step = at.emitted, at.step
         at.emitted, at.step = at.emitted + 1, at.step + 1
         item = self._steps.take(
             index,
@@ -200,13 +344,27 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
             epoch=self._epochs.epoch,
             ends_epoch=at.is_at_end(self._steps) and rule.batch == rule.batches - 1,
             left_out=tuple(self.take_left_out()),
-            source_shares=self.terms.weights.shares(),
         )
         if self._held is not None:
             self._held = self._held.after(1)
         if at.emitted == len(self._steps):
             self._end_round()
         return item
+
+    def prepare_step(self) -> Exchanges[bool]:
+        """Settle rounds with the other ranks until there is a step; tell whether there is one."""
+        at = self._at
+        while at.emitted == len(self._steps):
+            if at.last:
+                return False
+            yield from self._begin_round()
+        yield from self._agree()
+        return True
+
+    @property
+    def where(self) -> str:
+        """The place that an error of this rank names."""
+        return self._where
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
@@ -222,103 +380,266 @@ class RankAligner(TellsOfRounds, EpochNode[AlignedGroup, AlignerState]):
 
     close = interrupt
 
-    def _agree(self) -> None:
+    # --------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        fills, world_size = self.uneven == "fill", self.peers.world_size
+        balancer = None
+        if fills and self._pool is not None and self._pool.has_keys:
+            balancer = TailBalancer(self._pool, self.rank, world_size)
+        self._balancer = balancer
+        self._groups = _Groups(self.source, self._pool, balancer, world_size)
+        self._planner: RoundPlanner[Sample] = RoundPlanner(
+            self._groups, self.measure, tokens_of, len(self.measure.tasks), fills
+        )
+        has_caps = world_size > 1 and type(self.measure.cost_fn) is BudgetCost
+        self._offered = self.round_size if has_caps else 0
+        self._steps = AlignedRound(tasks=len(self.measure.tasks))
+        self._filler, self._held, self._left_out_ahead = None, None, []
+        self._where = "reset"
+
+    def _agree(self) -> Exchanges[None]:
+        """Make sure, once after a reset, that all ranks go on from the same place."""
         if self.peers.agreed:
             return
+        at, name = self._at, type(self).__name__
+        is_within = at.emitted < len(self._steps)
+        below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
+        settings = RoundSettings(*at.settings)
         config = {
-            **self._at.agreed(),
+            "step": at.step,
             "epoch": self._epochs.epoch,
-            "totals of the round": self._steps.digest(),
-            "exclude": repr(excluded_below(self.source)),
-            type(self).__name__: {**self.fingerprint(), "rank": None},
+            "tokens of the next round": settings.max_tokens,
+            "caps of the next round": [*settings.caps],
+            "window of the next round": settings.window,
+            "whether the next round is the last": settings.is_last,
+            "totals of the round": self._steps.digest() if is_within else 0,
+            "exclude": ", ".join(repr(node.excluded) for node in below),
+            name: {**self.fingerprint(), "rank": None},
+            **sharing_configs(self.source),
         }
-        self.peers.agree(config, self.source)
+        yield Ask(config, self._where)
 
-    def _stand(self) -> None:
-        """Keep what a state has of the samples that are held, or begin the next round."""
+    def _begin_round(self) -> Exchanges[None]:
+        """Settle the next round with the other ranks."""
         at = self._at
-        if self._reader.recalls:
-            own = None if at.filler is not None else self._filler
-            held = self._reader.held(self._steps.groups()[at.emitted :], own)
-            at.source, self._held = state_to_keep(self.source), held
-        if at.emitted == len(self._steps):
-            self._end_round()
-
-    def _begin_round(self) -> None:
-        """Settle the next round with the other ranks.
-
-        Raises:
-            StopIteration: there is none.
-        """
-        at = self._at
-        if at.last:
-            raise StopIteration
-        where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
+        settings = RoundSettings(*at.settings)
         most = self._round_steps(at.round)
-        if at.shares_rest:
-            self._agree()
-            groups, most = self._reader.read_rest(at, where)
-        with self.peers.reporting_failure(where):
-            if not at.shares_rest:
-                groups = self._reader.read_next(at, most)
-            report, ladder = self._reader.report(groups, most, self._filler)
-        self._agree()
-        reports = self.peers.reports(report, where, most)
-        self.terms.weights.settle(reports, where)
-        if not at.step:
-            self._reader.check_has_samples(reports, self._epochs.epoch)
+        where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
+        self._where = where
+        if self._pool is not None:
+            filler = [] if self._filler is None else [self._filler]
+            self._pool.release([*(self._planner.ahead or []), *filler])
+        if settings.is_last and self._balancer is not None:
+            yield from self._agree()
+            rest = self._planner.read_rest(settings)
+            left_out = [*self._left_out_ahead, *self._groups.take_left_out()]
+            ahead: list[LeftOut] = []
+            groups, most = yield from self._balancer.groups(rest, where)
+            left_out += self._balancer.left_out
+        else:
+            groups = self._planner.read(most, settings)
+            left_out = [*self._left_out_ahead, *self._groups.take_left_out()]
+            self._planner.read_ahead(groups, most)
+            ahead = self._groups.take_left_out()
+            if self._planner.ahead is None:  # The source has ended.
+                left_out, ahead = [*left_out, *ahead], []
+        report = self._planner.report(
+            groups, most, self._offered, has_filler=self._filler is not None
+        )
+        report = replace(report, max_tokens=self.requested_max_tokens)
+        yield from self._agree()
+        reports: Sequence[CostReport] = yield Ask(report, where, steps=most)
+        if not at.step and not any(one.groups for one in reports):
+            epoch = self._epochs.epoch
+            raise SampleError(
+                f"no rank has a sample in epoch {epoch}. {blame_sources(self.source)}"
+            )
         key = hash_ints(self._seed, self._epochs.epoch, at.round)
         plan = plan_round(reports, uneven=self.uneven, key=key)
         if groups:
-            self._filler = best_filler(groups)
+            self._filler, at.filler = best_filler(groups), None
         if self.uneven == "fill":
-            self._filler = self.peers.share_filler(reports, at, self._filler, where)
-        at.last = plan.last
-        self._steps = AlignedRound.of(plan, self.peers.rank)
-        at.emitted, at.plan = 0, self._steps.to_bytes()
-        self.terms.settle(at, reports, self._round_steps(at.round + 1))
-        at.splits = plan.splits[self.peers.rank]
-        at.left_out = [*at.left_out, *self._reader.left_out]
-        self._steps.fill(ladder.groups(at.splits), self._filler)
+            yield from self._share_filler(reports, where)
+        self._steps = AlignedRound.of(plan, self.rank)
+        splits = plan.splits[self.rank]
+        self._steps.fill(self._planner.groups(splits), self._filler)
+        at.last, at.emitted, at.plan = plan.last, 0, self._steps.to_bytes()
+        at.drained = self._planner.ahead is None
+        next_steps = self._round_steps(at.round + 1)
+        at.settings = next_settings(reports, settings, next_steps).to_state()
+        at.left_out = [*at.left_out, *left_out]
+        self._left_out_ahead = ahead
         if self.uneven == "stop" and plan.last:
-            whose = f"of rank {self.peers.rank} are not emitted in epoch {self._epochs.epoch}"
-            at.unemitted_samples, rest = self._reader.leave(groups[len(self._steps) :], whose)
-            at.left_out += rest
+            self._drop(groups[len(self._steps) :])
         self._stand()
 
-    def _settle(self) -> None:
-        """Tell the other ranks what is left of the round, where samples were excluded."""
-        self._agree()
-        self._filler = self._resumed.settle(self.peers)
-        self._stand()
+    def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
+        """Give ranks that never had a sample one of another rank's to fill with."""
+        if all(one.has_filler for one in reports) or not any(one.groups for one in reports):
+            return
+        donor = next(rank for rank, one in enumerate(reports) if one.groups)
+        data = b""
+        if self.rank == donor and self._filler is not None:
+            self._where = f"{where}, sending a sample to a rank that has none"
+            data = encode_sample(self._filler)
+        texts: Sequence[bytes] = yield Ask(data, where)
+        if not reports[self.rank].has_filler:
+            self._at.filler = texts[donor]
+            self._filler = decode_sample(texts[donor])
+
+    def _drop(self, groups: list[list[Sample]]) -> None:
+        """Count the samples that this rank has left, as another one has ended, with a warning."""
+        at = self._at
+        left = [sample for group in [*groups, self._planner.ahead or []] for sample in group]
+        dropped = [LeftOut(one.key, one.source, "unemitted") for one in left]
+        count = len(left) + remaining_samples(self.source)
+        at.left_out += dropped + ([] if self._pool is None else self._pool.drop_remaining())
+        at.unemitted_samples += count
+        self._planner.ahead, at.drained = None, True
+        if count:
+            warn_user(
+                f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
+                f"are not emitted in epoch {self._epochs.epoch}."
+            )
+
+    def _stand(self) -> None:
+        """Keep what a state has of the samples that are held, or end a round without a step."""
+        self._at.source = snapshot(self.source)
+        self._hold()
+        if self._at.emitted == len(self._steps):
+            self._end_round()
+
+    def _hold(self) -> None:
+        at = self._at
+        at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
+        filler = [self._filler] if self._filler is not None and at.filler is None else []
+        groups = self._steps.groups()[at.emitted :]
+        held = [*groups, self._planner.ahead or [], filler]
+        self._held = HeldSamples.of(held, as_records=recalls(self.source))
 
     def _end_round(self) -> None:
         """Stand at the beginning of the next round, or at the end of the epoch."""
         at = self._at
         if at.last:
+            if self._pool is not None:
+                self._pool.release()
             self._steps.fill([], None)
-            at.source, at.excluded = state_to_keep(self.source), {}
-            self._held = None
+            at.source, self._held = snapshot(self.source), None
             return
         self._steps = AlignedRound(tasks=len(self.measure.tasks))
-        at.emitted, at.plan, at.splits = 0, None, 0
+        at.emitted, at.plan = 0, None
         at.round += 1
-        at.drained = self._reader.ahead is None
-        if not (self._reader.recalls or at.drained):  # Else the filler comes from the same place.
-            at.source, at.excluded = self._reader.next_state, {}
+
+    def _use_present_options(self, *, at_end: bool) -> None:
+        """Plan the further steps anew, where keys or limits are others than in the state."""
+        at, name = self._at, type(self).__name__
+        below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
+        has_keys = any(node.keys_changed for node in below)
+        has_limits = any(node.limits_changed for node in below)
+        if at_end or at.held is None or not (has_keys or has_limits):
+            return
+        inside = at.emitted % self.accumulate
+        if has_keys and (self._pool is None or inside):
+            why = (
+                f"it is within an optimizer step of {self.accumulate} steps, of which {inside} "
+                "were weighed by a total that counts these samples. Resume from a state that was "
+                "saved after an optimizer step, or without the new keys in `exclude`"
+            )
+            if self._pool is None:
+                why = (
+                    "its source must be the `WindowBucketer` itself, since a node in between may "
+                    "hold some. Resume from a state that was saved after the last step of an epoch"
+                )
+            raise StateError(
+                f"{name} cannot exclude more samples at step {at.step} of epoch {at.epoch}: {why}."
+            )
+        if self._pool is not None:
+            self._plan_anew(at.emitted + -inside % self.accumulate)
+
+    def _plan_anew(self, steps: int) -> None:
+        """End the round after so many steps, and put the samples of the others into the pool."""
+        at, pool = self._at, self._pool
+        assert pool is not None
+        was_in_round, steps = len(self._steps) > 0, min(steps, len(self._steps))
+        pool.put_back([*self._steps.cut(steps), *(self._planner.ahead or [])])
+        self._planner.ahead, self._groups.has_ended = None, False
+        at.plan, at.last, at.drained = self._steps.to_bytes(), False, False
+        at.left_out += [(*one,) for one in self._left_out_ahead]
+        self._left_out_ahead = []
+        if self._filler is not None and self._filler in pool.excluded:
+            self._filler, at.filler, self._steps.filler = None, None, None
+        at.source = snapshot(self.source)
+        if was_in_round and at.emitted == len(self._steps):
+            self._end_round()
 
     def _round_steps(self, number: int) -> int:
         return round_steps(number, self.peers.world_size, self.round_size, self.accumulate)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
-        return {
-            "rank": self.peers.rank,
-            "world_size": self.peers.world_size,
-            "round_size": self.round_size,
-            "uneven": self.uneven,
-            "loss_scaling": self.rule.scaling,
-            "accumulate": self.rule.accumulate,
-            "seed": self._seed,
-            **self.measure.fingerprint(),
-        }
+
+class _Groups:
+    """The node below an aligner, as a `GroupSource`."""
+
+    def __init__(
+        self,
+        node: BaseNode[list[Sample]],
+        pool: WindowBucketer | None,
+        balancer: TailBalancer | None,
+        world_size: int,
+    ) -> None:
+        self._node, self._pool, self._balancer = node, pool, balancer
+        self._world_size = world_size
+        self.has_ended = False
+
+    def next_group(self) -> list[Sample] | None:
+        """Return the next group; `None` where the epoch has no more."""
+        if self.has_ended:
+            return None
+        try:
+            group = next(self._node)
+        except StopIteration:
+            self.has_ended = True
+            return None
+        if isinstance(group, list) and group and all(isinstance(one, Sample) for one in group):
+            return group
+        kind = "an empty list" if group == [] else f"`{type(group).__name__}`"
+        raise TypeError(
+            "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
+            f"{kind} instead. Put a `WindowBucketer` before it."
+        )
+
+    def use(self, settings: RoundSettings, caps: Sequence[int]) -> None:
+        """Form further groups under the settings of a round, if it is the node that forms them."""
+        if self._pool is not None:
+            self._pool.use(settings, caps)
+
+    def report(self, groups: int) -> PoolReport:
+        """Return what the other ranks are told of the pool.
+
+        A node in between might read ahead, and groups would depend on how far it has come.
+        """
+        return PoolReport() if self._pool is None else self._pool.report(groups)
+
+    def left(self, ahead: list[Sample] | None) -> int:
+        """Return how many samples this rank has left; -1 where it cannot share them.
+
+        Of data that each rank has for itself, some may have far more left.
+        """
+        if self._world_size == 1 or self._balancer is None or self._pool is None:
+            return -1
+        if not all(map(self._balancer.is_shared, ahead or ())):
+            return -1
+        if ahead is None:
+            return 0
+        known = self._pool.known_remaining()
+        return UNKNOWN_LEFT if known is None else len(ahead) + known
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last call."""
+        return call_member(self._node, "take_left_out") or []
+
+
+def _cost_below(source: BaseNode[Any]) -> CostFn:
+    """Return the cost of a group under the budget below; where there is none, its padded tokens."""
+    budget = budget_below(source)
+    return padded_tokens if budget is None else BudgetCost(budget)

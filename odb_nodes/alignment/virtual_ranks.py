@@ -9,10 +9,10 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.alignment.exchange.virtual import HostedRanks
-from odb_nodes.contract import Count, NodeState, SourceStates, StatefulNode, copy_state
-from odb_nodes.contract.node import call_member, state_to_keep
-from odb_nodes.contract.state import made
+from odb_nodes.alignment.peers import VirtualTeam
+from odb_nodes.alignment.rank_aligner import RankAligner
+from odb_nodes.contract import NodeState, SourceStates, StatefulNode, copy_state
+from odb_nodes.contract.node import call_member, snapshot
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.seeded_collate import DeferredBatch
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
@@ -32,31 +32,38 @@ class VirtualState(NodeState):
     """
 
     sources: SourceStates
-    turn: Count
-    samples: Count
-    digest: Count
+    turn: int
+    samples: int
+    digest: int
 
 
 class VirtualRanks(StatefulNode[Batch, VirtualState]):
     """Yields the batches of each step of several virtual ranks, one after the other.
 
-    The graphs take a step together, since they exchange messages where a round begins. Their
-    batches are micro-steps: of a job that accumulates the gradients of `hosted` times as many.
+    The graphs settle rounds together, in one exchange with the other processes. The batches of a
+    step are micro-steps: of a job that accumulates the gradients of `hosted` times as many.
 
     State: those of the graphs before the step, and how many of its batches are out. Restoring
     within a step takes it again.
 
     Args:
         sources: the last node of each graph, in the order of the virtual ranks.
+        aligners: the `RankAligner` of each graph.
         team: the virtual ranks of this process.
     """
 
     STATE = VirtualState
 
-    def __init__(self, sources: Sequence[BaseNode[Batch]], team: HostedRanks) -> None:
+    def __init__(
+        self,
+        sources: Sequence[BaseNode[Batch]],
+        aligners: Sequence[RankAligner],
+        team: VirtualTeam,
+    ) -> None:
         super().__init__()
         first = team.rank * team.hosted
         self.sources = {str(first + number): source for number, source in enumerate(sources)}
+        self._aligners = (aligners,)  # `walk` finds them below the sources
         self._team = team
         self._collates = True
         self._step: list[Any] = []
@@ -71,10 +78,6 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         self._collates = False
         for source in self.sources.values():
             call_member(source, "expect_read_ahead")
-
-    def prepare_reset(self) -> None:
-        """Let no graph be within a step."""
-        self._team.leave_step()
 
     def begin_epoch(self) -> None:
         """Begin the epoch of each graph."""
@@ -101,10 +104,6 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 
     def save(self) -> VirtualState:
         """Return where the graphs stood before the step, and how far the step is out."""
-        return made(self.save_to_keep())
-
-    def save_to_keep(self) -> VirtualState:
-        """Return the same; the states of the graphs are shared by those of a step."""
         return VirtualState(
             sources={**self._states()},
             turn=self._turn,
@@ -141,8 +140,17 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 
     def _take_step(self) -> None:
         self._states()  # which a state within the step holds
-        self._team.batches_out = self._turn
-        step = self._team.run([source.__next__ for source in self.sources.values()])
+        (aligners,) = self._aligners
+        peers = aligners[0].peers
+        peers.check_process()
+        peers.place = {"batches of the step that are out": self._turn}
+        has_step = peers.drive(
+            [aligner.prepare_step() for aligner in aligners],
+            lambda: max((aligner.where for aligner in aligners), key=len),
+        )
+        if not has_step[0]:
+            raise StopIteration
+        step = [next(source) for source in self.sources.values()]
         digest = zlib.crc32(repr([_samples_of(_info_of(item)) for item in step]).encode())
         if self._turn and digest != self._digest:
             raise StateError(
@@ -155,7 +163,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
     def _states(self) -> dict[str, Any]:
         """Return the states of the graphs before the step."""
         if self._before is None:
-            self._before = {name: state_to_keep(one) for name, one in self.sources.items()}
+            self._before = {name: snapshot(one) for name, one in self.sources.items()}
         return self._before
 
     def _forget(self) -> None:

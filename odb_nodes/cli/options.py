@@ -44,6 +44,14 @@ __all__ = [
 BUDGET_TOKENS = 16_384
 
 
+def _window(text: str) -> Any:
+    """Return a window, or say what is wrong: before click 8.2, only a `BadParameter` is told."""
+    try:
+        return parse_window(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def check_outputs(
     outputs: Mapping[str, str | Path | None], inputs: Sequence[str | Path | None], *, force: bool
 ) -> None:
@@ -97,7 +105,7 @@ Ranks = Annotated[list[int] | None, typer.Option(min=1, help="Number of ranks, o
 Window = Annotated[
     list[Any] | None,
     typer.Option(
-        parser=parse_window,
+        parser=_window,
         metavar="SAMPLES",
         help="Samples that wait, or auto; or several (auto).",
     ),

@@ -2,7 +2,7 @@
 
 from odb_nodes.contract.epochs import EpochNode, EpochState
 from odb_nodes.contract.fields import Count, InRange, RowsOf, SourceState, SourceStates, Sparse
-from odb_nodes.contract.node import StatefulNode
+from odb_nodes.contract.node import StatefulNode, snapshot
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.contract.state import NodeState, copy_state
 
@@ -20,4 +20,5 @@ __all__ = [
     "copy_state",
     "recall",
     "recalls",
+    "snapshot",
 ]

@@ -8,9 +8,10 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
-from odb_nodes.contract.state import copy_state
+from odb_nodes.contract.source_states import check_state_of
+from odb_nodes.contract.state import Snapshot, copy_state
 
-__all__ = ["call_member", "check_node", "member", "state_to_keep"]
+__all__ = ["call_member", "check_node", "member", "snapshot"]
 
 
 def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
@@ -33,8 +34,16 @@ def check_node(name: str, value: Any) -> None:
     check_type(name, value, BaseNode, "Wrap an iterable in `IterableSource`.")
 
 
-def state_to_keep(node: BaseNode[Any]) -> dict[str, Any]:
-    """Return where any node stands, to be kept: see `StatefulNode.state_to_keep`."""
-    own = getattr(node, "state_to_keep", None)
-    state: dict[str, Any] = own() if callable(own) else copy_state(node.state_dict())
+def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
+    """Return where any node stands, to be kept: it never changes, and is cheap to take.
+
+    Raises:
+        TypeError: a plain node does not say where it stands.
+    """
+    own = getattr(node, "_snapshot_of_own", None)
+    state: dict[str, Any] | None = own() if own is not None else None
+    if state is None:
+        state = node.state_dict()
+        check_state_of(node, state)
+        state = Snapshot(copy_state(state))
     return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torchdata.nodes import BaseNode
 
@@ -15,15 +15,14 @@ from odb_nodes.contract.fields import (
 )
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.items import check_items, hands_on_items
-from odb_nodes.contract.later import keeps_states
-from odb_nodes.contract.members import call_member, check_node, member, state_to_keep
+from odb_nodes.contract.members import call_member, check_node, member, snapshot
 from odb_nodes.contract.source_states import check_sources
-from odb_nodes.contract.state import ENVELOPE, UNCHANGING, NodeState, copy_state, seal, unseal
+from odb_nodes.contract.state import ENVELOPE, NodeState, Snapshot, copy_state, frozen, seal, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import ItemKey, LeftOut
 
-__all__ = ["StatefulNode", "call_member", "check_node", "member", "state_to_keep", "take"]
+__all__ = ["StatefulNode", "call_member", "check_node", "member", "snapshot", "take"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
@@ -50,9 +49,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     has to define `next_items` anew, too: it is otherwise not used. `next` must not call
     `next_items`, which a derived class may not use.
 
-    A node whose state takes long to make may define `save_to_keep` beside `save`, for those who
-    keep a state of each item and hand out few. A class that defines `save`, `get_state` or
-    `state_dict` anew, or takes it from a mixin, is otherwise asked for `state_dict`.
+    A node that keeps states of its source takes them by `snapshot(source)`, which is cheap: a
+    state is copied only where it is handed out.
 
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
@@ -71,7 +69,6 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     same_on_all_ranks: ClassVar[bool] = False
 
     _STATE_BASE: ClassVar[type[Any]] = NodeState
-    __keeps = False
     __is_made = __is_checked = False
     __failure: Exception | None = None
 
@@ -79,7 +76,6 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         super().__init_subclass__(**options)
         if not hands_on_items(cls):
             cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
-        cls.__keeps = keeps_states(cls)
         if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
             raise TypeError(
                 f"`STATE` of `{cls.__name__}` must be a dataclass derived from "
@@ -122,16 +118,10 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def save(self) -> S:
         """Return where the node stands. It must not raise, and is called once per item by some.
 
-        Every item that was pulled and not yet yielded must be in it, or after it.
+        Every item that was pulled and not yet yielded must be in it, or after it. What takes long
+        to make may be an object that never changes, with a method `to_state()` that makes it.
         """
         raise NotImplementedError(f"`{type(self).__name__}` must define `save`.")
-
-    def save_to_keep(self) -> S:
-        """Return what `save` does, for `state_to_keep`: a node may define it, too.
-
-        Fields may be a `Later`, and share what never changes, such as kept states of sources.
-        """
-        return self.save()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal."""
@@ -222,33 +212,35 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             StateError: `next` raised, and a state would lose the item that caused it. The `Loader`
                 uses the one before.
         """
+        state: dict[str, Any] = copy_state(self.__sealed())
+        return state
+
+    def _snapshot_of_own(self) -> Snapshot | None:
+        """Return the state for `snapshot`; `None` where a derived class changes what it is."""
+        cls = type(self)
+        if cls.get_state is StatefulNode.get_state and cls.state_dict is BaseNode.state_dict:
+            return self.__sealed()
+        return None
+
+    def __sealed(self) -> Snapshot:
         if self.__failure is not None and not (self.keeps_failed_items and self.__is_reset):
             raise StateError(
                 f"{type(self).__name__} has no state after an error, which would lose the item "
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
-        config = self.fingerprint()
+        config, saved = self.fingerprint(), self.save()
         if not self.__is_checked:  # once after a reset: some ask for a state at each item
-            self._check_saved(config, self.save())
+            self._check_saved(config, saved)
             self.__is_checked = True
-        return self.__sealed(config, self.save())
-
-    def state_to_keep(self) -> dict[str, Any]:
-        """Return what `state_dict` does, for a node or loader that may never hand it out.
-
-        Values may be a `Later`: `copy_state` makes plain data of it. Shared: not to be changed.
-        """
-        if not (self.__keeps and self.__is_checked) or self.__failure is not None:
-            return copy_state(self.state_dict())  # type: ignore[no-any-return]
-        return self.__sealed(self.fingerprint(), self.save_to_keep())
-
-    def __sealed(self, config: dict[str, Any], saved: S) -> dict[str, Any]:
-        declared: Any = self.STATE
-        values = self._values_of(saved)
-        for name, default in sparse_defaults(declared).items():
-            if values[name] == default:
-                del values[name]
-        return seal(type(self).__name__, config, values)
+        values, declared = self._values_of(saved), cast(Any, self.STATE)
+        check_sources(self, source_fields(declared), values)
+        if sparse := sparse_defaults(declared):
+            values = {
+                name: value
+                for name, value in values.items()
+                if name not in sparse or value != sparse[name]
+            }
+        return Snapshot(frozen(seal(type(self).__name__, config, values)))
 
     def __next__(self) -> T:
         self.__check_stands()
@@ -301,7 +293,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             raise TypeError(f"`save` of `{name}` must return its `{expected}`, not {saved!r:.80}.")
         declared: Any = self.STATE
         check_sources(self, source_fields(declared), vars(saved))
-        for field, rule in check_fields(self.STATE, vars(saved)).items():
+        for field, rule in check_fields(self.STATE, copy_state(vars(saved))).items():
             value = getattr(saved, field)
             raise TypeError(
                 f"`save` of `{name}` returned {value!r:.80} as `{field}`, which must {rule}."
@@ -320,15 +312,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         return self.next_items(count)
 
     def _values_of(self, saved: S) -> dict[str, Any]:
-        # The state of a source is new already; what else may be a list or dict of the node's own.
-        declared: Any = self.STATE
-        sources = source_fields(declared)
-        values = vars(saved)
-        check_sources(self, sources, values)
-        return {
-            name: value if type(value) in UNCHANGING or name in sources else copy_state(value)
-            for name, value in values.items()
-        }
+        return vars(saved)
 
 
 def take(node: BaseNode[T], count: int) -> tuple[list[T], list[Any]]:

@@ -23,19 +23,17 @@ import torch
 from odb_nodes._core.codec import tensor_bytes
 from odb_nodes.contract.config import check_config, equal
 from odb_nodes.contract.fields import check_fields, sparse_defaults
-from odb_nodes.contract.later import Later
 from odb_nodes.errors import StateError
 
 __all__ = [
     "ENVELOPE",
     "STATE_VERSION",
-    "UNCHANGING",
     "NodeState",
+    "Snapshot",
     "add_digest",
     "bounded_depth",
     "copy_state",
-    "made",
-    "resealed",
+    "frozen",
     "seal",
     "seal_whole",
     "unseal",
@@ -49,19 +47,29 @@ _NODE_KEY = "node"
 _CONFIG_KEY = "config"
 _DIGEST_KEY = "digest"
 ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
-_ADDED_BY = {"VirtualRanks": "`virtual_ranks`", "WeightSetter": "`settable` of a `Mixing`"}
+_ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
-UNCHANGING = _PLAIN | {Later}
-"""Types of values that a node need not copy for a state that is kept."""
+
+
+class Snapshot(dict[str, Any]):
+    """The state of a node as others keep it: it never changes. `copy_state` makes plain data of it.
+
+    Its values may be snapshots of sources, and objects with a method `to_state()`.
+    """
+
+    __slots__ = ()
 
 
 def copy_state(state: Any) -> Any:
-    """Return a copy of a state that shares nothing mutable with it, with all values made."""
+    """Return a copy of a state that shares nothing mutable with it, as plain data.
+
+    A value with a method `to_state()` is replaced by what that returns.
+    """
     kind = type(state)
     if kind in _PLAIN:
         return state
-    if kind is dict:
+    if kind is dict or kind is Snapshot:
         return {
             key: value if type(value) in _PLAIN else copy_state(value)
             for key, value in state.items()
@@ -70,11 +78,25 @@ def copy_state(state: Any) -> Any:
         return [copy_state(value) for value in state]
     if kind is tuple:
         return state if _PLAIN.issuperset(map(type, state)) else tuple(map(copy_state, state))
-    if kind is Later:
-        return copy_state(state.value())
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
+    if (to_state := getattr(state, "to_state", None)) is not None:
+        return copy_state(to_state())
     return copy.deepcopy(state)
+
+
+def frozen(state: Any) -> Any:
+    """Return a copy of a state that shares with it only what never changes."""
+    kind = type(state)
+    if kind in _PLAIN or kind is Snapshot:
+        return state
+    if kind is dict:
+        return {key: frozen(value) for key, value in state.items()}
+    if kind is list:
+        return [frozen(value) for value in state]
+    if kind is tuple:
+        return state if _PLAIN.issuperset(map(type, state)) else tuple(map(frozen, state))
+    return state if hasattr(state, "to_state") else copy_state(state)
 
 
 @dataclass(kw_only=True)
@@ -98,33 +120,9 @@ class NodeState:
 S = TypeVar("S", bound=NodeState)
 
 
-def made(state: S) -> S:
-    """Return a copy of what a node keeps of where it stands, with all values made."""
-    return type(state)(**copy_state(vars(state)))
-
-
 def seal(node: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a node: its envelope, and the values of its fields beside it."""
     return {_VERSION_KEY: STATE_VERSION, _NODE_KEY: node, _CONFIG_KEY: dict(config), **values}
-
-
-def resealed(state: Any, node: str, config: Mapping[str, Any], **values: Any) -> Any:
-    """Return a copy of the state of a graph, in which a node's has another configuration.
-
-    Args:
-        state: what `seal` returned, of the node or of one over it.
-        node: the name of the node.
-        config: its configuration from now on.
-        values: fields of its state that are others, too.
-    """
-    if isinstance(state, dict):
-        changed = {key: resealed(one, node, config, **values) for key, one in state.items()}
-        if state.get(_NODE_KEY) == node:
-            changed |= {_CONFIG_KEY: dict(config), **values}
-        return changed
-    if isinstance(state, (list, tuple)):
-        return type(state)(resealed(one, node, config, **values) for one in state)
-    return copy_state(state)
 
 
 def unseal(

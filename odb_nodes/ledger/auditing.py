@@ -18,7 +18,6 @@ from odb_nodes.ledger.history import (
     gaps_of,
     open_ranks,
     ranges,
-    shares_of,
     stretches,
 )
 from odb_nodes.ledger.rank_records import RankRecords, records_by_rank
@@ -271,6 +270,5 @@ def _facts(epoch: int, parts: Sequence[Stretch], entries: Entries, is_complete: 
         fates=fates,
         filler=entries.filler,
         digest=merkle_root(entries.leaves).hex(),
-        shares=(*shares_of(parts),),
         leaves=entries.leaves,
     )

@@ -156,21 +156,6 @@ def open_ranks(ranks: Sequence[RankRecords]) -> list[int]:
     return [rank for rank in range(world_size) if rank not in last or not last[rank].is_closed]
 
 
-def shares_of(parts: Sequence[Stretch]) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps of an epoch from which the first rank's mixture had other shares."""
-    found: list[tuple[int, dict[str, float]]] = []
-    for part in parts:
-        for block in part.blocks[min(part.blocks)]:
-            changes = [0, *block.attempt.shares]
-            for at in np.searchsorted(block.indices, changes).tolist():
-                if at == len(block.indices):
-                    continue
-                shares = block.attempt.shares_at(int(block.indices[at]))
-                if shares and (not found or found[-1][1] != shares):
-                    found.append((int(block.steps[at]), shares))
-    return found
-
-
 def ranges(numbers: npt.NDArray[np.int64]) -> str:
     """Return sorted numbers without repeats as text: `3, 7 to 9`; "" for none."""
     if not len(numbers):

@@ -76,7 +76,5 @@ def _of_virtual_ranks(attempt: Attempt, file: RankFile) -> list[Attempt]:
             lost=sum(one % batches == turn for one in lost),
             lost_step=-(-(header.lost_step - turn) // batches),
         )
-        shares = {int(np.searchsorted(indices, at)): one for at, one in attempt.shares.items()}
-        offsets = attempt.offsets[indices]
-        found.append(replace(attempt, header=own, offsets=offsets, heads=heads, shares=shares))
+        found.append(replace(attempt, header=own, offsets=attempt.offsets[indices], heads=heads))
     return found

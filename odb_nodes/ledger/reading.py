@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
 import zlib
 from array import array
-from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from odb_nodes.ledger.records import (
     MAGIC,
     NAME,
     RESUMED,
-    SHARES,
     STEP,
     VERSION,
     Header,
@@ -54,7 +51,6 @@ class Attempt:
         heads: their fields, (n,) of `HEAD_DTYPE`.
         is_closed: whether its end was recorded, and no other attempt has gone on.
         is_resumed: whether its end was recorded, and another attempt has gone on.
-        shares: index of a step record -> the shares of the mixture from it on, source -> share.
         data: the bytes of the file.
     """
 
@@ -65,13 +61,7 @@ class Attempt:
     heads: npt.NDArray[np.void]
     is_closed: bool
     is_resumed: bool
-    shares: dict[int, dict[str, float]]
     data: memoryview
-
-    def shares_at(self, index: int) -> dict[str, float]:
-        """Return the shares of the mixture at a step record; empty where none are recorded."""
-        begun = bisect_right([*self.shares], index)
-        return [{}, *self.shares.values()][begun]
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -186,7 +176,6 @@ class RankFile:
         was_ended = self.data[at - HEADER_BYTES :][: len(MAGIC)] == ENDED_MAGIC
         where = f"attempt {number}, at its beginning"
         epoch, step = header.epoch, header.step
-        shares: dict[int, dict[str, float]] = {}
         data, unpack = self.data, HEAD.unpack_from
         while at < end:
             head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
@@ -201,9 +190,7 @@ class RankFile:
                     "was changed, removed, doubled or moved"
                 )
             crc, kind = head[0], head[1]
-            if kind == NAME and head[5] & SHARES:
-                shares |= _shares(len(offsets), data[at + HEAD.size : stop])
-            elif kind == NAME and (continues or head[3] <= len(names)):  # they are numbered in turn
+            if kind == NAME and (continues or head[3] <= len(names)):  # they are numbered in turn
                 text = bytes(data[at + HEAD.size : stop])
                 names[head[3]] = (text.decode("utf-8", "replace"), head[5])
             elif kind >= STEP and (continues or _is_near(head, epoch, step)):
@@ -222,7 +209,6 @@ class RankFile:
             heads=np.frombuffer(heads, HEAD_DTYPE),
             is_closed=kind == END,
             is_resumed=kind == RESUMED,
-            shares=shares,
             data=data,
         )
         self.attempts.append(attempt)
@@ -284,17 +270,6 @@ def _what(head: tuple[int, ...]) -> str:
     if head[1] in (NAME, END, RESUMED):
         return "a name" if head[1] == NAME else "the end of the attempt"
     return f"the record of {place(head[5] << 32 | head[6])}"
-
-
-def _shares(index: int, data: memoryview) -> dict[int, dict[str, float]]:
-    """Return the shares of a record by the index of the next step; nothing where it is damaged."""
-    try:
-        shares = json.loads(bytes(data))
-    except ValueError:
-        return {}
-    if not isinstance(shares, dict):
-        return {}
-    return {index: shares} if all(isinstance(one, float | int) for one in shares.values()) else {}
 
 
 def _is_near(head: tuple[int, ...], epoch: int, step: int) -> bool:

@@ -4,8 +4,6 @@
     record   CRC-32 of what follows, continued from that of the record before; then `HEAD`, then
              columns: keys, numbers of sources, repeats, and for what was left out of reasons
     name     a record too: the text of a source or a reason, before the first that refers to it
-    shares   a name with the flag `SHARES`, before each step at which a mixture's shares are others
-             than at the step before: JSON, source -> share
     end      the last record of a run that ended by itself. Where another attempt goes on, its kind
              becomes `RESUMED`, in place
 
@@ -18,10 +16,9 @@ little-endian. An attempt numbers its names anew.
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from odb_nodes._core.checks import MAX_KEY
@@ -42,11 +39,6 @@ FILLER, ENDS_EPOCH = 1, 2
 OWN = 1
 """Flag of the name of a source: its keys are of this rank alone. What is left out before any row of
 the source is written without it: it holds for the source, whatever the record, rank or attempt."""
-SHARES = 2
-"""Flag of a name that says shares."""
-SHARE_DIGITS = 6
-MOST_NAMES = 1 << 20
-"""Numbers of names are less; shares have this one."""
 KINDS = frozenset((NAME, END, RESUMED, *range(STEP, STEP + 4)))
 _END_MARK = b"\x89ODBEND\n"
 """So that no record of a step, read without its beginning, is taken for an end."""
@@ -178,7 +170,6 @@ class Encoder:
         self._world_size = world_size
         self._numbers = {("", 0): 0}
         self._own: set[str] = set()
-        self._shares = b""
 
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after those of the names that it is the first to need."""
@@ -186,7 +177,7 @@ class Encoder:
         keys: Sequence[int | None] = info.keys
         sources: Sequence[str] = info.row_sources
         repeats: Sequence[int] = info.row_repeats
-        names = self._changed_shares(info.source_shares)
+        names: list[bytes] = []
         if left:
             keys = (*keys, *(one.key for one in left))
             sources = (*sources, *(one.source for one in left))
@@ -220,15 +211,6 @@ class Encoder:
     def end(self) -> bytes:
         """Return the record of the end of the attempt."""
         return self._record(END, 0, 0, 0, 0, 0, _END_MARK)
-
-    def _changed_shares(self, shares: Mapping[str, float]) -> list[bytes]:
-        """Return a record of the shares of a mixture, where they are others than before."""
-        rounded = {name: round(share, SHARE_DIGITS) for name, share in shares.items()}
-        text = json.dumps(rounded).encode() if shares else b""
-        if text == self._shares:
-            return []
-        self._shares = text
-        return [self._record(NAME, 0, MOST_NAMES, len(text), SHARES, 0, text)]
 
     def _number(self, name: str, own: int, names: list[bytes]) -> int:
         """Return the number of a name; add a record that says so where it is new."""

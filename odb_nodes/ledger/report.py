@@ -13,9 +13,6 @@ from odb_nodes._core.counts import counted
 from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes.ledger.entries import merkle_root
 
-MOST_SHARES = 20
-"""Changes of shares that a report shows of an epoch."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAudit:
@@ -33,8 +30,6 @@ class EpochAudit:
         filler: number of steps of a rank that had no sample of its own.
         digest: the Merkle root over the steps, 64 hexadecimal digits: equal where two runs had the
             same samples with the same fates at every step of every rank.
-        shares: the steps from which a mixture had other shares on one rank, and these: (step,
-            source -> share); empty where its weights could not change.
         leaves: digest of each recorded step, (steps, 32) uint8.
     """
 
@@ -46,7 +41,6 @@ class EpochAudit:
     fates: dict[str, int]
     filler: int
     digest: str
-    shares: tuple[tuple[int, dict[str, float]], ...]
     leaves: npt.NDArray[np.uint8] = field(repr=False, compare=False)
 
     def digest_of_first(self, steps: int) -> str:
@@ -69,17 +63,8 @@ class EpochAudit:
         return (
             f"epoch {self.epoch}: {extent}; {counted(self.steps, 'step')}; "
             f"{fates or 'no samples'}; {counted(self.filler, 'filler step')}\n"
-            f"  digest {self.digest}{self._shares()}"
+            f"  digest {self.digest}"
         )
-
-    def _shares(self) -> str:
-        lines = []
-        for step, shares in self.shares[:MOST_SHARES]:
-            named = ", ".join(f"{name} {share:.3g}" for name, share in shares.items())
-            lines.append(f"\n  shares from step {step:,}: {named}")
-        if more := len(self.shares) - len(lines):
-            lines.append(f"\n  and {more:,} more changes of the shares")
-        return "".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

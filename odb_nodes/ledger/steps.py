@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,6 @@ class StepRecord:
         left_out: samples that were left out before the step.
         is_filler: whether it had no sample of its own.
         ends_epoch: whether the rank took no further step in the epoch.
-        source_shares: as in its `StepInfo`, to 6 digits.
     """
 
     epoch: int
@@ -43,7 +42,6 @@ class StepRecord:
     left_out: tuple[LeftOut, ...]
     is_filler: bool
     ends_epoch: bool
-    source_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_steps(
@@ -77,8 +75,7 @@ def read_steps(
                     one = replace(block, indices=indices[at : at + 1])
                     alone = replace(part, blocks={rank: [one]}, replaced={})
                     record = _record(entries_of([alone], names), one.attempt.heads[indices[at]])
-                    shares = block.attempt.shares_at(int(indices[at]))
-                    by_rank[rank][record.step] = replace(record, epoch=epoch, source_shares=shares)
+                    by_rank[rank][record.step] = replace(record, epoch=epoch)
         for step in steps:
             if all(step in records for records in by_rank.values()):
                 found[step] = [records[step] for records in by_rank.values()]

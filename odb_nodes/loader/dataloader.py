@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -14,11 +14,9 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.counts import counted
 from odb_nodes.alignment.aligned_round import LossScaling
-from odb_nodes.alignment.exchange import HostedRanks
+from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
-from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.contract import copy_state
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import (
@@ -29,15 +27,15 @@ from odb_nodes.loader.options import (
     options_of_dataloader,
 )
 from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
-from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
-from odb_nodes.sources.mixing import Weights, checked_weights
+from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
 _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
@@ -100,8 +98,8 @@ class ODBDataLoader(Loader[Any]):
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
             `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
-            of tokens, weights to be set, or another end of the epoch. Default: equal shares; each
-            sample is emitted once in an epoch.
+            of tokens, or another end of the epoch. Default: equal shares; each sample is emitted
+            once in an epoch.
         virtual_ranks: plan the steps for so many ranks, a multiple of those there are. A rank hosts
             as many as another, and takes their batches one after the other, as micro-steps: the
             optimizer steps are the same on any number of ranks. See docs/elastic.md.
@@ -172,14 +170,15 @@ class ODBDataLoader(Loader[Any]):
             self._graphs = [RankGraph(dataset, options)]
             root = self._graphs[0].collator
         else:
-            team = HostedRanks(virtual_ranks, process_group, timeout_s)
+            team = VirtualTeam(virtual_ranks, process_group, timeout_s)
             self._graphs = graphs_of_team(dataset, options, team)
-            root = VirtualRanks([graph.collator for graph in self._graphs], team)
+            root = VirtualRanks(
+                [graph.collator for graph in self._graphs],
+                [graph.aligner for graph in self._graphs],
+                team,
+            )
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
-        self._setter: WeightSetter[Any] | None = None
-        if Mixing.of(options.weights).settable:
-            root = self._setter = WeightSetter(root, self._graphs[0].aligner, prefetch)
         super().__init__(root)
 
     @classmethod
@@ -266,38 +265,10 @@ class ODBDataLoader(Loader[Any]):
         """Return epoch, step and samples done."""
         if (position := self.position) is None:
             return 0, 0, 0
-        root: Any = position.root if self._setter is None else position.root["source"]
+        root: Any = position.root
         if self._options.virtual_ranks is not None:
             return place_of(root)
         return root["epoch"], root["step"], root["samples"]
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from now on, in later epochs too. All ranks call it alike.
-
-        Between two epochs, the next one begins with them. Within an epoch, the first round that
-        begins `prefetch` steps later, or after that, tells the other ranks; the samples that are
-        drawn after those that wait or may be in flight then are drawn by them.
-
-        Args:
-            weights: name of the dataset -> weight, any positive numbers.
-
-        Raises:
-            TypeError, ValueError: the weights are not valid, or the mixture is not
-                `Mixing(settable=True)`. That ranks have set different weights is a `StateError`,
-                raised on all of them by the step that begins the round.
-        """
-        if self._setter is None:
-            raise ValueError(
-                "`set_weights` needs a mixture whose weights may be set: make the loader with "
-                "`weights=Mixing(settable=True)`."
-            )
-        checked = checked_weights(weights, self.dataset)
-        self._setter.set_weights(checked)
-        if (pending := self._pending) is not None:  # The graph has yet to be reset to it.
-            root = self._setter.with_call(copy_state(pending.root), checked)
-            self._pending = replace(pending, root=root)
-        elif self._it is not None:
-            self._it.forget_state()
 
     def trust_labels(self) -> None:
         """Do not warn of weights: see `GroupCollator.trust_labels`."""
@@ -344,9 +315,7 @@ class ODBDataLoader(Loader[Any]):
     @property
     def excluded_samples(self) -> int:
         """Number of samples of this epoch so far that `exclude` left out."""
-        return sum(
-            one.bucketer.excluded_samples + one.aligner.excluded_samples for one in self._graphs
-        )
+        return sum(graph.bucketer.excluded_samples for graph in self._graphs)
 
     @property
     def unemitted_samples(self) -> int:

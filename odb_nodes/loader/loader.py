@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import MAX_COUNT, check_bool, check_count
 from odb_nodes._core.forks import Owner
-from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state
+from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state, snapshot
 from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
@@ -26,12 +26,11 @@ from odb_nodes.contract.graph import (
     stop_threads,
     walk,
 )
-from odb_nodes.contract.node import StatefulNode, check_node, state_to_keep
-from odb_nodes.contract.source_states import check_state_of
+from odb_nodes.contract.node import StatefulNode, check_node
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
-from odb_nodes.nodes.read_ahead import PARTS as READ_AHEAD
+from odb_nodes.sources.source_mixer import SourceMixer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,6 +50,7 @@ class LoaderState(NodeState):
         num_yielded: items yielded in the epoch.
         ended: the end of the epoch was seen.
         next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
+        next_weights: the weights that were set by `set_weights` for an epoch that has not begun.
         left: the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows.
     """
 
@@ -58,6 +58,7 @@ class LoaderState(NodeState):
     num_yielded: Count
     ended: bool
     next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
+    next_weights: dict[str, float] = field(default_factory=dict)
     left: bool
 
 
@@ -105,6 +106,7 @@ class Loader(Generic[T]):
         self._leaving = False  # the next iter() begins an epoch, wherever it stands
         self._strict, self._change_budget = True, False
         self._next_epoch: int | None = None
+        self._next_weights: dict[str, float] = {}
         self._lost: Exception | None = None  # why the position of the graph is unknown
         self._had_items = False  # in an epoch before this one
         self._owner = Owner()
@@ -157,7 +159,8 @@ class Loader(Generic[T]):
         if state is None:
             self._check_process()
             state = (self._it or self._present_iterator()).state()
-        return seal_whole(_NODE, replace(state, next_epoch=self._next_epoch))
+        state = replace(state, next_epoch=self._next_epoch, next_weights=self._next_weights)
+        return seal_whole(_NODE, state)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
@@ -180,7 +183,7 @@ class Loader(Generic[T]):
         self._change_budget = check_bool("change_budget", change_budget)
         state = unseal_whole(state_dict, _NODE, LoaderState)
         self._pending, self._strict, self._leaving = state, strict, False
-        self._next_epoch = state.next_epoch
+        self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
         self._it, self._lost = None, None
 
     def set_epoch(self, epoch: int) -> None:
@@ -196,6 +199,28 @@ class Loader(Generic[T]):
         self._next_epoch = epoch
         if self._it is not None:
             self._it.leave()
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Mix by other weights from the next epoch on. All ranks set the same.
+
+        States have them. A state that is loaded later replaces them by its own.
+
+        Args:
+            weights: name of the source -> weight, any positive numbers.
+
+        Raises:
+            TypeError, ValueError: the weights are not valid, they follow a schedule, or the graph
+                has no `SourceMixer`. That ranks have set different weights is a `StateError`, which
+                all of them raise at the first step of the epoch.
+        """
+        mixers = _outermost_mixers(self.root)
+        if not mixers:
+            raise ValueError(
+                "`set_weights` needs a mixture, but the graph has none. Pass a dict of datasets, "
+                "or use a `SourceMixer`."
+            )
+        for mixer in mixers:
+            self._next_weights = mixer.check_can_set(weights)
 
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
@@ -246,8 +271,10 @@ class Loader(Generic[T]):
         return it
 
     def _begin_epoch(self) -> LoaderIterator[T]:
+        for mixer in _outermost_mixers(self.root) if self._next_weights else ():
+            mixer.set_weights(self._next_weights)
         begin_epoch(self.root, self._next_epoch)
-        self._next_epoch = None
+        self._next_epoch, self._next_weights = None, {}
         return LoaderIterator(self)
 
     def _restore(self, state: LoaderState) -> LoaderIterator[T]:
@@ -336,10 +363,6 @@ class LoaderIterator(Iterator[T]):
 
     def __init__(self, loader: Loader[T], num_yielded: int = 0, ended: bool = False) -> None:
         self._loader, self._root = loader, loader.root
-        # Torchdata's own nodes may hand out lists that they change later.
-        self._keeps_states = all(
-            isinstance(node, (StatefulNode, *READ_AHEAD)) for node in walk(self._root)
-        )
         self._num_yielded, self._ended = num_yielded, ended
         self._state: LoaderState | None = None  # as long as it is the present one
         self._left = False  # by `set_epoch`, and not taken up again
@@ -353,20 +376,14 @@ class LoaderIterator(Iterator[T]):
         self.touched = self._left = True
         self._state = None
 
-    def forget_state(self) -> None:
-        """Take the state anew when it is next asked for."""
-        self._state = None
-
     def state(self) -> LoaderState:
         """Return where this iterator stands. Shared: not to be changed or given away."""
         if self._state is None:
-            if self._keeps_states:
-                root = state_to_keep(self._root)
-            else:
-                root = copy_state(self._root.state_dict())
-            check_state_of(self._root, root)
             self._state = LoaderState(
-                root=root, num_yielded=self._num_yielded, ended=self._ended, left=self._left
+                root=snapshot(self._root),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+                left=self._left,
             )
         return self._state
 
@@ -469,3 +486,10 @@ def _release(root: BaseNode[Any], loader: Loader[Any]) -> None:
 def _is_others(node: BaseNode[Any], loader: Loader[Any]) -> bool:
     owner = _owners[node]() if node in _owners else None
     return owner is not None and owner is not loader
+
+
+def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:
+    """Return the mixtures that are not within another one: one per rank that is hosted."""
+    mixers = [node for node in walk(root) if isinstance(node, SourceMixer)]
+    inner = {id(node) for mixer in mixers for node in walk(mixer) if node is not mixer}
+    return [mixer for mixer in mixers if id(mixer) not in inner]

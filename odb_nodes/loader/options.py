@@ -21,8 +21,8 @@ from odb_nodes.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.nodes.bucketer_state import PoolState
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
+from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import AUTO
 from odb_nodes.planning.diversity import check_diversity
@@ -136,7 +136,6 @@ class LoaderOptions(BatchOptions, JobOptions):
         check_count("virtual_ranks", self.virtual_ranks)
         rules = {
             "`sharded` must be False": self.sharded,
-            "`weights` must not be settable": Mixing.of(self.weights).settable,
         }
         if broken := [rule for rule, is_broken in rules.items() if is_broken]:
             raise ValueError(
@@ -146,19 +145,12 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """How processing runs: with enough samples in flight to refill the whole pool.
-
-        Where weights may be set, the samples in flight decide where a change comes, and so do not
-        depend on the number of workers.
-        """
+        """How processing runs: with enough samples in flight to refill the whole pool."""
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
-        if settable := Mixing.of(self.weights).settable:
-            size = options.nominal_chunk_samples
-            options = replace(options, chunk_size=size, in_flight_bytes=None)
         if options.in_flight_samples is not None:
             return options
         window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
-        ahead = 0 if settable else 4 * options.nominal_chunk_samples * options.num_workers
+        ahead = 4 * options.nominal_chunk_samples * options.num_workers
         return replace(options, in_flight_samples=max(window, ahead))
 
 

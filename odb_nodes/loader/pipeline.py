@@ -147,15 +147,12 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, prepare: Prepare)
         except (TypeError, ValueError) as error:
             raise type(error)(f"of source {name!r}: {error}") from error
     mixing, workers = Mixing.of(options.weights), options.worker_options
-    in_hand = (workers.in_flight_samples or 0) + 2 * workers.most_chunk_samples
     mix = partial(
         SourceMixer,
         weights=_weights(mixing, datasets, options),
         by=mixing.by,
         stop=mixing.stop,
         world_size=group_rank(options.process_group)[1],
-        read_ahead=in_hand if mixing.by == "samples" else 0,
-        settable=mixing.settable,
     )
     processor = _processor_of(options)
     if mixing.by == "samples":

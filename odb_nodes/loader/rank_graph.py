@@ -12,7 +12,8 @@ from odb_nodes._compat.torch import pin_memory
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
-from odb_nodes.alignment.exchange import HostedRanks, group_rank
+from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group
@@ -110,14 +111,13 @@ class _PinningCollate:
         return self.pin(collate_group(self._collate, samples, info))
 
 
-def graphs_of_team(dataset: Any, options: LoaderOptions, team: HostedRanks) -> list[RankGraph]:
+def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:
     """Return the graphs of the virtual ranks that this process hosts, which share its workers."""
     workers = options.workers or WorkerOptions(num_workers=options.num_workers)
     workers = share_of(workers, team.hosted)
     shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
     graphs = []
-    for number in range(team.hosted):
-        exchange = team.exchange(number)
-        own = dataset_of_rank(dataset, exchange.rank, exchange.world_size)
-        graphs.append(RankGraph(own, replace(shared, process_group=exchange)))
+    for one in team.ranks():
+        own = dataset_of_rank(dataset, one.rank, one.world_size)
+        graphs.append(RankGraph(own, replace(shared, process_group=one)))
     return graphs

@@ -221,7 +221,7 @@ class GuardContext:
             asked = max(1, int(self.shrink * most))
             self.fits = min(asked, self.fits or asked)
             if self.aligner is not None:
-                self.aligner.terms.budget.ask_for(self.fits)
+                self.aligner.ask_for_tokens(self.fits)
 
     @property
     def rank(self) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextvars
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,23 +20,6 @@ ExcludedState = dict[str, Annotated[bytes | None, RowsOf(8)]]
 
 _SHOWN = 5
 _ALLOWED = "integers, a mapping of source to integers, or the path of a file of them"
-
-_later: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_later", default=False)
-
-
-@contextmanager
-def exclude_later() -> Iterator[None]:
-    """Within this context a restored pool excludes what its state does, until it is told more."""
-    token = _later.set(True)
-    try:
-        yield
-    finally:
-        _later.reset(token)
-
-
-def excludes_later() -> bool:
-    """Tell whether the pool that is being restored is told afterwards what else to exclude."""
-    return _later.get()
 
 
 class ExcludedKeys:

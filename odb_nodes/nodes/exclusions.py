@@ -8,7 +8,6 @@ from typing import Any, TypeGuard
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import SampleError
-from odb_nodes.nodes.bucketer_state import BucketerState
 from odb_nodes.nodes.excluded_keys import ExcludedKeys
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
@@ -48,7 +47,7 @@ class ExclusionCounter:
         self.skipped: dict[str, int] = {}
         self.left_out: list[LeftOut] = []
 
-    def restore(self, state: BucketerState) -> None:
+    def restore(self, state: Any) -> None:
         """Go on from a state."""
         self.keys = ExcludedKeys.from_state(state.excluded)
         self.excluded = state.excluded_samples

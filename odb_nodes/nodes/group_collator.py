@@ -16,10 +16,9 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group, owned
-from odb_nodes.contract import Count, EpochNode, EpochState, SourceState
+from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, snapshot
 from odb_nodes.contract.graph import budget_below
-from odb_nodes.contract.node import call_member, check_node, state_to_keep
-from odb_nodes.contract.state import made
+from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.batch_checks import BatchChecks
 from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
@@ -222,16 +221,12 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             StateError: a group is held whose collation raised. The source is past it, so no state
                 here would bring it back; the `Loader` uses the one before.
         """
-        return made(self.save_to_keep())
-
-    def save_to_keep(self) -> CollatorState:
-        """Return the same, with the state of the source that it keeps."""
         if self._held is not None:
             raise StateError(
                 f"there is no state after `collate_fn` failed at step {self._step}: its group "
                 "would be lost. Load the last state saved before."
             )
-        source = state_to_keep(self.source)
+        source = snapshot(self.source)
         return CollatorState(source=source, step=self._step, samples=self._samples)
 
     def _aligned(self, item: list[Sample] | AlignedGroup) -> AlignedGroup:

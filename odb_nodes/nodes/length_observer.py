@@ -10,7 +10,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_name
-from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode
+from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode, snapshot
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.contract.recall import checked_key, recall, recalls
@@ -71,7 +71,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
 
     def save(self) -> ObserverState:
         """Return where the source stands."""
-        return ObserverState(source=self.source.state_dict(), position=self._position)
+        return ObserverState(source=snapshot(self.source), position=self._position)
 
     def next(self) -> Sample | Skipped:
         """Return the next sample.

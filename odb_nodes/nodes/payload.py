@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,6 @@ def encode_sample(sample: Sample) -> bytes:
         source = sample.source if item.source == sample.source else item.source
         item = (source, *item[1:])
     return to_bytes((_encode(data_of(sample)), *sample._replace(item=item)[1:]))
-
-
-def encode_samples(samples: Mapping[int, Sample], known: Mapping[int, bytes]) -> dict[int, bytes]:
-    """Return samples by number as `encode_sample` does, which is not asked of those known."""
-    return {number: known.get(number) or encode_sample(one) for number, one in samples.items()}
 
 
 def decode_sample(encoded: bytes) -> Sample:

@@ -13,9 +13,9 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of, thread_of
 from odb_nodes._core.forks import Owner
-from odb_nodes.contract import copy_state
+from odb_nodes.contract import copy_state, snapshot
 from odb_nodes.contract.graph import stop_threads
-from odb_nodes.contract.node import call_member, check_node, state_to_keep
+from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.seeded_collate import DeferredBatch
 
@@ -100,18 +100,17 @@ class ReadAhead(BaseNode[T]):
         Raises:
             StateError: the last item could not be collated, and would be lost.
         """
-        state: dict[str, Any] = copy_state(self.state_to_keep())
+        state: dict[str, Any] = copy_state(self._snapshot_of_own())
         return state
 
-    def state_to_keep(self) -> dict[str, Any]:
-        """Return the same as the source keeps it; see `StatefulNode.state_to_keep`."""
+    def _snapshot_of_own(self) -> dict[str, Any]:
         if self._deferred is not None:
             raise StateError(
                 "there is no state after `collate_fn` failed: its group would be lost. Load the "
                 "last state saved before."
             )
         if not self._reads:
-            return state_to_keep(self._relay.source)
+            return snapshot(self._relay.source)
         return snapshot_of(self._prefetcher)
 
     @property
@@ -144,11 +143,7 @@ class _Relay(BaseNode[T]):
         return item
 
     def get_state(self) -> dict[str, Any]:
-        return state_to_keep(self.source)
-
-
-PARTS = (ReadAhead, Prefetcher, _Relay)
-"""The nodes of a `ReadAhead`: each state of theirs is one that their source has handed out."""
+        return snapshot(self.source)
 
 
 @atexit.register

@@ -1,51 +1,101 @@
-"""Pull samples of a source again, to restore a pool."""
+"""Read samples again from a state of their source, where it cannot read them by their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.node import call_member
+from odb_nodes.contract.node import call_member, snapshot
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.bucketer_state import BucketerState
-from odb_nodes.nodes.payload import decode_sample
-from odb_nodes.nodes.sample_records import SampleRecords, with_progress
-from odb_nodes.nodes.snapshots import Snapshots
+from odb_nodes.nodes.sample_records import with_progress
 from odb_nodes.sample import Sample, Skipped
 
 
-def pooled_again(
-    source: BaseNode[Any], snapshots: Snapshots, state: BucketerState, node: str
-) -> tuple[dict[int, Sample], int]:
-    """Bring a source, reset to that in a state, to where it stood, and return what was pooled.
+class Snapshots:
+    """Where a source stood before some of its samples, oldest first.
+
+    Args:
+        source: the node whose state is kept.
+    """
+
+    def __init__(self, source: BaseNode[Any]) -> None:
+        self._source = source
+        self._taken: deque[tuple[int, Any]] = deque()
+
+    def put(self, ordinal: int, state: Any) -> None:
+        """Keep a state of the source before sample `ordinal`."""
+        self._taken.append((ordinal, state))
+
+    def take(self, ordinal: int) -> None:
+        """Keep the state that the source has now, before sample `ordinal`, and no other."""
+        self._taken.clear()
+        self.put(ordinal, snapshot(self._source))
+
+    def take_if_due(self, ordinal: int, interval: int) -> int:
+        """Keep the present state if the last one kept is an interval old.
+
+        Returns:
+            Samples until the next one is due.
+        """
+        if ordinal >= self._taken[-1][0] + interval:
+            self.put(ordinal, snapshot(self._source))
+        return self._taken[-1][0] + interval - ordinal
+
+    def at_or_before(self, ordinal: int) -> tuple[int, Any]:
+        """Return the last (ordinal, state) that is not after `ordinal`, and forget earlier ones."""
+        while len(self._taken) > 1 and self._taken[1][0] <= ordinal:
+            self._taken.popleft()
+        return self._taken[0]
+
+
+def read_again(
+    source: BaseNode[Any],
+    snapshots: Snapshots,
+    start: int,
+    stop: int,
+    wanted: Collection[int],
+    interval: int,
+    node: str,
+) -> tuple[dict[int, Sample | Skipped], int]:
+    """Bring a source from sample `start` of the epoch to `stop`.
 
     Args:
         source: the source.
         snapshots: keeps states of it on the way.
-        state: the state of the bucketer.
-        node: its name, for errors.
+        start: the number of the next sample that it yields.
+        stop: the number of the next one afterwards.
+        wanted: numbers of the samples that are asked for.
+        interval: samples between two snapshots.
+        node: name of the node that restores itself, for errors.
 
     Returns:
-        The pooled samples by ordinal, and how many samples were processed again.
+        The wanted samples by number, and how many were processed.
 
     Raises:
-        StateError: the source does not yield the samples again that it yielded then.
+        StateError: the source has ended before.
     """
-    start = state.pulled - state.pulled_since_source
-    snapshots.put(start, state.source)
-    records, waiting = SampleRecords.from_state(state.pool), state.ordinals()
-    kept: dict[int, Sample] = {}
-    replayed = 0
-    if state.payload is not None:
-        kept = {ordinal: decode_sample(one) for ordinal, one in state.payload}
-    elif records.items() is not None:
-        kept = dict(zip(waiting, records.recall(source, node), strict=True))
-        replayed = len(kept)
-    missing = [ordinal for ordinal in waiting if ordinal not in kept]
-    again, pulled = _pull_again(source, snapshots, start, state.pulled, missing, records, node)
-    return kept | again, replayed + pulled
+    is_wanted = [False] * (stop - start)
+    for number in wanted:
+        is_wanted[number - start] = True
+    selects = call_member(source, "select", is_wanted)  # only these are yielded then
+    numbers = sorted(wanted) if selects else range(start, stop)
+    found: dict[int, Sample | Skipped] = {}
+    for number in with_progress(numbers, len(numbers)):
+        snapshots.take_if_due(number, interval)
+        try:
+            sample: Sample | Skipped = next(source)
+        except StopIteration:
+            raise StateError(
+                f"{node} cannot restore its pool: the source ended before sample {number} of the "
+                "epoch, which it had yielded when the state was saved. Resume over the data that "
+                "the state was saved on."
+            ) from None
+        if is_wanted[number - start]:
+            found[number] = sample
+    return found, len(numbers)
 
 
 def expect_end(source: BaseNode[Any], pulled: int, node: str) -> None:
@@ -62,51 +112,3 @@ def expect_end(source: BaseNode[Any], pulled: int, node: str) -> None:
         f"{node} cannot restore its pool: the source had ended after {pulled} samples when the "
         "state was saved, but has more now. Resume over the data that the state was saved on."
     )
-
-
-def _pull_again(
-    source: BaseNode[Any],
-    snapshots: Snapshots,
-    start: int,
-    stop: int,
-    wanted: Sequence[int],
-    records: SampleRecords,
-    node: str,
-) -> tuple[dict[int, Sample], int]:
-    """Bring a source from sample `start` of the epoch to `stop`.
-
-    Args:
-        source: the source.
-        snapshots: keeps states of it on the way.
-        start: the ordinal of the next sample that it yields.
-        stop: the ordinal of the next one afterwards.
-        wanted: ordinals of the samples that are asked for, ascending.
-        records: what those were.
-        node: name of the node that restores itself, for errors.
-
-    Returns:
-        The wanted samples by ordinal, and how many were pulled.
-
-    Raises:
-        StateError: one of them is not what it was, or the source has ended before.
-    """
-    is_wanted = [False] * (stop - start)
-    for ordinal in wanted:
-        is_wanted[ordinal - start] = True
-    selects = call_member(source, "select", is_wanted)
-    ordinals = wanted if selects else range(start, stop)
-    kept: dict[int, Sample] = {}
-    for ordinal in with_progress(ordinals, len(ordinals)):
-        snapshots.take_if_due(ordinal)
-        try:
-            sample: Sample | Skipped = next(source)
-        except StopIteration:
-            raise StateError(
-                f"{node} cannot restore its pool: the source ended before sample {ordinal} of the "
-                "epoch, which it had yielded when the state was saved. Resume over the data that "
-                "the state was saved on."
-            ) from None
-        if is_wanted[ordinal - start]:
-            name = f"sample {ordinal} of the epoch"
-            kept[ordinal] = records.checked(len(kept), sample, node, name)
-    return kept, len(ordinals)

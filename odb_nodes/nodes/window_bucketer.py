@@ -2,41 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._core.checks import MAX_KEY, check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.contract import StatefulNode, copy_state
+from odb_nodes.contract import NodeState, SourceState, StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
-from odb_nodes.contract.node import check_node
+from odb_nodes.contract.node import check_node, take
 from odb_nodes.contract.recall import recall, recalls
-from odb_nodes.contract.state import made
-from odb_nodes.errors import StateError
-from odb_nodes.nodes.bucketer_state import BucketerState, PoolState
-from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, excludes_later
+from odb_nodes.errors import SampleError, StateError
+from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, ExcludedState
 from odb_nodes.nodes.exclusions import CountsExclusions, ExclusionCounter
-from odb_nodes.nodes.payload import encode_samples
+from odb_nodes.nodes.payload import decode_sample, encode_sample
 from odb_nodes.nodes.pool_check import PoolCheck
-from odb_nodes.nodes.pool_filler import PoolFiller
-from odb_nodes.nodes.pool_records import PoolRecords
-from odb_nodes.nodes.pool_window import PoolWindow
-from odb_nodes.nodes.replay import expect_end, pooled_again
-from odb_nodes.nodes.sample_records import NO_RECORDS
-from odb_nodes.nodes.snapshots import Snapshots
-from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.nodes.replay import Snapshots, expect_end, read_again
+from odb_nodes.nodes.sample_records import (
+    PoolLog,
+    RecordsState,
+    SampleRecords,
+    from_bits,
+    to_bits,
+)
+from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import WindowSize
-from odb_nodes.planning.caps import NO_CAPS
-from odb_nodes.planning.diversity import check_diversity
+from odb_nodes.planning.diversity import check_diversity, check_has_task
+from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
-from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
+
+PoolState = Literal["replay", "payload"]
+"""What a state may hold of the pool: how to make its samples again, or the samples."""
+
+PoolContent = tuple[bytes | None, RecordsState | None, list[bytes] | None]
+"""A bit for each of the samples last pulled, the last one first: whether it is pooled; the records
+of these samples, or the samples, encoded, oldest first."""
+
+_SNAPSHOTS_PER_WINDOW = 4
+
+
+@dataclass(kw_only=True)
+class BucketerState(NodeState):
+    """The state of a `WindowBucketer`.
+
+    Attributes:
+        source: the state of the source; where samples have no keys, at or before the oldest one
+            that is pooled or planned.
+        mode: what the state holds of the pool, `"replay"` or `"payload"`.
+        pulled: samples pulled in the epoch.
+        pulled_since_source: samples of these that were pulled after `source`.
+        ended: the source has ended, or nothing more is asked of it in the epoch.
+        is_cut: the latter.
+        limits: what groups are formed under, and samples admitted; see `Limits`.
+        has_own_limits: these are others than those of the budget.
+        pool: the pooled samples.
+        planned: where samples have no keys, the numbers of those in groups that a `RankAligner`
+            holds, 8 bytes each.
+        excluded: the keys that are excluded, by source.
+        excluded_samples: samples that were left out by their keys in the epoch.
+        dropped_samples: samples that `oversize="drop"` left out in the epoch.
+        oversize_samples: samples that exceeded the budget on their own.
+        skipped_samples: samples that processing skipped, by reason.
+        left_out: key, source and reason of those left out since the last group that is out.
+        caps: what further groups are cut to, ascending, 8 bytes each.
+        dearest_groups: of the groups that `dearest_first` puts first in the epoch, those that are
+            out.
+        window: samples of an `"auto"` window, whether it is chosen for the epoch, and what it is
+            chosen by, see `PulledLengths`; `None` where the window is a number of samples.
+    """
+
+    source: SourceState
+    mode: str
+    pulled: int
+    pulled_since_source: int
+    ended: bool
+    is_cut: bool
+    limits: tuple[int, int | None, int | None, int, int | None]
+    has_own_limits: bool
+    pool: PoolContent
+    planned: bytes | None
+    excluded: ExcludedState
+    excluded_samples: int
+    dropped_samples: int
+    oversize_samples: int
+    skipped_samples: dict[str, int]
+    left_out: list[tuple[int | None, str, str]]
+    caps: bytes | None
+    dearest_groups: int
+    window: tuple[int, bool, int, int, int] | None
 
 
 class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]):
@@ -58,7 +119,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             counted and left out.
         budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
         window: samples in the pool. Larger fills groups better, and waits longer for the first.
-            `"auto"`: as many as fill 32 groups, see `PoolWindow`.
+            `"auto"`: as many as fill 32 groups, see `GroupPlanner`.
         state: `"replay"` or `"payload"`.
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
         dearest_first: number of groups at the beginning of each epoch that are made of the longest
@@ -85,11 +146,15 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         check_node("source", source)
         self.source = source
         self._budget = TokenBudget.of(budget)
-        self._limits = Limits.of(self._budget)
-        self.window = PoolWindow(window, self._budget)
-        """How many samples wait in the pool: `window.samples`."""
-        self._dearest_first = check_count("dearest_first", dearest_first, 0)
-        self._diversity = check_diversity(diversity, self._budget)
+        self._has_tasks = check_diversity(diversity, self._budget) > 0
+        self.planner: GroupPlanner[Sample] = GroupPlanner(
+            self._budget,
+            window,
+            check_count("dearest_first", dearest_first, 0),
+            diversity,
+            partial(known_length_of, source),
+        )
+        """Decides which samples wait, and which form the next group."""
         self._mode = state
         self._name = type(self).__name__
         self._pool_check = PoolCheck(self._budget)
@@ -97,9 +162,14 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """The keys that the argument names. A state may name others beside them."""
         self._exclusions = ExclusionCounter(self._budget, self.exclude)
         self._summary = ""  # of the exclusions of the last epoch
+        self._task_numbers: dict[str, int] = {}  # which task has which decides nothing
+        self.keeps_planned = False
+        """Whether a node above holds groups until it calls `release`."""
         self.replayed_samples = 0
         """Samples that the last restore processed again."""
-        self._config = self._decides_output()
+        self.keys_changed = self.limits_changed = False
+        """Whether keys are excluded, or limits lower, that the restored state does not know of."""
+        self._config = self._decides_output(window, dearest_first, diversity)
         self._clear()
 
     @property
@@ -109,33 +179,13 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     @property
     def limits(self) -> Limits:
-        """What groups are formed under now: the limits of the budget, or tighter ones."""
-        return self._limits
-
-    def tighten(self, limits: Limits) -> None:
-        """Form groups under tighter limits from now on; a state keeps them."""
-        self._limits = self._limits.tightened(limits)
-        self._pool.limit(self._limits)
-        self._exclusions.budget = self._limits.of_samples(self._budget)
-
-    def offer_costs(self, count: int) -> IntArray:
-        """Return what is offered for the caps of the next round; see `offered_costs`."""
-        return NO_CAPS if self._ended else self._pool.offer(count)
-
-    def use_caps(self, caps: IntArray) -> None:
-        """Cut further groups to these costs, ascending, one each; a state keeps them."""
-        self._pool.caps = caps
-
-    def use_window(self, samples: int) -> None:
-        """Let so many samples wait from now on, where the window is `"auto"`; 0: as before."""
-        if samples:
-            self.window.use(samples)
-            self._follow_window()
+        """What groups are formed under now: the limits of the budget, or lower ones."""
+        return self.planner.limits
 
     @property
-    def pulled_samples(self) -> int:
-        """Samples of this epoch that were pulled so far, those that were left out included."""
-        return self._pool.pulled
+    def window(self) -> int:
+        """How many samples wait in the pool now."""
+        return self.planner.window
 
     @property
     def remaining_samples(self) -> int:
@@ -144,103 +194,135 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         return len(self._pool) if known is None else known
 
     def known_remaining(self) -> int | None:
-        """Return the same; `None` where it is not known, whatever an epoch before has found out."""
-        length = self._pool.pulled if self._ended else known_length_of(self.source)
+        """Return the samples that remain, or `None` where the source has no length."""
+        length = self._pool.pulled if self.planner.ended else known_length_of(self.source)
         return None if length is None else len(self._pool) + max(0, length - self._pool.pulled)
+
+    # --- what a `RankAligner` asks of it --------------------------------------------------------
+
+    def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
+        """Form groups under the settings of a round, further ones by these caps, one each."""
+        self.planner.use(settings, caps)
+
+    def report(self, groups: int) -> PoolReport:
+        """Return what other ranks are told of the pool, for caps of so many groups."""
+        return self.planner.report(groups)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any rank can make the samples of groups again, by their keys."""
+        return self._mode == "replay" and recalls(self.source)
 
     @property
     def recalls(self) -> bool:
-        """Whether `recall` can make samples again: where the source can, and the state does."""
-        return self._mode == "replay" and recalls(self.source)
+        """Whether samples of groups can be made again: by their keys, or their numbers."""
+        return self._mode == "replay"
 
     def recall(self, items: Sequence[ItemKey]) -> Iterator[Sample]:
-        """Yield samples of this epoch again."""
-        return recall(self.source, items)
-
-    def leave_rest(self) -> list[LeftOut]:
-        """Return the pooled samples as what is left out, where no further group is asked for."""
-        return [LeftOut(one.key, one.source, "unemitted") for one in self._pool.items().values()]
-
-    def exclude_more(self, keys: ExcludedKeys | None = None, *, pooled: bool = True) -> None:
-        """Exclude what the argument names, and further keys.
-
-        Args:
-            keys: the further keys.
-            pooled: whether to take samples out of the pool, too, and count them.
-        """
-        counter = self._exclusions
-        counter.keys = counter.keys | self.exclude | (keys or ExcludedKeys())
-        if pooled and counter.keys:
-            waiting = self._pool.items()
-            counter.exclude(
-                self._pool.remove([at for at in waiting if waiting[at] in counter.keys])
+        """Yield samples of this epoch again, those without keys right after a restore."""
+        if self._has_keys:
+            return recall(self.source, items)
+        missing = [item.key for item in items if item.key not in self._planned]
+        if missing:
+            raise StateError(
+                f"{self._name} cannot be restored: samples {missing[:5]} of the epoch are in a "
+                "group, but not in the state of the source, which is damaged. Use an earlier "
+                "checkpoint."
             )
+        return iter([self._planned[item.key] for item in items])
+
+    def release(self, still: Sequence[Sample] = ()) -> None:
+        """Forget the groups that were held above, but for these samples."""
+        self._planned: dict[int, Any] = {
+            one.ordinal: one for one in still if one.ordinal is not None
+        }
+        self._planned_from = min(self._planned, default=MAX_KEY)
+        if self.planner.ended and not (self._planned or len(self._pool)):
+            self._snapshots.take(self._pool.pulled)
+
+    def put_back(self, samples: Sequence[Sample]) -> None:
+        """Put samples of groups back into the pool, without those that are excluded."""
+        out = [sample for sample in samples if sample in self._exclusions.keys]
+        if out:
+            self._exclusions.exclude(out)
+            samples = [sample for sample in samples if sample not in self._exclusions.keys]
+        tokens, patches, tasks = self._columns(samples)
+        self._floor, self._floor_until = self._needed_from, self._pool.pulled  # before new ages
+        self._pool.put_back(samples, tokens, patches, tasks)
+        self._log = PoolLog(self._pool)
+        self._encoded.clear()
+        self.release()
+
+    def drop_remaining(self) -> list[LeftOut]:
+        """End the epoch before its last sample, and return the pooled ones as left out."""
+        gone = self._pool.remove([*self._pool.items()])
+        self.planner.ended = self._is_cut = True
+        return [LeftOut(one.key, one.source, "unemitted") for one in gone]
+
+    # --- the contract of a node -----------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with an empty pool."""
-        self.use_window(self.window.choose_alone())  # if the epoch before had but one group
-        self.window.begin_epoch()
+        self.planner.choose_window_alone()  # if the epoch before had but one group
+        self.planner.begin_epoch()
         self._clear()
         self.source.reset(None)
         self._snapshots.take(0)
 
     def restore(self, state: BucketerState) -> None:
-        """Go back to where the source stood, and pull again what was pooled.
+        """Go back to where the source stood, and make the pooled samples again.
 
         Raises:
             StateError: the source does not yield the samples again that it yielded then.
         """
-        # Groups that are formed again are formed under the limits of then.
-        as_saved = state.has_own_limits or smaller_budget_is_allowed()
-        self._limits = Limits(*state.limits) if as_saved else Limits.of(self._budget)
-        self.window.restore(state.window)
-        self._clear()
-        self.replayed_samples = 0
-        if self._mode == "replay" and state.payload:  # loaded with `strict=False`
+        if self._mode == "replay" and state.mode == "payload":  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
                 '`state="replay"`, which could not replay it. Change this between epochs.'
             )
-        self.source.reset(copy_state(state.source))
-        self._payload.update(state.payload or ())
-        kept, self.replayed_samples = pooled_again(self.source, self._snapshots, state, self._name)
-        self._filler.add(list(kept), list(kept.values()))
-        self._pool.pulled = state.pulled
-        self._pool.caps = np.frombuffer(state.caps or b"", np.int64)
-        self._dearest_groups = state.dearest_groups
+        own = state.has_own_limits or smaller_budget_is_allowed()
+        self.planner.restart(Limits(*state.limits) if own else None, state.window)
+        self._clear()
+        self.replayed_samples = 0
         self._exclusions.restore(state)
-        if state.ended:
+        self.source.reset(copy_state(state.source))
+        ordinals = from_bits(state.pool[0], state.pulled)
+        samples, pool = self._pooled_again(state, ordinals), self._pool
+        tokens, patches, tasks = self._columns(samples)
+        pool.add(samples, tokens, patches, ordinals, tasks)
+        pool.pulled = state.pulled
+        pool.caps = np.frombuffer(state.caps or b"", np.int64)
+        self.planner.dearest_groups = state.dearest_groups
+        self._is_cut = state.is_cut
+        if state.ended and not state.is_cut:
             expect_end(self.source, state.pulled, self._name)
-            self._ended = True
-        if not excludes_later():
-            self.exclude_more()
-            self.tighten(Limits.of(self._budget))
+        self.planner.ended = state.ended
+        self._use_present_options(Limits(*state.limits))
 
     def save(self) -> BucketerState:
         """Return where to pull from again, and which of the samples pulled are waiting."""
-        return made(self.save_to_keep())
-
-    def save_to_keep(self) -> BucketerState:
-        """Return the same, with what is to be said of the samples made later."""
-        pool, replay = self._pool, self._mode == "replay"
-        if self._keeps_present and not self._refilling:
-            self._snapshots.take(pool.pulled, only=True)
+        pool, limits = self._pool, self.planner.limits
+        if self._has_keys and not self._refilling:
+            self._snapshots.take(pool.pulled)
         base, source_state = self._snapshots.at_or_before(self._needed_from)
-        recipe, waiting = self._records.later() if replay else (NO_RECORDS, None)
+        planned = np.array([*self._planned], dtype="<i8")
+        content: Any = _PooledPayload(pool.items(), self._encoded, pool.pulled)
+        if self._mode == "replay":
+            content = _PooledReplay(self._log.pooled())
         return BucketerState(
             source=source_state,
             mode=self._mode,
             pulled=pool.pulled,
             pulled_since_source=pool.pulled - base,
-            ended=self._ended,
-            limits=(*self._limits,),
-            has_own_limits=self._limits != Limits.of(self._budget),
-            pool=recipe,
-            waiting=waiting,
-            payload=None if replay else self._encoded(),
-            dearest_groups=self._dearest_groups,
+            ended=self.planner.ended,
+            is_cut=self._is_cut,
+            limits=(*limits,),
+            has_own_limits=limits != Limits.of(self._budget),
+            pool=content,
+            planned=planned.tobytes() or None,
             caps=pool.caps.tobytes() or None,
-            window=self.window.save(),
+            dearest_groups=self.planner.dearest_groups,
+            window=self.planner.window_state(),
             **self._exclusions.to_state(),
         )
 
@@ -252,91 +334,236 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
                 the epoch ends, and all of it was dropped or skipped. This, and whatever the source
                 raises, is raised again until the next reset.
         """
-        self.use_window(self.window.choose_alone())
+        planner, pool = self.planner, self._pool
+        planner.choose_window_alone()
         self._refilling = True  # Should the source raise, it may stand after an item that is lost.
-        self._refill()
-        if not len(self._pool):
+        self._fill()
+        if not len(pool):
             self._end()
-            self._exclusions.check_not_all(self._pool.pulled)
+            self._exclusions.check_not_all(pool.pulled)
         self._refilling = False
-        if not len(self._pool):
+        if not len(pool):
             raise StopIteration
-        dearest = self._dearest_groups < self._dearest_first
-        group = self._pool.take(draining=self._ended, dearest=dearest)
-        self._dearest_groups += dearest
-        if not self._ended and not dearest and self.window.is_chosen:
-            self._pool_check.note(group, self.window.samples)
-        if self._ended and not len(self._pool):
+        is_chosen_freely = not (planner.ended or planner.is_dearest)
+        group = planner.next_group()
+        if is_chosen_freely and planner.window_is_chosen:
+            self._pool_check.note(group, planner.window)
+        if self.keeps_planned and not self._has_keys:
+            numbers = [sample.ordinal for sample in group if sample.ordinal is not None]
+            self._planned.update(zip(numbers, group, strict=True))
+            self._planned_from = min(self._planned_from, *numbers)
+        if planner.ended and not len(pool):
             self._end()
         self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
         return group
 
-    def _clear(self) -> None:
-        self._pool = RollingPool[Sample](self._budget, self.window.samples, self._diversity)
-        self._pool.limit(self._limits)
-        self._snapshots = Snapshots(self.source, self.window.snapshot_interval)
-        self._payload: dict[int, Any] = {}
-        self._ended = self._refilling = False
-        self._dearest_groups = 0
-        budget = self._limits.of_samples(self._budget)
-        said = self._exclusions.said
-        self._exclusions = ExclusionCounter(budget, self.excluded | self.exclude, said)
-        self._filler: PoolFiller = PoolFiller(
-            self.source,
-            self._pool,
-            self.window,
-            self._snapshots,
-            self._exclusions,
-            has_tasks=self._diversity > 0,
-            node=self._name,
-        )
-        self._by_key = self.recalls
-        self._keeps_present = self._by_key or self._mode == "payload"
-        self._records = PoolRecords(self._pool, with_items=self._by_key)
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: a state fits only where it is equal."""
+        return self._config
 
-    def _follow_window(self) -> None:
-        self._pool.window = self.window.samples
-        self._snapshots.interval = self.window.snapshot_interval
+    # --------------------------------------------------------------------------------------------
+
+    def _decides_output(
+        self, window: WindowSize, dearest_first: int, diversity: float
+    ) -> dict[str, Any]:
+        budget = {f"budget.{name}": one for name, one in self._budget.fingerprint().items()}
+        options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
+        return {**budget, **options, "state": self._mode}
+
+    def _clear(self) -> None:
+        self._pool = self.planner.pool
+        self._snapshots = Snapshots(self.source)
+        self._refilling = self._is_cut = False
+        budget = self.planner.limits.of_samples(self._budget)
+        keys, said = self.excluded | self.exclude, self._exclusions.said
+        self._exclusions = ExclusionCounter(budget, keys, said)
+        self._log = PoolLog(self._pool)
+        self._encoded: dict[int, bytes] = {}
+        self._has_keys = recalls(self.source) or self._mode == "payload"
+        self._floor_until = 0  # age of the samples whose numbers may be as low as `_floor`
+        self._floor = 0
+        self.release()
+        self.keys_changed = self.limits_changed = False
 
     @property
     def _needed_from(self) -> int:
         """The first sample of the epoch that a restore has to pull again."""
-        return self._pool.pulled if self._keeps_present else self._pool.oldest
+        if self._has_keys:
+            return self._pool.pulled
+        oldest = self._floor if self._pool.oldest < self._floor_until else self._pool.oldest
+        return min(oldest, self._planned_from)
 
-    def _refill(self) -> None:
-        if self._ended:
+    def _pooled_again(self, state: BucketerState, ordinals: list[int]) -> list[Sample]:
+        """Bring the source to where it stood, and return the samples that were pooled."""
+        _, records_state, payload = state.pool
+        start = state.pulled - state.pulled_since_source
+        self._snapshots.put(start, state.source)
+        interval, name = self._interval, self._name
+        samples: list[Sample] = []
+        wanted: set[int] = set()
+        records = None if records_state is None else SampleRecords.from_state(records_state)
+        found = len(payload or ()) if records is None else len(records)
+        if len(ordinals) != found or start < 0 or (ordinals and ordinals[0] < 0):
+            raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
+        if payload is not None:
+            samples = [*map(decode_sample, payload)]
+            self._encoded.update(zip(ordinals, payload, strict=True))
+        elif records is not None and not records.are_numbered:
+            if found and not recalls(self.source):
+                raise StateError(
+                    f"{name} cannot restore its pool: the state has keys of its samples, but the "
+                    "source cannot read items by their keys any more. Build the graph as it was."
+                )
+            samples = records.restore(self.source, name)
+            self.replayed_samples = found
+        planned = np.frombuffer(state.planned or b"", "<i8").tolist()
+        if records is not None and records.are_numbered:
+            wanted = {*records.keys.tolist()}
+        if (wanted or planned) and not start <= min(wanted | {*planned}):
+            raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
+        again, processed = read_again(
+            self.source,
+            self._snapshots,
+            start,
+            state.pulled,
+            wanted | {*planned},
+            interval,
+            name,
+        )
+        self.replayed_samples += processed
+        if records is not None and wanted:
+            samples = [
+                records.checked(index, again[number], name, f"sample {number} of the epoch")
+                for index, number in enumerate(records.keys.tolist())
+            ]
+            samples = [
+                one._replace(ordinal=number)
+                for one, number in zip(samples, records.keys.tolist(), strict=True)
+            ]
+            self._floor, self._floor_until = min(wanted), state.pulled
+        for number in planned:  # One that is `Skipped` now is named where the groups are made.
+            one = again[number]
+            if isinstance(one, Sample):
+                one = one._replace(ordinal=number)
+            self._planned[number] = one
+        self._planned_from = min(planned, default=MAX_KEY)
+        return samples
+
+    def _use_present_options(self, saved: Limits) -> None:
+        """Exclude the keys, and lower the limits, that the state does not know of."""
+        counter, keys = self._exclusions, self._exclusions.keys
+        counter.keys = keys | self.exclude
+        self.keys_changed = counter.keys != keys
+        if self.keys_changed:
+            waiting = self._pool.items()
+            gone = [at for at, sample in waiting.items() if sample in counter.keys]
+            counter.exclude(self._pool.remove(gone))
+        self.planner.lower_limits(Limits.of(self._budget))
+        counter.budget = self.planner.limits.of_samples(self._budget)
+        self.limits_changed = self.planner.limits != saved
+
+    @property
+    def _interval(self) -> int:
+        return max(1, self.planner.window // _SNAPSHOTS_PER_WINDOW)
+
+    def _fill(self) -> None:
+        """Pull until the pool is full, or as full as the age of its oldest sample allows."""
+        if self.planner.ended:
             return
         progress = None
         if not self._pool.pulled:
-            most = min(self.window.samples, self.remaining_samples or self.window.samples)
+            most = min(self.window, self.remaining_samples or self.window)
             progress = SlowProgress("samples in the pool before the first batch", most)
-        self._ended = self._filler.fill(progress)
-        if not self._ended and self.window.grow_alone(known_length_of(self.source)):
-            self._follow_window()
-            self._ended = self._filler.fill(progress)
+        while (room := self.planner.room()) > 0:
+            ordinals: list[int] = []
+            samples: list[Sample] = []
+            try:
+                while room > 0:
+                    due = self._snapshots.take_if_due(self._pool.pulled, self._interval)
+                    pulled = take(self.source, min(room, due))[0]
+                    room -= len(pulled)
+                    self._admit(pulled, ordinals, samples)
+                    if progress is not None:
+                        progress.update(self._pool.pulled)
+            except StopIteration:
+                self.planner.ended = True
+            finally:  # Those before an error are in the pool.
+                tokens, patches, tasks = self._columns(samples)
+                self.planner.add(samples, tokens, patches, ordinals, tasks)
+
+    def _admit(
+        self, pulled: list[Sample | Skipped], ordinals: list[int], samples: list[Sample]
+    ) -> None:
+        """Count what was pulled, and note what goes into the pool."""
+        pool, exclusions = self._pool, self._exclusions
+        first, noted = pool.pulled, len(samples)
+        if not self._has_tasks and exclusions.admits_all(pulled):
+            ordinals += range(first, first + len(pulled))
+            samples += pulled
+            pool.pulled += len(pulled)
+        else:
+            for sample in pulled:
+                self._check(sample)
+                if exclusions.admit(sample, pool.pulled):
+                    ordinals.append(pool.pulled)
+                    samples.append(sample)
+                pool.pulled += 1
+        if not self._has_keys:
+            samples[noted:] = [
+                sample._replace(ordinal=ordinal)
+                for sample, ordinal in zip(samples[noted:], ordinals[noted:], strict=True)
+            ]
+
+    def _check(self, sample: Any) -> None:
+        if not isinstance(sample, (Sample, Skipped)):
+            raise SampleError(
+                f"`source` of {self._name} must yield `Sample`, but yielded "
+                f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
+            )
+        if self._has_tasks:
+            check_has_task(sample)
+
+    def _columns(self, samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int]]:
+        """Return tokens, patches and numbers of the tasks of samples."""
+        tasks, known = list[int](), self._task_numbers
+        if self._has_tasks:
+            tasks = [known.setdefault(sample.task_name, len(known)) for sample in samples]
+        return [one.tokens for one in samples], [one.patches for one in samples], tasks
 
     def _end(self) -> None:
-        """Stand at the end of the epoch: nothing is left to pull again."""
-        self._snapshots.take(self._pool.pulled, only=True)
+        """Stand at the end of the epoch: no pooled sample is left to pull again."""
+        if not self._planned:
+            self._snapshots.take(self._pool.pulled)
         summary, before = self._exclusions.summary(self._pool.pulled), self._summary
         if summary and summary != before:  # most epochs are alike
             self._summary = summary
             warn_user(summary)
 
-    def _encoded(self) -> list[Any]:
-        self._payload = encode_samples(self._pool.items(), self._payload)
-        return [*self._payload.items()]
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
-        return {**self._config}
+class _PooledReplay:
+    """The pool of a state, as records."""
 
-    def _decides_output(self) -> dict[str, Any]:
-        return {
-            **{f"budget.{name}": value for name, value in self._budget.fingerprint().items()},
-            "window": self.window.given,
-            "state": self._mode,
-            # Absent where unset, as in states that were saved before they existed.
-            **({"dearest_first": self._dearest_first} if self._dearest_first else {}),
-            **({"diversity": self._diversity} if self._diversity else {}),
-        }
+    def __init__(self, pooled: Any) -> None:
+        self._pooled = pooled
+
+    def to_state(self) -> PoolContent:
+        waiting, records = self._pooled.to_state()
+        return waiting, records, None
+
+
+class _PooledPayload:
+    """The pool of a state, as the samples themselves; encodings serve further states."""
+
+    def __init__(self, items: Mapping[int, Sample], known: dict[int, bytes], pulled: int) -> None:
+        self._items, self._known, self._pulled = {**items}, known, pulled
+
+    def to_state(self) -> PoolContent:
+        known = self._known
+        encoded = {at: known.get(at) or encode_sample(one) for at, one in self._items.items()}
+        for at in [at for at in known if at not in encoded]:
+            del known[at]
+        known.update(encoded)
+        first = next(iter(encoded), self._pulled)
+        pooled = np.zeros(self._pulled - first, dtype=bool)
+        pooled[np.array([*encoded], dtype=np.int64) - first] = True
+        return to_bits(pooled[::-1]), None, [*encoded.values()]

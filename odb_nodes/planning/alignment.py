@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes.planning.caps import NO_CAPS
+from odb_nodes.planning.group_planner import PoolReport
 from odb_nodes.planning.table import IntArray
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ Uneven = Literal["fill", "stop"]
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
 COLUMNS = 5
 """Integers per row of a report, before those of tasks."""
-HEADER = 10
+HEADER = 9
 """Integers before the rows in a report's message."""
 FLAG_BITS = 30
 """Most modalities: the flags of two groups share one integer."""
@@ -64,32 +64,27 @@ class CostReport:
         groups: number of rows that are groups; the rows after them are splits.
         ended: whether the rank has no more groups after these.
         has_filler: whether the rank has, or has had, a sample that it can fill steps with.
-        wish: the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for
-            none.
-        weights: a digest of the weights of a mixture that were set on it, for all ranks from this
-            round on; 0 for none.
+        max_tokens: the `tokens` of the budget that it asks all ranks for, from the next round on; 0
+            for none.
         left: samples that it has after these groups, as far as it knows; -1 where it cannot share
             them with other ranks. See `odb_nodes.planning.levelling`.
-        offer: what it offers for the caps of the next round, see `offered_costs`, (n,) int64.
-        lengths: what it tells of the lengths so far, see `PulledLengths.report`.
+        pool: what it tells of its pool.
     """
 
     table: IntArray
     groups: int
     ended: bool
     has_filler: bool = True
-    wish: int = 0
-    weights: int = 0
+    max_tokens: int = 0
     left: int = -1
-    offer: IntArray = field(default_factory=lambda: NO_CAPS)
-    lengths: tuple[int, int] = (0, 0)
+    pool: PoolReport = field(default_factory=PoolReport)
 
     def to_message(self) -> IntArray:
-        """Return the report as (10 + (5 + tasks) * rows + n,) int64."""
-        agreed_on = (self.wish, self.weights, self.left, *self.lengths)
-        told = (self.groups, self.ended, self.has_filler, *agreed_on)
-        header = np.array((len(self.table), len(self.offer), *told), dtype=np.int64)
-        return np.concatenate((header, self.table.ravel(), self.offer))
+        """Return the report as (9 + (5 + tasks) * rows + n,) int64."""
+        offer, lengths = self.pool
+        told = (self.groups, self.ended, self.has_filler, self.max_tokens, self.left, *lengths)
+        header = np.array((len(self.table), len(offer), *told), dtype=np.int64)
+        return np.concatenate((header, self.table.ravel(), offer))
 
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
@@ -100,12 +95,12 @@ class CostReport:
             tasks: number of tasks.
         """
         rows, offered, groups, ended, has_filler, *told = message[:HEADER].tolist()
+        max_tokens, left, *lengths = told
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
         table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
-        wish, weights, left, *lengths = told
-        told = {"wish": wish, "weights": weights, "left": left, "lengths": (*lengths,)}
-        return cls(table, groups, bool(ended), bool(has_filler), offer=offer, **told)
+        pool = PoolReport(offer, (lengths[0], lengths[1]))
+        return cls(table, groups, bool(ended), bool(has_filler), max_tokens, left, pool)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:
@@ -284,13 +279,14 @@ def _plan_alone(report: CostReport) -> RoundPlan:
     return RoundPlan(totals, groups, table[None, :, COST], [0], report.ended)
 
 
-def step_totals(reports: Sequence[CostReport]) -> IntArray:
+def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
     """Return the `totals` of a `RoundPlan`, of steps that are planned already.
 
     Args:
-        reports: the reports of all ranks, with a row for each step.
+        groups: of each rank, the cost of its group of each step.
     """
-    return _totals(np.stack([report.table for report in reports]))
+    rows = [[row_of(group) for group in of_rank] for of_rank in groups]
+    return _totals(np.array(rows, dtype=np.int64))
 
 
 def _totals(pieces: IntArray) -> IntArray:

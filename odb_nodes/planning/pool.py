@@ -117,6 +117,27 @@ class RollingPool(Generic[T]):
         # Stable, so that equal lengths stay in order of age; fast, since most is in order already.
         self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
 
+    def put_back(
+        self,
+        items: Sequence[T],
+        tokens: Sequence[int],
+        patches: Sequence[int],
+        tasks: Sequence[int] = (),
+    ) -> None:
+        """Put samples into the pool that it had yielded: before all others, in age.
+
+        All samples are numbered anew, as those that were pulled last.
+        """
+        waiting, ages = [*self._items.values()], np.array([*self._items], dtype=np.int64)
+        first = self.pulled - len(waiting) - len(items)
+        table = self._table.copy()
+        table[ORDINALS] = np.searchsorted(ages, table[ORDINALS]) + first + len(items)
+        self._items, self._table = {}, table[:, :0]
+        self.add(items, tokens, patches, range(first, first + len(items)), tasks)
+        self._items.update(zip(range(first + len(items), self.pulled), waiting, strict=True))
+        both = np.concatenate((self._table, table), axis=1)
+        self._table = both.take(both[TOKENS].argsort(kind="stable"), axis=1)
+
     def remove(self, ordinals: Sequence[int]) -> list[T]:
         """Remove samples and return them: no group will hold them."""
         self._tail = None

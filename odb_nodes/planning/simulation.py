@@ -1,12 +1,12 @@
 """Plan the steps of a whole job, on any number of ranks, in one process.
 
-`RankAligner` plans with the same functions, so the steps are the same.
+It drives the planners that `WindowBucketer` and `RankAligner` drive, so the steps are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
@@ -17,29 +17,15 @@ from numpy.typing import NDArray
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.alignment import FILLER, CostReport, Uneven, make_report, plan_round
-from odb_nodes.planning.auto_window import (
-    AUTO,
-    LEAST_WINDOW,
-    PulledLengths,
-    WindowSize,
-    chosen_window,
-    window_before_ranks_agree,
-)
+from odb_nodes.planning.alignment import FILLER, Uneven, plan_round
+from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget, round_up
-from odb_nodes.planning.caps import NO_CAPS, agreed_caps, caps_of_round
 from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
-from odb_nodes.planning.levelling import (
-    UNKNOWN_LEFT,
-    Rest,
-    begins_last_round,
-    shared_out,
-    work_of,
-)
+from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
+from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, shared_out, work_of
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.pool import RollingPool
-from odb_nodes.planning.rounds import round_steps
+from odb_nodes.planning.rounds import RoundPlanner, next_settings, round_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 
@@ -234,27 +220,26 @@ def plan_steps(
             f"a sample of {samples.tokens[first]} tokens and {samples.patches[first]} patches "
             f"exceeds {budget} on its own."
         )
-    cost_fn = job.cost_fn or BudgetCost(budget)
-    ranks = [_Rank(samples, shard, job, cost_fn, knows_length) for shard in shards]
-    has_caps = job.world_size > 1 and job.cost_fn is None
-    shares_rest = shares_rest and job.uneven == "fill"
-    caps, window, is_last = NO_CAPS, 0, False
+    measure = GroupCostEstimator(job.cost_fn or BudgetCost(budget), {})
+    fills = job.uneven == "fill"
+    pools = [
+        _ShardPool(samples, shard, job, knows_length, shares_rest and fills) for shard in shards
+    ]
+    ranks = [RoundPlanner(pool, measure, tokens_of, may_split=fills) for pool in pools]
+    full_round = round_up(job.round_size, job.accumulate)
+    offered = full_round if job.world_size > 1 and job.cost_fn is None else 0
+    settings = RoundSettings()
     for number in count():
-        most = round_steps(
-            number,
-            world_size=job.world_size,
-            round_size=job.round_size,
-            accumulate=job.accumulate,
-        )
-        if is_last:
-            reports = _report_rest(ranks, window)
+        most = round_steps(number, job.world_size, job.round_size, job.accumulate)
+        if settings.is_last:
+            groups, most = _share_out([rank.read_rest(settings) for rank in ranks], budget)
         else:
-            reports = [rank.report(most, caps_of_round(caps, most), window) for rank in ranks]
-        if job.window == AUTO and not window:
-            window = chosen_window([rank.pulled.report(budget) for rank in ranks])
-        if has_caps:
-            offered = round_up(job.round_size, job.accumulate)
-            caps = agreed_caps([rank.offer(offered) for rank in ranks])
+            groups = [rank.read(most, settings) for rank in ranks]
+            for rank, of_rank in zip(ranks, groups, strict=True):
+                rank.read_ahead(of_rank, most)
+        reports = [
+            rank.report(of_rank, most, offered) for rank, of_rank in zip(ranks, groups, strict=True)
+        ]
         plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, _FIRST_EPOCH, number))
         groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
         for step in plan.groups.T.tolist():
@@ -265,13 +250,13 @@ def plan_steps(
         if plan.last:
             return
         next_steps = round_steps(number + 1, job.world_size, job.round_size, job.accumulate)
-        is_last = shares_rest and begins_last_round(reports, next_steps)
+        settings = next_settings(reports, settings, next_steps)
 
 
-def _report_rest(ranks: Sequence[_Rank], window: int) -> list[CostReport]:
-    """Let ranks share out what is left, and return the costs of the last round's groups."""
-    budget = ranks[0].budget
-    rests = [rank.take_rest(window) for rank in ranks]
+def _share_out(
+    rests: Sequence[list[Sample]], budget: TokenBudget
+) -> tuple[list[list[list[Sample]]], int]:
+    """Share out what ranks have left, and return the groups of each, and the steps of the round."""
     moves = shared_out([work_of(map(tokens_of, rest), budget) for rest in rests])
     shares = [
         [sample for index, sample in enumerate(rest) if index not in {*given}]
@@ -282,133 +267,74 @@ def _report_rest(ranks: Sequence[_Rank], window: int) -> list[CostReport]:
             shares[receiver].append(rest[index])
     cuts = [Rest(share, budget) for share in shares]
     steps = max(cut.fewest for cut in cuts)
-    return [
-        rank.report_groups(
-            [[share[index] for index in group] for group in cut.groups(steps)], steps
-        )
-        for rank, share, cut in zip(ranks, shares, cuts, strict=True)
+    groups = [
+        [[share[index] for index in group] for group in cut.groups(steps)]
+        for share, cut in zip(shares, cuts, strict=True)
     ]
+    return groups, steps
 
 
-class _Rank:
-    """Does on one rank what `WindowBucketer` and `RankAligner` do."""
+class _ShardPool:
+    """Reads the shard of one rank into a `GroupPlanner`: a `GroupSource`."""
 
     def __init__(
         self,
         samples: SampleCosts,
         shard: IntArray,
         job: SimulationOptions,
-        cost_fn: CostFn,
         knows_length: bool,
+        shares_rest: bool,
     ) -> None:
         self._shard = shard
         columns = (column[shard] for column in samples)
         self._tokens, self._targets, self._patches, self._tasks = columns
-        self.budget = TokenBudget.of(job.budget)
+        budget = TokenBudget.of(job.budget)
         self._left_out = self._tokens == 0
-        if self.budget.oversize == "drop":
-            self._left_out |= samples.are_oversize(self.budget)[shard]
-        self._knows_length = knows_length
-        self._estimator = GroupCostEstimator(cost_fn, {})
-        self._dearest_left = job.dearest_first
-        window = LEAST_WINDOW if job.window == AUTO else job.window
-        self._pool: RollingPool[int] = RollingPool(  # of places in the shard
-            self.budget, window, job.diversity
+        if budget.oversize == "drop":
+            self._left_out |= samples.are_oversize(budget)[shard]
+        self._knows_length, self._shares_rest = knows_length, shares_rest
+        self._planner: GroupPlanner[int] = GroupPlanner(  # of places in the shard
+            budget,
+            job.window,
+            job.dearest_first,
+            job.diversity,
+            lambda: len(shard) if knows_length else None,
         )
-        self.pulled = PulledLengths()  # as long as the window is to be chosen
-        self._notes_lengths = job.window == AUTO
-        self._ahead: list[Sample] | None = None
-        self._ended = False  # As in a node, known only when a pull finds nothing.
+        self._planner.follows_ranks = True
+        self.use, self.report = self._planner.use, self._planner.report
 
-    def report(self, most: int, caps: IntArray, window: int) -> CostReport:
-        """Return the costs of the next round's groups, and form the one after them.
-
-        Args:
-            most: number of groups.
-            caps: what the groups after the first, and the one after them, may cost.
-            window: samples that wait after the first group; 0 for as many as before.
-        """
-        first = self._ahead or self._take()
-        self._use(window)
-        groups = [] if first is None else [first]
-        self._pool.caps = caps[:-1]
-        while groups and len(groups) < most and (group := self._take()):
-            groups.append(group)
-        self._pool.caps = caps[-1:]
-        self._ahead = self._take() if len(groups) == most else None
-        return self.report_groups(groups, most)
-
-    def report_groups(self, groups: list[list[Sample]], most: int) -> CostReport:
-        """Return the costs of groups, at most `most`, which are those of the next round."""
-        report, self._ladder = make_report(
-            groups, most=most, ended=self._ahead is None, measure=self._estimator, tokens=tokens_of
-        )
-        return replace(report, left=self._left())
-
-    def _use(self, window: int) -> None:
-        if window:
-            self._pool.window, self._notes_lengths = window, False
-
-    def _left(self) -> int:
-        if self._ahead is None:
-            return 0
-        if not (self._knows_length or self._ended):
-            return UNKNOWN_LEFT
-        return len(self._ahead) + len(self._pool) + len(self._shard) - self._pool.pulled
-
-    def take_rest(self, window: int) -> list[Sample]:
-        """Return all samples that are left. See `report` for `window`."""
-        rest, self._ahead = [*(self._ahead or [])], None
-        self._use(window)
-        self._pool.caps = NO_CAPS
-        while group := self._take():
-            rest += group
-        return rest
-
-    def offer(self, count: int) -> IntArray:
-        """Return what the rank tells of its pool."""
-        return NO_CAPS if self._ended else self._pool.offer(count)
-
-    def _take(self) -> list[Sample] | None:
+    def next_group(self) -> list[Sample] | None:
         """Return the next group, if there is one."""
-        if not self._refill():
+        self._fill()
+        if not len(self._planner.pool):
             return None
-        dearest = self._dearest_left > 0
-        self._dearest_left -= dearest
-        return self._samples(self._pool.take(draining=self._ended, dearest=dearest))
-
-    def groups(self, splits: int) -> list[list[Sample]]:
-        """Return the groups of the round after `splits` splits."""
-        return self._ladder.groups(splits)
-
-    def _refill(self) -> bool:
-        """Fill the pool, and return whether it holds anything."""
-        self._pull()
-        if not self._ended and self._notes_lengths and self._pool.window == LEAST_WINDOW:
-            known = len(self._shard) if self._knows_length else None
-            own = window_before_ranks_agree(self.pulled.report(self.budget), known)
-            self._pool.window = max(own, LEAST_WINDOW)
-            self._pull()
-        return len(self._pool) > 0
-
-    def _pull(self) -> None:
-        pool = self._pool
-        while not self._ended and (room := pool.room()) > 0:
-            pulled = slice(pool.pulled, pool.pulled + room)
-            places = np.flatnonzero(~self._left_out[pulled]) + pool.pulled
-            kept = places.tolist()
-            self._ended = pool.pulled + room > len(self._shard)
-            pool.pulled = min(pulled.stop, len(self._shard))
-            of_each = (self._tokens, self._patches, self._tasks)
-            tokens, patches, tasks = (column[places].tolist() for column in of_each)
-            pool.add(kept, tokens, patches, kept, tasks)
-            if self._notes_lengths:
-                self.pulled = self.pulled.and_of(self.budget, tokens, patches)
-
-    def _samples(self, places: list[int]) -> list[Sample]:
+        places = self._planner.next_group()
         columns = (self._shard, self._tokens, self._targets, self._patches)
         rows = zip(*(column[places].tolist() for column in columns), strict=True)
         return [Sample(*row) for row in rows]
+
+    def left(self, ahead: list[Sample] | None) -> int:
+        """Return how many samples the rank has left, as far as it knows."""
+        if not self._shares_rest:
+            return -1
+        if ahead is None:
+            return 0
+        if not (self._knows_length or self._planner.ended):
+            return UNKNOWN_LEFT
+        pool = self._planner.pool
+        return len(ahead) + len(pool) + len(self._shard) - pool.pulled
+
+    def _fill(self) -> None:
+        planner, pool = self._planner, self._planner.pool
+        while (room := planner.room()) > 0:
+            pulled = slice(pool.pulled, pool.pulled + room)
+            places = np.flatnonzero(~self._left_out[pulled]) + pool.pulled
+            # As in a node, known only when a pull finds nothing.
+            planner.ended = pulled.stop > len(self._shard)
+            pool.pulled = min(pulled.stop, len(self._shard))
+            of_each = (self._tokens, self._patches, self._tasks)
+            tokens, patches, tasks = (column[places].tolist() for column in of_each)
+            planner.add(places.tolist(), tokens, patches, places.tolist(), tasks)
 
 
 def check_lengths(lengths: npt.ArrayLike) -> IntArray:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract import copy_state
+from odb_nodes.contract import snapshot
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.node import member, take
 from odb_nodes.contract.recall import checked_key
@@ -89,8 +89,7 @@ class ChunkReader:
         try:
             while (left := count - len(read.items)) > 0:
                 if self._since_state in (0, self._distance):
-                    state = copy_state(self._source.state_dict())
-                    read.states.append((len(read.items), state))
+                    read.states.append((len(read.items), snapshot(self._source)))
                     self._since_state = 0
                 left = min(left, self._distance - self._since_state)
                 some, keys = take(self._source, 1 if self._gaps else left)

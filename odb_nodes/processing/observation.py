@@ -127,7 +127,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
     if item is None:
         return result
     if isinstance(result, Sample):
-        data, tokens, targets, patches, source, counted, key, _, digest, task = result
+        data, tokens, targets, patches, source, counted, key, _, digest, task, _ = result
         return Sample(
             data,
             tokens,

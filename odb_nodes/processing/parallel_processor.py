@@ -13,7 +13,7 @@ from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes._core.seeds import declares_draws
-from odb_nodes.contract import EpochNode, copy_state
+from odb_nodes.contract import EpochNode, copy_state, snapshot
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.item_location import format_location
 from odb_nodes.contract.node import check_node
@@ -133,7 +133,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
         self.source.reset(None)
-        self._source_state = copy_state(self.source.state_dict())
+        self._source_state = snapshot(self.source)
 
     def restore(self, state: ProcessorState) -> None:
         """Go to the source's chunk, and past the items of it that are out."""
@@ -145,9 +145,11 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
     def save(self) -> ProcessorState:
         """Return the source's state before the chunk in hand, and how many items of it are out."""
-        source = copy_state(self._source_state)
         return ProcessorState(
-            source=source, taken=self._taken, position=self._position, taken_of={**self._taken_of}
+            source=self._source_state,
+            taken=self._taken,
+            position=self._position,
+            taken_of=self._taken_of,
         )
 
     def next(self) -> T:
@@ -265,7 +267,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._read_chunk()
         if not self._in_flight:
             # Nothing is out since this state: it stands at the end of the epoch.
-            self._source_state = copy_state(self.source.state_dict())
+            self._source_state = snapshot(self.source)
             self._taken, self._taken_of = 0, {}
             raise StopIteration
         chunk = self._in_flight[0]

@@ -14,13 +14,16 @@ class FairQueue:
 
     Args:
         weights: name -> weight.
+        targets: name -> what it should have had at the last change. Default: 0 for each.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, weights: Mapping[str, float], targets: Mapping[str, float] | None = None
+    ) -> None:
         self.weights = weights
         """The weights in force. Shared: not to be changed."""
-        self.targets: dict[str, float] = {}
-        """What each source should have had at the last change; empty before the first."""
+        self.targets = dict(targets or dict.fromkeys(weights, 0.0))
+        """What each source should have had at the last change."""
 
     def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
         """Return the source that is next; of equals, the first.
@@ -30,15 +33,13 @@ class FairQueue:
             had: what each has had so far.
         """
         weights, targets = self.weights, self.targets
-        if not targets:
-            return min(names, key=lambda name: had[name] / weights[name])
         on = [name for name in names if weights[name]]
         return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
 
     def turn_to(
         self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
-    ) -> bool:
-        """Choose by other weights from now on, and return whether they are others.
+    ) -> None:
+        """Choose by weights from now on, which may be others.
 
         Args:
             weights: name -> weight; one of `names` has a weight above 0.
@@ -46,12 +47,11 @@ class FairQueue:
             had: what each has had so far.
         """
         if weights is self.weights or weights == self.weights:
-            return False
-        targets = self.targets or dict.fromkeys(self.weights, 0.0)
+            return
+        targets = self.targets
         on = [name for name in names if self.weights[name]]
         if on:
             since = sum(had[name] - targets[name] for name in on)
             rounds = since / sum(self.weights[name] for name in on)
             targets = targets | {name: targets[name] + self.weights[name] * rounds for name in on}
         self.weights, self.targets = weights, targets
-        return True

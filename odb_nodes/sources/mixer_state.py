@@ -19,9 +19,8 @@ class MixerState(NodeState):
         tokens: tokens of the epoch so far, by source.
         exhausted: the sources that were exhausted at least once in the epoch, in that order.
         ended: the epoch has ended.
-        weights: by which the last item was drawn, where they can change.
+        weights: by which the last item was drawn, where they follow a schedule or were set.
         targets: what each source should have had when they last changed; likewise.
-        position: items of the epoch so far, skipped ones included; likewise.
         had: sources that ranks had samples of before the epoch was dealt to another number of them.
     """
 
@@ -32,7 +31,6 @@ class MixerState(NodeState):
     ended: bool
     weights: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
     targets: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
-    position: Annotated[Count, Sparse()] = 0
     had: Annotated[list[str], Sparse()] = field(default_factory=list)
 
     def validate(self) -> None:

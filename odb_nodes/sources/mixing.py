@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_bool, check_choice
+from odb_nodes._core.checks import check_choice
 from odb_nodes.sources.weight_schedule import WeightSchedule, check_weight
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
@@ -25,25 +25,17 @@ class Mixing:
             of each dataset; or a `WeightSchedule`. Default: equal.
         by: what the weights are shares of, `"samples"` or `"tokens"`.
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
-        settable: whether `ODBDataLoader.set_weights` may change the weights.
 
     Raises:
-        TypeError, ValueError: an argument is not valid, or weights are settable that follow a
-            schedule.
+        TypeError, ValueError: an argument is not valid.
     """
 
     weights: Weights = None
     by: Unit = "samples"
     stop: Stop = "all_exhausted"
-    settable: bool = False
 
     def __post_init__(self) -> None:
         check_rules(self.by, self.stop)
-        if check_bool("settable", self.settable) and isinstance(self.weights, WeightSchedule):
-            raise ValueError(
-                "`settable` must be False where `weights` follow a schedule, which what is set "
-                "would contradict. Give one of the two."
-            )
 
     def scaled(self, factor: float) -> Mixing:
         """Return how datasets are mixed of which there is `factor` times as much."""

@@ -7,17 +7,16 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.checks import check_count
 from odb_nodes._core.fingerprints import ratios
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract import StatefulNode
+from odb_nodes.contract import StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.item_location import ItemLocation
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
-from odb_nodes.sources.changing_weights import ChangingWeights
 from odb_nodes.sources.fair_queue import FairQueue
 from odb_nodes.sources.mixer_state import MixerState
 from odb_nodes.sources.mixing import (
@@ -41,7 +40,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     Items come out as `SourceItem`; process them with `PerSource`. Items that are a `Sample` already
     come out as one that knows its source. Either way `StepInfo.local_sources` counts them.
 
-    State: that of every source, and what each has had; plain numbers.
+    State: that of every source, what each has had, and weights that were set; plain numbers.
 
     Args:
         sources: name -> node.
@@ -53,10 +52,6 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             order (`"cycle"`).
         world_size: number of ranks; the places of a schedule count what all of them draw. Default:
             that of torch.distributed, or of `WORLD_SIZE`.
-        read_ahead: where the weights may change, the most items that nodes above may have taken
-            beyond those they have yielded, as `in_flight_samples` and two chunks of a
-            `ParallelProcessor`.
-        settable: whether a `RankAligner` above may change the weights; see `Mixing`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -74,8 +69,6 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         by: Unit = Mixing.by,
         stop: Stop = Mixing.stop,
         world_size: int | None = None,
-        read_ahead: int = 4096,
-        settable: bool = Mixing.settable,
     ) -> None:
         super().__init__()
         if not sources:
@@ -90,23 +83,16 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         check_rules(by, stop)
         self.sources = dict(sources)
         self._by, self._stop = by, stop
-        self.changing: ChangingWeights | None = None
-        """How the weights change; `None` where they do not."""
+        self._schedule = weights if isinstance(weights, WeightSchedule) else None
         if isinstance(weights, WeightSchedule):
             check_schedule(weights, sources, stop)
-            self._weights: Mapping[str, float] = weights.places[0][1]
+            self._initial: Mapping[str, float] = weights.places[0][1]
         else:
             given = dict.fromkeys(sources, 1.0) if weights is None else weights
-            weights = self._weights = checked_weights(given, sources)
-        self._fixed = FairQueue(self._weights)
-        if check_bool("settable", settable) or isinstance(weights, WeightSchedule):
-            ranks = resolve_rank(None, None)[1] if world_size is None else world_size
-            self.changing = ChangingWeights(
-                weights,
-                check_count("world_size", ranks),
-                check_count("read_ahead", read_ahead, 0),
-                settable,
-            )
+            self._initial = checked_weights(given, sources)
+        self._weights = self._initial  # that an epoch begins with
+        ranks = resolve_rank(None, None)[1] if world_size is None else world_size
+        self._world_size = check_count("world_size", ranks)
         self._exhausted: list[str] = []  # at least once in this epoch
         self._had: list[str] = []  # before the epoch was dealt to other ranks
         self._last = ""
@@ -144,6 +130,27 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         goes_on = self._stop == "all_exhausted" and not self._ended
         return tuple(self._exhausted) if goes_on else ()
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Mix by other weights from the next epoch on. `Loader.set_weights` calls it.
+
+        Raises:
+            TypeError, ValueError: see `check_can_set`.
+        """
+        self._weights = self.check_can_set(weights)
+
+    def check_can_set(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Return weights that an epoch may begin with, in the order of the sources.
+
+        Raises:
+            TypeError, ValueError: they are not valid, or the weights follow a schedule.
+        """
+        if self._schedule is not None:
+            raise ValueError(
+                "`set_weights` needs a mixture of fixed weights, but they follow a "
+                "`WeightSchedule`, which the weights set would contradict. Use one of the two."
+            )
+        return checked_weights(weights, self.sources)
+
     def begin_epoch(self) -> None:
         """Begin the epoch of every source."""
         self._clear()
@@ -167,21 +174,22 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             node.reset(state.sources[name])
         self._samples, self._tokens = state.samples, state.tokens
         self._exhausted, self._ended, self._had = state.exhausted, state.ended, state.had
-        if self.changing is not None:
-            self.changing.go_to(state.position, state.weights, state.targets)
+        if self._schedule is None:
+            self._weights = state.weights or self._initial
+        self._queue = FairQueue(state.weights or self._weights, state.targets)
 
     def save(self) -> MixerState:
         """Return the states of the sources, what each has had, and the weights that may change."""
-        changing = self.changing
+        queue = self._queue
+        has_others = self._schedule is not None or queue.weights != self._initial
         return MixerState(
-            sources={name: node.state_dict() for name, node in self.sources.items()},
+            sources={name: snapshot(node) for name, node in self.sources.items()},
             samples=self._samples,
             tokens=self._tokens,
             exhausted=self._exhausted,
             ended=self._ended,
-            weights={} if changing is None else dict(changing.queue.weights),
-            targets={} if changing is None else changing.queue.targets,
-            position=0 if changing is None else changing.position,
+            weights=dict(queue.weights) if has_others else {},
+            targets=queue.targets if has_others else {},
             had=self._had,
         )
 
@@ -215,8 +223,6 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                     f"raised {error!r}"
                 ) from error
             self._last = name
-            if self.changing is not None:
-                self.changing.position += 1
             if isinstance(item, Skipped):  # which has no part in the shares
                 return item.of_source(name)
             if self._by == "tokens" and not isinstance(item, Sample):
@@ -280,18 +286,14 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._exhausted = []
         self._had = []
         self._ended = False
-        if self.changing is not None:
-            self.changing.begin()
-
-    @property
-    def _queue(self) -> FairQueue:
-        return self._fixed if self.changing is None else self.changing.queue
+        self._queue = FairQueue(self._weights)
 
     def _most_behind(self) -> str:
         """Return the source that is next, by the weights that are in force here."""
         names, had = self._candidates(), self._tokens if self._by == "tokens" else self._samples
-        if self.changing is not None:
-            self.changing.turn(names, had)
+        if self._schedule is not None:
+            drawn = sum(had.values()) * self._world_size
+            self._queue.turn_to(self._schedule.at(drawn, names), names, had)
         return self._queue.first(names, had)
 
     def _candidates(self) -> list[str]:
@@ -323,11 +325,15 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
-        schedule = None if self.changing is None else self.changing.schedule
+        schedule = self._schedule
         return {
             "sources": list(self.sources),  # of equals, the first is next
-            "weights": ratios(self._weights) if schedule is None else schedule.fingerprint(),
+            "weights": ratios(self._initial) if schedule is None else schedule.fingerprint(),
             "by": self._by,
             "stop": self._stop,
-            **({} if self.changing is None else self.changing.fingerprint()),
+            **({"ramp": True} if schedule is not None and schedule.ramp else {}),
         }
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what ranks have in common beside the fingerprint: the weights of the epoch."""
+        return {} if self._schedule is not None else {"weights": ratios(self._queue.weights)}

@@ -226,25 +226,24 @@ def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, 
 def _round(aligner: Mapping[str, Any]) -> tuple[IntArray, int, dict[str, str]]:
     """Return lengths of what a round holds, a digest of its plan, and where it stands."""
     if not aligner:
-        return _lengths(None), 0, {}
+        return _lengths((None, None)), 0, {}
     steps = AlignedRound.from_bytes(aligner["plan"])
     fact = f"{aligner['round']}, {aligner['emitted']} of {len(steps)} steps out"
     if aligner["last"]:
         fact += ", the last"
-    return _lengths(aligner.get("held")), steps.digest(), {"round": fact}
+    return _lengths((aligner["held"] or (None, None, None))[1:]), steps.digest(), {"round": fact}
 
 
 def _pool(bucketer: Mapping[str, Any]) -> IntArray:
-    if bucketer.get("payload") is not None:
-        lengths = [decode_sample(one).tokens for _, one in bucketer["payload"]]
-        return np.array(lengths, dtype=np.int64)
-    return _lengths(bucketer.get("pool"))
+    return _lengths(bucketer["pool"][1:] if bucketer else (None, None))
 
 
-def _lengths(records: Any) -> IntArray:
-    if records is None:
-        return np.zeros(0, dtype=np.int64)
-    return SampleRecords.from_state(records).tokens
+def _lengths(held: Any) -> IntArray:
+    """Return the lengths of samples that a state has as records, or encoded."""
+    records, payload = held
+    if records is not None:
+        return SampleRecords.from_state(records).tokens
+    return np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
 
 
 def _values(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -28,16 +28,13 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
-from odb_nodes.alignment.group_reader import report_steps
-from odb_nodes.alignment.round_weights import WeightsCall
-from odb_nodes.alignment.weight_setter import WeightSetter
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.recall import recall, recalls
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.nodes import GroupCollator, WindowBucketer
-from odb_nodes.planning.alignment import FILLER, step_totals
+from odb_nodes.planning.alignment import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.step_info import AlignedGroup, StepInfo
 from odb_nodes.tools.lengths import files_read
@@ -132,7 +129,6 @@ def remake_from_checkpoint(
     def run(rank: int) -> RemadeStep | None:
         try:
             with _graph(make_loader, hub.exchange(rank)) as graph:
-                graph.hear_calls(states[rank])
                 graph.collator.reset(_collator_state(states[rank], graph.collator, rank))
                 group, info = _group_after(graph.collator, further)
                 if graph.aligner is None:
@@ -163,12 +159,6 @@ class _Graph:
     def accumulate(self) -> int:
         """Steps of an optimizer step."""
         return 1 if self.aligner is None else self.aligner.accumulate
-
-    def hear_calls(self, state: Any) -> None:
-        """Tell the aligner of the weights that were set before a state, and not agreed on yet."""
-        if self.aligner is not None:
-            calls = _part(state, WeightSetter.__name__).get("calls", ())
-            self.aligner.terms.weights.calls = [WeightsCall(*call) for call in calls]
 
     def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
         """Return the samples of a step of this rank."""
@@ -251,14 +241,14 @@ def _with_info(
         "epoch": record.epoch,
         "ends_epoch": record.ends_epoch,
         "left_out": record.left_out,
-        "source_shares": record.source_shares,
     }
     if graph.aligner is None:
         return group, dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
     measure = graph.aligner.measure
-    reports = [report_steps(of_rank, measure, ended=True, has_filler=True) for of_rank in groups]
+    nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
+    costs = [[measure(group) if group else nothing for group in of_rank] for of_rank in groups]
     own = [FILLER if of_ranks[rank].is_filler else at for at, of_ranks in enumerate(records)]
-    again = AlignedRound(np.column_stack((own, step_totals(reports))))
+    again = AlignedRound(np.column_stack((own, step_totals(costs))))
     again.fill([[*one] for one in groups[rank]], None)
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
     return again.take(index, rule, measure, step=record.step, **facts)

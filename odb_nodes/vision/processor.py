@@ -39,8 +39,8 @@ class VisionLanguageProcessor:
     Args:
         tokenizer: a tokenizer of transformers.
         image_processor: the image processor of the model, `Qwen2VLImageProcessorPil` of
-            transformers or one like it, which rescales, normalizes and cuts patches. `ImageReader`
-            decodes and resizes for it.
+            transformers (before version 5, `Qwen2VLImageProcessor`) or one like it, which
+            rescales, normalizes and cuts patches. `ImageReader` decodes and resizes for it.
         template: the form of the conversation, which also says which tokens are supervised.
         bad_images: the treatment of samples whose images cannot be used.
         max_image_pixels: most pixels of an image before it is resized.

@@ -279,7 +279,6 @@ def is_odd(sample):
 @pytest.mark.parametrize(
     ("options", "message", "within"),
     [
-        ({"budget": 40}, "`budget.tokens` was 60 when saved, but is 40 now", "round"),
         ({"cost_fn": sum_of_tokens}, "`cost_fn` was .* can change only between", "round"),
         ({"modalities": {"odd": is_odd}}, "`modalities` was .* can change only between", "round"),
         ({"round_size": 64}, "can change only between epochs", "epoch"),

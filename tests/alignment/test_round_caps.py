@@ -24,8 +24,11 @@ def loader_over(exchange, tokens, window=64, reads_ahead=False, **options):
 
 
 def has_caps(state):
-    """Whether the state of a graph has caps: a node leaves them out where it has none."""
-    return isinstance(state, dict) and ("caps" in state or any(map(has_caps, state.values())))
+    """Whether the state of a graph has caps."""
+    if not isinstance(state, dict):
+        return False
+    own = state.get("caps") or (state["settings"][1] if "settings" in state else ())
+    return bool(own) or any(map(has_caps, state.values()))
 
 
 @pytest.mark.slow

@@ -46,14 +46,14 @@ def bucketer_of(loader):
 
 
 def window_of(loader):
-    return bucketer_of(loader).window.samples
+    return bucketer_of(loader).window
 
 
 def chosen_in(state):
     """The window that the state of an aligner has of the next round."""
-    while "next_limits" not in state:
+    while "settings" not in state:
         state = state["root" if "root" in state else "source"]
-    return state.get("next_window", 0)
+    return state["settings"][2]
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks, siz
         pools = []
         for _ in loader:
             pools.append((window_of(loader), chosen_in(loader.state_dict())))
-        assert bucketer_of(loader).pulled_samples == size
+        assert bucketer_of(loader).planner.pool.pulled == size
         next(iter(loader))
-        return pools, bucketer_of(loader).pulled_samples, window_of(loader)
+        return pools, bucketer_of(loader).planner.pool.pulled, window_of(loader)
 
     found = on_ranks(ranks, run)
     (window,) = {chosen for pools, _, _ in found for _, chosen in pools}
@@ -147,7 +147,7 @@ def test_where_a_node_reads_ahead_below_the_aligner_each_rank_chooses_by_itself(
         lengths = [10 * (exchange.rank + 1)] * 600
         bucketer = WindowBucketer(LengthObserver(IterableWrapper(lengths), int), 100)
         list(Loader(RankAligner(ReadAhead(bucketer, 2), exchange, timeout_s=TIMEOUT_S)))
-        return bucketer.window.samples
+        return bucketer.window
 
     assert on_ranks(2, run) == [320, 160]
 

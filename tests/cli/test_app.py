@@ -111,7 +111,7 @@ def slow(*given):
         ("simulate users:budget", "instead. ({here}/users.py, line 7)"),
         ("profile --lengths nowhere.npz", "'--lengths': file 'nowhere.npz' does"),
         ("profile text.jsonl --json no/where.json", "make that folder first"),
-        ("profile text.jsonl odd.npz", "unexpected extra argument(s) (odd.npz)"),
+        ("profile text.jsonl odd.npz", "unexpected extra argument"),
         ("profile text.jsonl --rank 8", "See `odb-nodes profile --help`"),
         ("tune text.jsonl --memory-gib 80", "--memory-model FILE"),
         ("tune text.jsonl --memory-gib 8 --memory-model nix", "'nix' does not"),
@@ -140,7 +140,8 @@ def test_what_is_wrong_is_said_in_one_line(capsys, files, line, words):
     code, out, err = run(capsys, *line.split())
     assert (code, out) == (2, "")
     (said,) = err.splitlines()
-    assert said.startswith(f"odb-nodes {line.split()[0]}: ") and words.format(here=files) in said
+    assert said.startswith(f"odb-nodes {line.split()[0]}: ")
+    assert words.format(here=files).lower() in said.lower()
 
 
 def test_what_is_wrong_with_the_library_itself_is_a_traceback(monkeypatch):

@@ -537,12 +537,6 @@ def test_what_does_not_go_together_is_refused(tmp_path, options, message):
         t.make_trainer(tmp_path, **options)
 
 
-def test_an_encoder_decoder_takes_a_collator_of_either_kind(tmp_path):
-    for options in ({"data_collator": collate_pairs}, {"odb": {"collate_fn": collate_pairs}}):
-        trainer = t.make_trainer(tmp_path, model=encoder_decoder(), **options)
-        assert next(iter(trainer.get_train_dataloader()))["labels"].ndim == 2
-
-
 @pytest.mark.parametrize("name", ["num_train_epochs", "gradient_accumulation_steps"])
 def test_a_search_over_what_the_batches_are_made_of_is_refused(tmp_path, name):
     trainer = t.make_trainer(tmp_path)

@@ -140,6 +140,7 @@ def check_same(found, expected):
         assert one | ignored == other | ignored
 
 
+@pytest.mark.filterwarnings("ignore:no token of the optimizer step", "ignore:the run ends after")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_run_that_resumes_leaves_out_what_is_excluded_now(trainer, tmp_path, accumulate):
     given = {"folder": tmp_path, "accumulate": accumulate, "records": True}

@@ -21,7 +21,7 @@ SIZES = {
 EXPERTS = {**SIZES, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 QWEN = {"moe_intermediate_size": 8, "head_dim": 8}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-TEXT = {**SIZES, "num_key_value_heads": 2, "rope_parameters": ROPE}
+TEXT = {**SIZES, "num_key_value_heads": 2, "rope_scaling": ROPE}
 SIGHT = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
 PATCHES = {"image_size": 8, "patch_size": 4, "num_labels": 3}
 PIXELS = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -3,7 +3,7 @@
 import pytest
 from ledgers import SIZE, epoch_of, info_of, record, write_run
 
-from odb_nodes import Ledger, audit
+from odb_nodes import audit
 from odb_nodes.ledger.auditing import MOST_STEPS_BEHIND
 
 
@@ -104,16 +104,6 @@ def test_a_rank_has_all_steps_before_a_checkpoint_that_another_has_resumed_from(
         record(tmp_path / name, *other[:steps], rank=1, world_size=2, ended=False)
     assert audit(tmp_path / "whole", SIZE).state == "open"
     assert "rank 1: the epoch has no end" in audit(tmp_path / "hole", SIZE).problems[0]
-
-
-def test_a_block_that_raises_leaves_the_attempt_as_a_kill_does(tmp_path):
-    for rank in range(2):
-        with pytest.raises(KeyboardInterrupt), Ledger(tmp_path, rank=rank, world_size=2) as ledger:
-            for info in epoch_of(rank, 2)[: 5 - rank]:
-                ledger.record(info)
-            raise KeyboardInterrupt
-    found = audit(tmp_path, SIZE)
-    assert found.state == "open", found.problems
 
 
 # --- what is wrong --------------------------------------------------------------------------------

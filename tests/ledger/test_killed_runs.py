@@ -73,23 +73,3 @@ def test_a_run_killed_at_any_place_trains_each_sample_once(
             kills += 1
             if any((folder / "ledger").glob("*.ledger")):
                 check(folder, size, is_whole=False)
-
-
-@pytest.mark.timeout(600)
-def test_a_run_that_is_killed_goes_on_with_other_numbers_of_ranks(tmp_path, exhaustive):
-    size, draw = ledger_kills.size_of(4, False), random.Random(3)
-    for attempt in range(10 if exhaustive else 1):
-        folder = tmp_path / str(attempt)
-        for world_size in (4, 2):
-            kill = {
-                "rank": draw.randrange(world_size),
-                "after_records": draw.randrange(4, 6),  # one checkpoint, in the first epoch
-                "place": draw.choice([0.0, 0.5, 1.0]),
-                "saved": True,
-            }
-            assert not run(tmp_path / "job", folder, world_size, False, kill)
-            check(folder, size, is_whole=False)
-        assert run(tmp_path / "job", folder, 3, False, None)
-        found = check(folder, size, is_whole=True)
-        assert found.epochs[0].world_sizes == (4, 2, 3)
-        assert found.epochs[1].world_sizes == (3,)

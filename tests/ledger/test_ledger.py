@@ -9,7 +9,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledgers import epoch_of, info_of, pieces_of, record, rows_of
+from ledgers import epoch_of, info_of, record, rows_of
 
 from odb_nodes import (
     Ledger,
@@ -330,44 +330,3 @@ def test_no_file_stays_open(tmp_path):
         ledger.record(info_of(0))
     del ledger
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-# --- shares of sources ----------------------------------------------------------------------------
-
-
-def test_shares_are_recorded_where_they_change(tmp_path):
-    first, later = {"a": 0.75, "b": 0.25}, {"a": 1 / 3, "b": 2 / 3}
-    shares = [first, first, later, first, first]
-    with Ledger(tmp_path) as ledger:
-        for step, one in enumerate(shares):
-            ledger.record(info_of(step, [step], shares=one))
-        ledger.begin_attempt()
-        for step, one in enumerate([later, later], 4):  # step 4 again
-            ledger.record(info_of(step, [step], shares=one, ends=step == 5))
-        for step, one in enumerate([later, first]):
-            ledger.record(info_of(step, [step], epoch=1, shares=one, ends=step == 1))
-    found = audit(tmp_path)
-    rounded = {"a": 0.333333, "b": 0.666667}
-    assert found.ok
-    assert found.epochs[0].shares == ((0, first), (2, rounded), (3, first), (4, rounded))
-    assert found.epochs[1].shares == ((0, rounded), (1, first))
-    assert "shares from step 2: a 0.333, b 0.667" in str(found)
-    records = read_steps(tmp_path, 0, range(6))
-    assert [records[step][0].source_shares for step in range(6)] == [
-        *(first, first, rounded, first),
-        *(rounded, rounded),
-    ]
-    assert len(pieces_of(ledger.path)) == 2 + 9 + 5 + 1  # headers, steps, shares, and an end
-
-
-@pytest.mark.parametrize("flipped", range(0, 60, 7))
-def test_damaged_shares_are_a_problem_and_fixed_ones_take_no_byte(tmp_path, flipped):
-    path = tmp_path / "rank-00000.ledger"
-    record(tmp_path, info_of(0, [1], sources=["a"], ends=True))
-    assert audit(tmp_path).epochs[0].shares == () and b'{"a"' not in path.read_bytes()
-    shares = ({"a": step / 4, "b": 1 - step / 4} for step in range(3))
-    record(tmp_path, *(info_of(step, [step], shares=one) for step, one in enumerate(shares)))
-    data = bytearray(path.read_bytes())
-    data[data.index(b'{"a": 0.25') - 30 + flipped] ^= 1
-    path.write_bytes(data)
-    assert not audit(tmp_path).ok

@@ -389,25 +389,19 @@ def test_a_mixture_is_none_of_columns(mixture):
     assert {name for batch in loader for name in pop_step_info(batch).row_sources} == set(mixture)
 
 
-@pytest.mark.parametrize(
-    ("option", "name"),
-    [
-        ({"virtual_ranks": 2}, "`virtual_ranks`"),
-        ({"weights": Mixing(weights={"a": 1, "b": 1}, settable=True)}, "`settable` of a `Mixing`"),
-    ],
-)
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_state_of_a_graph_with_another_node_names_the_argument(option, name, strict):
+def test_a_state_of_a_graph_with_another_node_names_the_argument(strict):
     def loader_of(options):
         return ODBDataLoader(TWO, token_budget=60, window=8, **options)
 
+    option = {"virtual_ranks": 2}
     for saved, loaded in ((option, {}), ({}, option)):
         began, loader = loader_of(saved), loader_of(loaded)
         next(iter(began))
         loader.load_state_dict(began.state_dict(), strict=strict)
-        with pytest.raises(StateError, match=f"with the {name} that it had when it saved"):
+        with pytest.raises(StateError, match="with the `virtual_ranks` that it had when it saved"):
             iter(loader)
-    assert ("2 virtual ranks, epoch 0" in repr(loader_of(option))) is ("virtual_ranks" in option)
+    assert "2 virtual ranks, epoch 0" in repr(loader_of(option))
     assert "SourceMixer(shares of samples: a 0.5, b 0.5" in repr(loader_of(option))
 
 

@@ -23,8 +23,7 @@ from odb_nodes import (
     WindowBucketer,
 )
 from odb_nodes.alignment import RankAligner
-from odb_nodes.contract import copy_state
-from odb_nodes.contract.later import Later
+from odb_nodes.contract import copy_state, snapshot
 from odb_nodes.nodes.sample_records import SampleRecords
 
 SIZE = 150
@@ -47,21 +46,21 @@ def observed(process=text):
     return LengthObserver(ParallelProcessor(sampler, process))
 
 
-def laters_in(state):
+def unmade_in(state):
     """How many values of a state are not made yet."""
     parts = state.values() if isinstance(state, dict) else state
-    if type(state) is Later:
+    if hasattr(state, "to_state"):
         return 1
-    return sum(map(laters_in, parts)) if isinstance(state, (dict, list, tuple)) else 0
+    return sum(map(unmade_in, parts)) if isinstance(state, (dict, list, tuple)) else 0
 
 
-def recipe_of(pool, with_items):
+def content_of(pool):
     """What a state holds of pooled samples, from the samples themselves."""
     ordinals = np.array([*pool.items()], np.int64)
     bits = np.zeros(pool.pulled - pool.oldest, np.uint8)
     bits[pool.pulled - 1 - ordinals] = 1
-    records = SampleRecords.of([*pool.items().values()], with_items=with_items)
-    return records.to_state(), np.packbits(bits).tobytes() or None
+    records = SampleRecords.of([*pool.items().values()])
+    return np.packbits(bits).tobytes() or None, records.to_state(), None
 
 
 def options_of(draw, data):
@@ -91,17 +90,17 @@ def test_a_state_is_the_same_whenever_it_is_made(seed):
     draw = random.Random(seed)
     data = draw.choice([range(SIZE), range(SIZE), Stream(), {"a": range(SIZE), "b": range(70)}])
     options = options_of(draw, data)
-    kept, laters = [], 0
+    kept, unmade = [], 0
     loader = make(data, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(5):
             stop = draw.choice([2, 9, 1000])
             for number, _ in enumerate(loader):
-                mine = loader.root.state_to_keep()
-                laters += laters_in(mine)
+                mine = snapshot(loader.root)
+                unmade += unmade_in(mine)
                 kept.append((mine, copy_state(loader.root.state_dict())))
-                assert not laters_in(kept[-1][1])
+                assert not unmade_in(kept[-1][1])
                 if draw.random() < 0.2:
                     assert loader.state_dict()["root"] == kept[-1][1]
                 if number == stop:
@@ -124,14 +123,16 @@ def test_a_state_is_the_same_whenever_it_is_made(seed):
                     loader = make(data, options)
                     loader.load_state_dict(state)
         loader.close()
-    assert laters or options["state"] == "payload"
-    for later, at_once in kept:
-        assert copy_state(later) == at_once
+    assert unmade or options["state"] == "payload"
+    for state, at_once in kept:
+        assert copy_state(state) == at_once
 
 
 @pytest.mark.parametrize("keyed", [True, False])
 @pytest.mark.parametrize("every", [1, 7])
-def test_a_recipe_is_that_of_the_pooled_samples_in_whatever_order_it_is_asked_for(keyed, every):
+def test_a_pool_in_a_state_is_that_of_the_pooled_samples_in_whatever_order_it_is_asked_for(
+    keyed, every
+):
     draw = random.Random(every)
     source = observed() if keyed else Prefetcher(observed(), 1)
     node = WindowBucketer(source, 300, 70)
@@ -141,17 +142,15 @@ def test_a_recipe_is_that_of_the_pooled_samples_in_whatever_order_it_is_asked_fo
         for number, _ in enumerate(node):
             if number % every == 0:
                 pool = node._pool
-                kept.append((node.state_to_keep(), recipe_of(pool, keyed)))
-                noted = [one for part in node._records._parts for one in part.ordinals]
+                kept.append((snapshot(node), content_of(pool)))
+                noted = [one for ordinals, _ in node._log._parts for one in ordinals]
                 assert noted == sorted({*noted})  # each sample is in one part
                 if draw.random() < 0.5:  # of this state or one before it, maybe again
-                    state, recipe = draw.choice(kept)
-                    state = copy_state(state)
-                    assert (state["pool"], state["waiting"]) == recipe
+                    state, content = draw.choice(kept)
+                    assert copy_state(state)["pool"] == content
     assert len(kept) > 2
-    for state, recipe in kept:
-        state = copy_state(state)
-        assert (state["pool"], state["waiting"]) == recipe
+    for state, content in kept:
+        assert copy_state(state)["pool"] == content
 
 
 def test_samples_do_not_stay_for_the_sake_of_a_state():
@@ -169,9 +168,9 @@ def test_samples_do_not_stay_for_the_sake_of_a_state():
     aligner.reset(None)
     kept = []
     for group, _ in aligner:
-        kept.append(aligner.state_to_keep())
+        kept.append(snapshot(aligner))
         del group
-    assert laters_in(kept) > 20
+    assert unmade_in(kept) > 20
     assert Data.alive <= 2  # the sample to fill with, and the last one of the processor
 
 
@@ -182,8 +181,19 @@ def test_a_derived_node_that_saves_otherwise_is_asked_for_its_own_state():
 
     node = Noted(observed(), 400, 30)
     next(node)
-    assert node.state_to_keep()["dropped_samples"] == 99
-    assert not laters_in(node.state_to_keep())
+    assert snapshot(node)["dropped_samples"] == 99
+    assert unmade_in(snapshot(node))
+
+
+def test_a_derived_node_that_says_otherwise_where_it_stands_is_asked():
+    class Noted(WindowBucketer):
+        def get_state(self):
+            return {**super().get_state(), "dropped_samples": 99}
+
+    node = Noted(observed(), 400, 30)
+    next(node)
+    assert snapshot(node)["dropped_samples"] == 99
+    assert not unmade_in(snapshot(node))
 
 
 @pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])
@@ -193,6 +203,6 @@ def test_nodes_of_torchdata_between_are_handed_plain_data(between):
     loader = Loader(wrap[between](collated))
     with pytest.warns(UserWarning, match="skipped"):
         for _ in loader:
-            assert not laters_in(loader.position.root)
-            assert not laters_in(loader.root.state_dict())
+            assert not unmade_in(loader.position.root)
+            assert not unmade_in(loader.root.state_dict())
     loader.close()

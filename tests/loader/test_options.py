@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from odb_nodes import Mixing, ODBDataLoader, RankAligner, WindowBucketer, WorkerOptions
+from odb_nodes import ODBDataLoader, RankAligner, WindowBucketer, WorkerOptions
 from odb_nodes.integrations.step_estimate import estimate_steps
 from odb_nodes.loader.options import BatchOptions, LoaderOptions
 from odb_nodes.planning import SimulationOptions
@@ -197,10 +197,3 @@ def test_a_trainer_completes_the_options_that_a_user_decides():
 )
 def test_the_samples_in_flight_refill_the_pool_unless_their_number_is_given(options, in_flight):
     assert LoaderOptions(token_budget=64, **options).worker_options.in_flight_samples == in_flight
-
-
-def test_what_is_in_flight_goes_by_numbers_alone_where_weights_may_be_set():
-    # It decides where a change of weights comes.
-    options = LoaderOptions(token_budget=64, weights=Mixing(settable=True), num_workers=2)
-    assert options.worker_options.in_flight_bytes is None
-    assert LoaderOptions(token_budget=64, num_workers=2).worker_options.in_flight_bytes == 1 << 28

@@ -7,7 +7,7 @@ from elastic import SAMPLES, ids_of, job, make, resharded, states_at, tokens_of,
 from gradients import LanguageModel, gradient_of, mean_loss, relative_error
 
 from odb_nodes import PaddingCollate, StateError, TokenBudget, reshard
-from odb_nodes.loader.resharding.pools import dealt_by_tokens
+from odb_nodes.loader.resharding.rounds import dealt_by_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

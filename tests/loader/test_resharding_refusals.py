@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from elastic import job, make, resharded, states_at, tokens_of, whole
+from elastic import LEFT_OUT, job, make, resharded, states_at, tokens_of, whole
 
 from odb_nodes import (
     GroupCollator,
@@ -22,7 +22,7 @@ from odb_nodes.contract import NodeState
 from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.monitor import Monitor
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 
 
 def states(world_size=2, **options):

@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
-from elastic import job, resharded, states_at
+from elastic import LEFT_OUT, job, resharded, states_at
 
-from odb_nodes import Mixing, ODBDataLoader, StateError, WorkerOptions, reshard
+from odb_nodes import Mixing, ODBDataLoader, SourceMixer, StateError, WorkerOptions, reshard
+from odb_nodes.contract.graph import walk
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 
 
 def text(index):
@@ -84,30 +85,41 @@ def test_sources_that_began_again_on_some_ranks_alone_are_refused():
     assert outcomes[:3] == [True] * 3 and False in outcomes
 
 
-def test_weights_that_were_set_go_on_once_all_ranks_draw_by_them():
-    make = mixed(weights=EQUAL, settable=True)
+def test_weights_that_were_set_go_on_in_the_epoch_after():
+    make = mixed(weights=EQUAL)
 
     def run(exchange):
-        loader = make(exchange, prefetch=0)
-        saved, batches = [], iter(loader)
-        for step in range(16):
-            if step == 2:
-                loader.set_weights({**EQUAL, "a": 8})
+        loader = make(exchange)
+        loader.set_weights({**EQUAL, "b": 2})
+        batches = iter(loader)
+        for _ in range(8):
             next(batches)
-            saved.append(loader.state_dict())
-        return saved
+        loader.set_weights({**EQUAL, "a": 8})
+        return loader.state_dict()
 
-    of_steps = [*zip(*on_ranks(3, run), strict=True)]
-    refused = []
-    for step, states in enumerate(of_steps):
-        try:
-            states = reshard(states, 2)
-        except StateError as error:
-            assert "set a few steps ago" in str(error)
-            refused.append(step)
-    # From the round in which the ranks agree on them to the first that draws by them alone.
-    assert refused == [*range(4, 12)]
-    rest = job(2, states, make=make, steps=8, prefetch=0)
-    assert all(
-        info.source_shares["a"] == pytest.approx(0.8) for found, _ in rest for info, _ in found
-    )
+    def drawn(exchange):
+        loader = make(exchange)
+        loader.load_state_dict(states[exchange.rank])
+        found = [repr(next(node for node in walk(loader.root) if isinstance(node, SourceMixer)))]
+        for _ in range(2):
+            next(iter(loader))
+            mixers = (node for node in walk(loader.root) if isinstance(node, SourceMixer))
+            found.append(repr(next(mixers)))
+        return found
+
+    states = reshard(on_ranks(3, run), 2)
+    for initial, rest, following in on_ranks(2, drawn):
+        assert "a 0.333, b 0.333, c 0.333" in initial
+        assert "a 0.25, b 0.5, c 0.25" in rest
+        assert "a 0.8, b 0.1, c 0.1" in following
+
+
+def test_ranks_that_have_set_different_weights_are_not_resharded():
+    def run(exchange):
+        loader = mixed(weights=EQUAL)(exchange)
+        next(iter(loader))
+        loader.set_weights({**EQUAL, "a": 1 + exchange.rank})
+        return loader.state_dict()
+
+    with pytest.raises(StateError, match="`next_weights`"):
+        reshard(on_ranks(2, run), 1)

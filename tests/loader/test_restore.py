@@ -98,7 +98,8 @@ def test_a_restore_processes_at_most_the_window_and_the_round(make_source, num_w
             root = graph_of(exchange, source, process_fn, window, num_workers)
             root.reset(state["root"])
             replayed = root.replayed_samples + root.source.replayed_samples
-            assert replayed <= window + of_round
+            # Without keys, the samples of the round that are out are made again, too.
+            assert replayed <= window + of_round * (1 + (make_source is iterable))
             if num_workers == 0 and make_source is not iterable:
                 assert process_fn.calls == replayed
             most = max(most, replayed)
@@ -319,7 +320,7 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["later", "joined", "to_state"])
+@pytest.mark.parametrize("at", ["__init__", "joined", "to_state"])
 def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
     def make():
         node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
@@ -455,6 +456,7 @@ def test_a_state_has_at_most_20_bytes_a_pooled_sample(kind):
         for _ in range(8):
             next(it)
         state = loader._graphs[0].bucketer.state_dict()
-    parts = [part for part in (*state["pool"], state["waiting"]) if isinstance(part, bytes)]
+    waiting, records, _ = state["pool"]
+    parts = [part for part in (*records, waiting) if isinstance(part, bytes)]
     assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer._pool)
-    assert (state["pool"][4] is not None) == (kind == "cycle")
+    assert (records[4] is not None) == (kind == "cycle")

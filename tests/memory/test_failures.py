@@ -86,15 +86,3 @@ def test_what_the_frames_of_an_error_hold_is_given_back(wrap):
     free_memory(error)
     assert held[0]() is None
     assert error.__traceback__ is not None
-
-
-def test_without_an_error_garbage_is_collected():
-    class Held:
-        pass
-
-    held = Held()
-    held.itself = held
-    alive = weakref.ref(held)
-    del held
-    free_memory()
-    assert alive() is None

@@ -3,10 +3,15 @@
 import copy
 import random
 import weakref
+from dataclasses import dataclass
+from functools import partial, wraps
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sampling import fewer
 from small_lm import assert_same, make_batch, make_training, snapshot
 
 from odb_nodes.memory import (
@@ -19,7 +24,7 @@ from odb_nodes.memory import (
 )
 from odb_nodes.testing import SavedTensorMeter
 
-MIB = 2**20
+MIB, GB = 2**20, 10**9
 ROOM = 900 * MIB
 WIDTHS = [12, 40, 96]
 
@@ -35,14 +40,14 @@ def peak_of(training, *shape):
     return meter.peak_bytes()
 
 
-def most_rows(training, limit_bytes, width):
+def most_rows(peak, limit_bytes, width):
     """By brute force: the rows of a width that fit, where one more does not."""
     low, high = 0, 1
-    while peak_of(training, high, width) <= limit_bytes:
+    while peak(high, width) <= limit_bytes:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = peak_of(training, middle, width) <= limit_bytes
+        fits = peak(middle, width) <= limit_bytes
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -67,14 +72,267 @@ def test_it_comes_within_5_percent_of_the_true_largest_budget(limit_mib, widths)
     assert len(found.points) <= 24
     budget = found.budget
     costs = {width: budget.row_cost(width) for width in widths}
-    true = min((most_rows(training, limit_bytes, width) + 1) * costs[width] - 1 for width in widths)
+    rows = [most_rows(partial(peak_of, training), limit_bytes, width) for width in widths]
+    true = min((n + 1) * costs[width] - 1 for n, width in zip(rows, widths, strict=True))
     assert 0.95 * true - min(costs.values()) <= budget.tokens <= true
     for width in (*widths, (widths[0] + widths[-1]) // 2):
         rows = budget.tokens // budget.row_cost(width)
         assert peak_of(training, rows, width) <= limit_bytes
 
 
+@dataclass
+class Device:
+    """The meter of a made-up device, whose steps take what a formula says."""
+
+    limit_bytes: int
+    constant: float = GB
+    token: float = 30_000.0
+    square: float = 20.0
+    floor: float = 0.0
+    grain: int = 1  # bytes that peaks are rounded up to
+    noise: float = 0.0
+    fails_above: float = 1.0  # times the limit: only there a step raises
+    taken = 0
+
+    def reset(self):
+        self.taken = 0
+
+    def peak_bytes(self):
+        return self.taken
+
+    def peak(self, rows, width):
+        exact = self.constant + rows * width * (self.token + self.square * width)
+        scatter = self.noise * random.Random(rows * width).uniform(-1, 1)
+        noisy = max(exact, self.floor) * (1 + scatter)
+        return int(-(-noisy // self.grain)) * self.grain
+
+    def train_step(self, shape):
+        self.taken = self.peak(*shape)
+        if self.taken > self.fails_above * self.limit_bytes:
+            raise torch.OutOfMemoryError("out of memory")
+
+    def find(self, widths, max_trials=24):
+        options = {"meter": self, "widths": widths, "max_trials": max_trials}
+        found = find_budget(self.train_step, lambda *shape: shape, **options)
+        assert len(found.points) <= max_trials
+        return found
+
+    def check_near(self, widths, share=0.95):
+        """Check that the budget that is found is nearly the largest that fits, and fits."""
+        budget = self.find(widths).budget
+        rows = {width: budget.tokens // budget.row_cost(width) for width in widths}
+        most = {width: most_rows(self.peak, self.limit_bytes, width) for width in widths}
+        assert all(rows[width] <= most[width] for width in widths)
+        assert any(rows[width] >= int(share * most[width]) for width in widths), (rows, most)
+
+
+@given(
+    st.integers(6, 9),  # bytes of the model, as a power of 10
+    st.floats(2, 6),  # of a token
+    st.floats(2, 4.5),  # times less of a pair of tokens
+    st.floats(4, 5.5),  # tokens that fit, about
+    st.sampled_from([0.0, 1.2]),
+    st.sampled_from([1, 512]),
+    st.sampled_from([1.0, 1.1]),
+    st.lists(st.integers(32, 2048), min_size=1, max_size=3, unique=True),
+)
+@fewer(2)
+def test_it_comes_near_on_any_device(model, token, square, tokens, floor, grain, above, widths):
+    device = Device(
+        limit_bytes=int(10**model * 1.6 + 10 ** (token + tokens)),
+        constant=10**model,
+        token=10**token,
+        square=10 ** (token - square),
+        floor=floor * 10**model,
+        grain=grain,
+        fails_above=above,
+    )
+    assume(all(most_rows(device.peak, device.limit_bytes, width) >= 2 for width in widths))
+    device.check_near(widths, share=0.93)
+
+
+@pytest.mark.parametrize(
+    ("floor", "widths"), [(20 * GB, [32, 512, 4096]), (0, [*range(100, 1100, 100)])]
+)
+def test_large_floors_are_left_and_many_widths_are_predicted_from_a_few(floor, widths):
+    Device(limit_bytes=40 * GB, floor=floor).check_near(widths)
+
+
+def test_noise_costs_a_little():
+    device = Device(limit_bytes=16 * GB, noise=0.01, grain=2 * MIB)
+    budget = device.find([32, 256, 2048]).budget
+    for width in (32, 256, 2048):
+        assert device.peak(budget.tokens // budget.row_cost(width), width) <= 1.01 * 16 * GB
+    assert budget.tokens > 0.9 * (15 * GB / 30_000)
+
+
+def test_too_few_trials_give_what_has_fitted():
+    found = Device(limit_bytes=40 * GB).find([32, 512, 4096], max_trials=6)
+    tried = {trial.width: trial.rows for trial in found.points if trial.fits}
+    assert len(tried) > 1
+    for width, rows in tried.items():
+        assert found.budget.tokens // found.budget.row_cost(width) <= rows
+
+
+def test_one_row_alone_that_fits_is_the_budget():
+    budget = Device(limit_bytes=2 * GB, square=0.0).find([20_000]).budget
+    assert budget.tokens // budget.row_cost(20_000) == 1
+
+
+def test_rows_have_a_bound_where_memory_hardly_grows():
+    found = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
+    assert all(trial.fits for trial in found.points)
+    assert 10**6 < max(trial.rows * trial.width for trial in found.points) < 2**31
+
+
 # --- what it leaves as it was ---------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9},
+    "AdamW": {"amsgrad": True, "foreach": True},
+    "Adam": {"fused": True},
+    "RMSprop": {"centered": True},
+    "Adafactor": {},
+    "LBFGS": {"history_size": 3},
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, steps_before):
+    def begun(steps):
+        training = make_training(partial(getattr(torch.optim, name), **OPTIMIZERS[name]), layers=1)
+        for _ in range(steps):
+            training.train_step(make_batch(2, 8))
+        return training
+
+    def train_step(batch):
+        training.train_step(batch)
+        training.optimizer.param_groups[0]["lr"] *= 2
+
+    training = begun(steps_before)
+    before = snapshot(training)
+    find(train_step, ROOM, widths=[8], max_trials=4)
+    assert_same(before, snapshot(training))
+    training.train_step(make_batch(2, 8))
+    assert_same(snapshot(training), snapshot(begun(steps_before + 1)))
+
+
+def test_each_step_has_the_same_values_and_the_memory_of_a_run():
+    training, seen = make_training(), []
+
+    def train_step(batch):
+        weights = torch.nn.utils.parameters_to_vector(training.model.parameters()).detach()
+        seen.append((float(weights.sum()), len(training.optimizer.state)))
+        training.train_step(batch)
+
+    find(train_step)
+    assert len({weights for weights, _ in seen}) == 1
+    assert [state > 10 for _, state in seen] == [False] + [True] * (len(seen) - 1)
+    assert not training.optimizer.state
+
+
+class Replacing(torch.nn.Module):
+    """Replaces its buffer in each call, and makes one that was not there."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("later", None)
+
+    def forward(self):
+        self.mean = self.mean + 1
+        self.later = torch.ones(2)
+
+
+class Counter:
+    """Has a state, of a kind that nobody knows."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_buffers_graphs_and_states_that_are_passed_are_kept():
+    training, module, counter = make_training(), Replacing(), Counter()
+    loss = training.model(*make_batch(2, 8))
+
+    def train_step(batch):
+        module()
+        counter.value += 1
+        training.model(*batch).backward()
+
+    find(train_step, states=[counter])
+    assert torch.equal(module.mean, torch.zeros(3)) and module.later is None
+    assert counter.value == 0
+    loss.backward()  # the weights are those of its graph
+
+
+TRAINING = []
+
+
+def uses_a_global(batch):
+    TRAINING[0].train_step(batch)
+
+
+def step_of(one, batch):
+    (one[1][0]["a"] if isinstance(one, tuple) else one).train_step(batch)
+
+
+class Trainer:
+    def __init__(self, training):
+        self.parts = {"trainings": [training]}
+
+    def step(self, batch):
+        self.parts["trainings"][0].train_step(batch)
+
+    __call__ = step
+
+
+def closure_over(step):
+    return lambda batch: step(batch)
+
+
+def decorated(training):
+    @wraps(step_of)
+    def wrapper(batch, training=training):
+        training.train_step(batch)
+
+    return wrapper
+
+
+def beside_much_else(training):
+    records, circle, unset = [[n] for n in range(300_000)], [], None
+    circle.append(circle)
+    much = lambda: (records, circle, unset)  # noqa: E731, F821
+    del unset
+    return partial(lambda _, batch: training.train_step(batch), much)
+
+
+HOLDERS = {
+    "a global": lambda _: uses_a_global,
+    "a global of an inner function": lambda _: lambda batch: (lambda: uses_a_global(batch))(),
+    "a default": decorated,
+    "an attribute": Trainer,
+    "a method": lambda training: Trainer(training).step,
+    "a partial": lambda training: partial(step_of, training),
+    "a partial of containers": lambda training: partial(step_of, (1, [{"a": training}])),
+    "closures": lambda training: closure_over(closure_over(training.train_step)),
+    "much else": beside_much_else,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_model_and_its_optimizer_are_found_wherever_the_step_has_them(holder):
+    training = make_training(layers=1)
+    TRAINING[:] = [training] if "global" in holder else []
+    before = snapshot(training)
+    find(HOLDERS[holder](training), ROOM, widths=[8], max_trials=4)
+    assert_same(before, snapshot(training))
 
 
 @pytest.mark.parametrize(("fails_in", "fresh"), [("forward", True), ("backward", False)])
@@ -251,6 +509,7 @@ def checkpointed():
         ({"meter": None}, "`meter` must have"),
         ({"max_trials": 3}, "`max_trials` must be in 4"),
         ({"patches_per_row": -1}, "`patches_per_row` must be in 0"),
+        ({"states": [5]}, "`states` must be models.* but one is 5"),
         ({"checkpointing": True}, "`checkpointing` must be"),
         ({"checkpointing": checkpointed()}, "`SmallLM` is checkpointed already"),
         ({"checkpointing": torch.nn.Linear(2, 2)}, "its blocks are not known"),

@@ -108,7 +108,7 @@ def test_a_state_takes_few_bytes_per_pooled_sample():
     node = bucketer(np.random.default_rng(0).integers(1, 4000, 3000).tolist(), 16_384, 1024)
     next(node)
     own = len(pickle.dumps({**node.state_dict(), "source": None}))
-    assert own <= 32 * (node.pulled_samples - 10)
+    assert own <= 32 * (node.planner.pool.pulled - 10)
 
 
 @pytest.mark.parametrize("mode", ["replay", "payload"])
@@ -367,14 +367,12 @@ def test_alone_it_chooses_its_window_after_the_first_group(layout, sampled):
     assert_resumes_exactly(make, **sampled(every=13, horizon=6, chain=0))
     loader = make()
     node = loader.root
-    pulled, windows = zip(
-        *[(node.pulled_samples, node.window.samples) for _ in loader], strict=True
-    )
+    pulled, windows = zip(*[(node.planner.pool.pulled, node.window) for _ in loader], strict=True)
     assert windows[0] == pulled[0] == 128
     assert pulled[1] > windows[1] == windows[-1] > 128
     assert windows[1] == round(32 * 200 * 128 / sum(lengths[:128]))
     next(iter(loader))
-    assert node.pulled_samples == windows[-1]  # the next epoch begins with it
+    assert node.planner.pool.pulled == windows[-1]  # the next epoch begins with it
 
 
 def test_alone_it_begins_an_epoch_by_the_one_before_even_if_that_had_one_group():
@@ -393,8 +391,8 @@ def test_alone_it_begins_an_epoch_by_the_one_before_even_if_that_had_one_group()
 def test_no_pooled_sample_gets_older_than_5_windows_while_the_window_grows():
     node = bucketer([100, *[10] * 3000], window="auto")
     for group in node:
-        age = node.pulled_samples - min(sample.data for sample in group)
-        assert age <= 5 * node.window.samples
+        age = node.planner.pool.pulled - min(sample.data for sample in group)
+        assert age <= 5 * node.window
 
 
 @pytest.mark.slow

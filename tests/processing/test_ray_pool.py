@@ -6,7 +6,6 @@ All else that they share with worker processes is in `test_worker_contract.py`.
 import gc
 import os
 import signal
-import threading
 import time
 from copy import deepcopy
 
@@ -26,7 +25,7 @@ from worker_functions import (
     same,
 )
 
-from odb_nodes import IterableSource, Mixing, SampleError, WorkerError, WorkerOptions, pop_step_info
+from odb_nodes import IterableSource, Mixing, WorkerError, WorkerOptions, pop_step_info
 
 pytestmark = MARKS
 
@@ -106,11 +105,6 @@ def test_functions_may_be_lambdas_and_results_can_be_written_to():
         sample += 1
         assert (sample == item + 1).all()
     node.close()
-    node = processor(lambda _: threading.Lock(), **ONE)
-    node.reset()
-    with pytest.raises(SampleError, match="the result cannot be sent between processes"):
-        next(node)
-    node.close()
 
 
 # --- actors that are lost, hang, or find no CPU ---------------------------------------------------
@@ -178,17 +172,6 @@ def test_actors_without_a_cpu_are_named_and_those_that_have_one_work(ray):
     node.reset()
     assert len([*node]) == 50
     wait_for(actor_pids, 3, seconds=60)
-    node.close()
-
-
-def test_a_reset_leaves_what_is_in_flight():
-    node = processor(DrawSlowly(0.003), SIZE, **ONE, seed=1)
-    node.reset()
-    first = [drawn(next(node)) for _ in range(10)]
-    state = node.state_dict()
-    rest = [drawn(next(node)) for _ in range(10)]
-    node.reset(state)
-    assert [drawn(next(node)) for _ in range(10)] == rest != first
     node.close()
 
 
@@ -284,20 +267,11 @@ def test_a_trainer_that_ends_leaves_no_actor(tmp_path, ray, own, how):
             assert (code, out) == ((-9, "") if how == signal.SIGKILL else (-2, "stops\n")), err
 
 
-@pytest.mark.parametrize(
-    ("header", "address", "expected"),
-    [
-        ("", "127.0.0.1:1", "Ray does not answer"),
-        ("import sys; sys.modules['ray'] = None", "", "pip install 'odb-nodes[ray]'"),
-    ],
-)
-def test_a_ray_that_is_not_there_is_an_error_after_the_limit(header, address, expected, tmp_path):
+def test_a_ray_that_is_not_there_is_an_error_after_the_limit(tmp_path):
     body = """
     node = w.processor(w.same, method="ray", num_workers=1, timeout_s=3)
     node.reset()
     next(node)
     """
-    environment = {"RAY_ADDRESS": address} if address else {}
-    with Program(tmp_path, body, header=header, environment=environment) as program:
-        _, _, err = program.finish(60)
-    assert expected in err
+    with Program(tmp_path, body, environment={"RAY_ADDRESS": "127.0.0.1:1"}) as program:
+        assert "Ray does not answer" in program.finish(60)[2]

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from sampling import fewer
 from worker_functions import processor, same
 
@@ -115,112 +114,78 @@ def assert_owned(items):
 # --- any item -------------------------------------------------------------------------------------
 
 
-def as_strided_view(array, how):
-    """The same kind of array as somebody's slice, transpose or read-only view."""
-    if array.ndim and how == "step":
-        return array[::2]
-    if array.ndim and how == "reversed":
-        return array[::-1]
-    if how == "transposed":
-        return array.T
-    if how == "fortran":
-        return np.asfortranarray(array)
-    if how == "frozen":
-        array.setflags(write=False)
+def frozen(array):
+    array.setflags(write=False)
     return array
 
 
-dtypes = st.one_of(hnp.scalar_dtypes(), st.just(STRUCTURED))
-plain_arrays = dtypes.flatmap(
-    lambda dtype: hnp.arrays(
-        dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
-    )
+def row_of(kind, size):
+    """A value of one dimension."""
+    if callable(kind):
+        return kind(size)
+    if isinstance(kind, torch.dtype):
+        return torch.arange(size).to(kind)
+    return np.zeros(size, kind) if kind == "V4" else np.arange(size).astype(kind)
+
+
+def some(*arrays):
+    """Ways to give an array: as somebody's slice, transpose or read-only view."""
+    return [lambda row: row, lambda row: row[::2], lambda row: row[None], *arrays]
+
+
+KINDS = [
+    *(*ARRAY_DTYPES, STRUCTURED, *TENSOR_DTYPES),
+    *(lambda size: [*range(size)], lambda size: "abcdef"[:size], lambda _: None),
+    lambda size: np.array([*"ab", None, 2, 1.5][:size], object),
+    lambda size: np.array([np.nan, -0.0, np.inf, 0.0, 1.5][:size]),
+    lambda size: torch.tensor([np.nan, -0.0, np.inf, 0.0, 1.5][:size], requires_grad=True),
+]
+OF_ARRAYS = some(
+    lambda row: row[::-1],
+    lambda row: np.stack([row, row]).T,
+    lambda row: np.asfortranarray(np.stack([row, row])),
+    frozen,
+    lambda row: row[:1].reshape(()) if len(row) else row,
 )
-object_arrays = st.lists(st.one_of(st.none(), st.text(max_size=3), st.integers()), max_size=3).map(
-    lambda values: np.array([*values, None], dtype=object)[:-1]
-)
-views = st.sampled_from(["as it is", "step", "reversed", "transposed", "fortran", "frozen"])
-arrays = st.one_of(
-    st.builds(as_strided_view, plain_arrays, views),
-    object_arrays,
-    hnp.arrays(np.int64, (1, 5)),
-)
+OF_TENSORS = some(lambda row: row[None].T, lambda row: row[0] if len(row) else row)
+SCALARS = [None, True, 3, 2**70, float("nan"), "text", b"bytes"]
+SCALARS += [np.float32(1.5), np.int16(-3), np.bool_(True)]
 
 
 @st.composite
-def tensors(draw, max_dims=3):
-    dtype = draw(st.sampled_from(TENSOR_DTYPES))
-    shape = draw(hnp.array_shapes(min_dims=0, max_dims=max_dims, min_side=0, max_side=4))
-    count = int(np.prod(shape)) * dtype.itemsize
-    data = draw(st.binary(min_size=count, max_size=count))
-    if dtype is torch.bool:
-        data = bytes(value & 1 for value in data)
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if count else torch.empty(0)
-    tensor = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
-    how = draw(views)
-    if tensor.ndim and how == "step":
-        tensor = tensor[::2]
-    elif tensor.ndim == 2 and how == "transposed":
-        tensor = tensor.T
-    elif dtype.is_floating_point and dtype.itemsize > 1 and how == "frozen":
-        tensor = tensor.clone().requires_grad_()
-    return tensor
+def arrays_and_tensors(draw):
+    value = row_of(draw(st.sampled_from(KINDS)), draw(st.integers(0, 5)))
+    if isinstance(value, np.ndarray):
+        return draw(st.sampled_from(OF_ARRAYS))(value)
+    return draw(st.sampled_from(OF_TENSORS))(value) if isinstance(value, torch.Tensor) else value
 
 
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=4),
-    st.binary(max_size=4),
-    st.sampled_from([np.float32(1.5), np.int16(-3), np.bool_(True)]),
-)
 values = st.recursive(
-    st.one_of(arrays, tensors(), scalars),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    arrays_and_tensors() | st.sampled_from(SCALARS),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
     ),
     max_leaves=5,
 )
-one_dimensional = [
-    st.lists(st.integers(), max_size=4),
-    tensors(max_dims=1),
-    st.text(max_size=3),
-    st.just(None),
-    *(
-        hnp.arrays(dtype, st.integers(0, 5)).map(lambda array: array[::-1])
-        for dtype in ("<i8", ">i4", "f4", "U3", "M8[s]", "?", STRUCTURED)
-    ),
-]
 
 
 @st.composite
 def samples_of_one_shape(draw):
     """What most datasets yield: dicts with the same keys, each key with values of one kind."""
-    keys = draw(st.lists(st.text(max_size=3), max_size=4, unique=True))
-    kinds = [draw(st.sampled_from(one_dimensional)) for _ in keys]
-    count = draw(st.integers(0, 6))
-    row = st.tuples(*kinds).map(lambda drawn: dict(zip(keys, drawn, strict=True)))
-    return draw(st.lists(row, min_size=count, max_size=count))
+    kinds = draw(st.dictionaries(st.text(max_size=3), st.sampled_from(KINDS), max_size=4))
+    sizes = draw(st.lists(st.integers(0, 5), max_size=6))
+    return [{key: row_of(kind, size) for key, kind in kinds.items()} for size in sizes]
 
 
 def as_samples(items):
     return [Sample(item, index + 1, index, 7 * index) for index, item in enumerate(items)]
 
 
-chunks = st.one_of(
-    samples_of_one_shape(),
-    samples_of_one_shape().map(as_samples),
-    st.lists(values, max_size=4),
-    st.lists(values, max_size=3).map(as_samples),
-    st.lists(st.dictionaries(st.sampled_from("abc"), values, max_size=3), max_size=4),
-    st.tuples(st.lists(values, max_size=2), st.lists(values, max_size=2).map(as_samples)).map(
-        lambda parts: parts[0] + parts[1]
-    ),
-)
+chunks = samples_of_one_shape() | st.lists(values, max_size=4)
+chunks |= chunks.map(as_samples)
+chunks |= st.tuples(chunks, chunks).map(lambda parts: parts[0] + parts[1])
 
 
 @settings(fewer(2), suppress_health_check=list(HealthCheck))

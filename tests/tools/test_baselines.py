@@ -50,6 +50,8 @@ class TestAgainstTransformers:
 
     def test_batch_rebalance(self, samples, world_size, accumulate):
         utils = pytest.importorskip("transformers.trainer_pt_utils")
+        if not hasattr(utils, "BatchRebalanceSampler"):
+            pytest.skip("is of later versions of transformers")
         lengths = self.lengths[:samples]
         ranks = [
             [

@@ -92,7 +92,6 @@ def test_the_loader_and_the_generators_stay_where_they_are():
     assert take(estimates=True) == take(estimates=False)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_lines_of_json_are_read_anew(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS[:100].tolist()))

@@ -53,7 +53,7 @@ def test_a_state_says_where_it_stands():
 def test_a_pool_that_is_stored_whole_is_read_too_and_at_the_end_there_is_none():
     (state,) = states(1, 3, state="payload")
     pool = inspect_state(state).pool.tolist()
-    assert len(pool) == len(state["root"]["source"]["source"]["payload"]) > 10
+    assert len(pool) == len(state["root"]["source"]["source"]["pool"][2]) > 10
     assert {*pool} <= {*range(1, 51)}
     found = inspect_state(*states(1, 1_000))
     assert found.facts["yielded"].endswith("epoch ended")

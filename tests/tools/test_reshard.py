@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from elastic import job, states_at
+from elastic import LEFT_OUT, job, states_at
 
 from odb_nodes import (
     Checkpoints,
@@ -18,7 +18,7 @@ from odb_nodes.contract.state import ENVELOPE, add_digest
 from odb_nodes.monitor import Monitor
 from odb_nodes.tools.reshard import reshard_folder
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 
 
 @pytest.fixture(scope="module")

@@ -2,26 +2,20 @@
 
 import math
 import random
+import sys
+from functools import partial
+from itertools import islice
 
 import pytest
+import torch
 from aligned_ranks import on_ranks
-from step_jobs import (
-    BUDGET,
-    JOBS,
-    SIZE,
-    augmented,
-    check,
-    masked,
-    packed,
-    padded,
-    recorded,
-    text_loader,
-)
+from jobs import KINDS, SAMPLES, Kind, augmented, noisy
 from torch.testing import assert_close
 
 from odb_nodes import (
     GroupCollator,
     IterableSource,
+    Ledger,
     LengthObserver,
     Loader,
     Observation,
@@ -29,8 +23,10 @@ from odb_nodes import (
     ParallelProcessor,
     ShardedSampler,
     StateError,
+    TokenBudget,
     WindowBucketer,
     load_state,
+    pop_step_info,
     save_rank_state,
 )
 from odb_nodes.alignment.exchange.base import LocalExchange
@@ -40,8 +36,77 @@ from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")
 
 
+BUDGET = TokenBudget(40, oversize="drop")
+
+
+def of_kind(kind, **options):
+    """A function: exchange -> loader."""
+    return partial(Kind(kind.options | options).loader, folder=None)
+
+
+def drawing(samples):
+    """A collate function that draws."""
+    return {name: torch.as_tensor(one) for name, one in noisy(samples).items()}
+
+
+def own_data(rank_0, **options):
+    """Ranks with data of their own, of which one has few."""
+    options |= {"dataset": lambda _, rank, __: range(SAMPLES if rank else rank_0)}
+    return of_kind(KINDS["own data"], **options)
+
+
+padded = of_kind(KINDS["accumulate"], collate_fn=drawing, process_fn=augmented, token_budget=BUDGET)
+packed = of_kind(KINDS["packed"])
+JOBS = {
+    "padded": (4, padded),
+    "packed": (1, packed),
+    "mixed": (2, of_kind(KINDS["mixed"], accumulate=2)),
+    "filling": (2, own_data(20)),
+}
+
+
+def recorded(make_loader, folder, epochs=1, steps=None, only=None):
+    """What each rank had at each step, and its state after it; recorded in a ledger.
+
+    Args:
+        make_loader: exchange -> loader.
+        folder: of the ledger.
+        epochs: how many are taken.
+        steps: how many of an epoch, which has no end then.
+        only: the steps that are recorded; None: all.
+    """
+
+    def run(exchange):
+        ledger = Ledger(folder, rank=exchange.rank, world_size=exchange.world_size)
+        found = {}
+        with make_loader(exchange) as loader:
+            for epoch in range(epochs):
+                for batch in islice(loader, steps):
+                    info = pop_step_info(batch)
+                    found[epoch, info.step] = info, batch, loader.state_dict()
+                    if only is None or info.step in only:
+                        ledger.record(info)
+        ledger.close(ended=steps is None)
+        return found
+
+    return run
+
+
+def check(remade, info, batch):
+    assert remade.info == info
+    assert len(remade.tokens) == len(remade.targets) == info.local_samples
+    assert sum(remade.targets) == info.local_targets
+    assert remade.batch.keys() == batch.keys()
+    for name, value in batch.items():
+        again = remade.batch[name]
+        if isinstance(value, torch.Tensor):
+            assert_close(again, value, rtol=0, atol=0)
+        else:
+            assert again == value
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "make_loader"), JOBS)
+@pytest.mark.parametrize(("world_size", "make_loader"), JOBS.values(), ids=JOBS)
 def test_a_step_is_made_again_from_a_ledger_or_a_checkpoint(world_size, make_loader, tmp_path):
     ranks = on_ranks(world_size, recorded(make_loader, tmp_path, epochs=2))
     rng = random.Random(world_size)
@@ -89,9 +154,9 @@ def test_a_step_whose_optimizer_step_was_not_recorded_whole_has_no_weight(lost, 
 
 
 def test_a_step_of_an_iterable_is_made_again_from_a_checkpoint_alone(tmp_path):
-    def make_loader(group):
-        return text_loader(group, data=IterableSource(range(SIZE), group.rank, group.world_size))
-
+    make_loader = of_kind(
+        Kind({"dataset": lambda _, *shard: IterableSource(range(SAMPLES), *shard)})
+    )
     ranks = on_ranks(2, recorded(make_loader, tmp_path))
     with pytest.raises(ValueError, match="cannot read items by their keys.*remake_from_checkpoint"):
         remake_from_ledger(make_loader, tmp_path, epoch=0, step=3)
@@ -143,7 +208,7 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
 def test_of_a_graph_without_an_aligner_too(tmp_path):
     def make_loader(group):
         node = LengthObserver(ParallelProcessor(ShardedSampler(90), augmented))
-        return Loader(GroupCollator(WindowBucketer(node, BUDGET, 8), masked, seed=3))
+        return Loader(GroupCollator(WindowBucketer(node, BUDGET, 8), noisy, seed=3))
 
     (steps,) = on_ranks(1, recorded(make_loader, tmp_path))
     for step in (0, 7, 11):
@@ -153,16 +218,17 @@ def test_of_a_graph_without_an_aligner_too(tmp_path):
         check(again, *steps[0, step + 3][:2])
 
 
-def test_a_step_of_a_run_without_an_end_is_made_again_by_the_command(tmp_path, capsys):
+def test_a_step_of_a_run_without_an_end_is_made_again_by_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs_here", sys.modules[__name__])
     ranks = on_ranks(2, recorded(padded, tmp_path, steps=14))
     out, step = tmp_path / "step.pt", 11
-    arguments = ["step_jobs:padded", "--ledger", str(tmp_path), "--step", str(step)]
+    arguments = ["jobs_here:padded", "--ledger", str(tmp_path), "--step", str(step)]
     assert tool.main([*arguments, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     for rank, again in enumerate(load_state(out)):
         info, batch, _ = ranks[rank][0, step]
         assert tuple(again["info"]["keys"]) == info.keys
-        assert f"rank {rank}, epoch 0, step {step}: {len(info.keys)} samples" in printed
+        assert f"rank {rank}, epoch 0, step {step}: {len(info.keys)} sample" in printed
         assert all(f"  {key}: " in printed for key in info.keys)
         for name, value in batch.items():
             assert_close(again["batch"][name], value, rtol=0, atol=0)

@@ -128,7 +128,6 @@ IN_TOKENS = WeightSchedule([(0, WEIGHTS), (20_000, {"code": 3, "text": 1})], ram
         Mixing(by="tokens"),
         SCHEDULE,
         Mixing(weights=IN_TOKENS, by="tokens"),
-        Mixing(settable=True),
         Mixing(stop="first_exhausted"),
     ],
 )

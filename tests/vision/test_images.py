@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pictures import as_bytes, noise, smooth
+from pictures import Qwen2VLImageProcessorPil, as_bytes, noise, smooth
 from PIL import Image, ImageOps
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from odb_nodes.errors import SampleError
 from odb_nodes.vision import ImageError, ImageReader, resized_shape
 
 read = ImageReader(max_pixels=28 * 28 * 16)
+smart_resize = sys.modules[Qwen2VLImageProcessorPil.__module__].smart_resize
 
 
 def turned_by(orientation):

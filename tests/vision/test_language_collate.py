@@ -3,8 +3,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pictures import asked, content_of, make_loader, noise, processor, record, samples, step
-from transformers import Qwen2VLImageProcessorPil
+from pictures import (
+    Qwen2VLImageProcessorPil,
+    asked,
+    content_of,
+    make_loader,
+    noise,
+    processor,
+    record,
+    samples,
+    step,
+)
 
 from odb_nodes import PaddingCollate, SampleError, TokenBudget
 from odb_nodes.processing.observation import observe_sample

@@ -31,7 +31,7 @@ def network_of(kind):
         rope["mrope_interleaved"] = True
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text |= {"vocab_size": 512, "head_dim": 16, "rope_parameters": rope, "use_cache": False}
+    text |= {"vocab_size": 512, "head_dim": 16, "rope_scaling": rope, "use_cache": False}
     vision = {"depth": 2, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64, **own}
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(

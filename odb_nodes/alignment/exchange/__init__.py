@@ -4,13 +4,11 @@ from odb_nodes.alignment.exchange.base import Exchange, Interrupted, LocalExchan
 from odb_nodes.alignment.exchange.channel import Channel
 from odb_nodes.alignment.exchange.gloo import GlooExchange
 from odb_nodes.alignment.exchange.resolve import group_rank, resolve_exchange
-from odb_nodes.alignment.exchange.virtual import HostedRanks
 
 __all__ = [
     "Channel",
     "Exchange",
     "GlooExchange",
-    "HostedRanks",
     "Interrupted",
     "LocalExchange",
     "group_rank",

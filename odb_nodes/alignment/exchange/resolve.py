@@ -15,13 +15,14 @@ def group_rank(process_group: Any) -> tuple[int, int]:
     """Return this process's rank in a process group, and the number of ranks in it.
 
     Args:
-        process_group: a process group, a 1-d `DeviceMesh` or an `Exchange`; `None` for all ranks of
-            the job.
+        process_group: a process group, a 1-d `DeviceMesh`, an `Exchange` or a `VirtualRank`; `None`
+            for all ranks of the job.
 
     Raises:
         ValueError: this rank is not one of the group's.
     """
-    if isinstance(process_group, Exchange):
+    place = getattr(process_group, "rank", None), getattr(process_group, "world_size", None)
+    if isinstance(process_group, Exchange) or all(type(one) is int for one in place):
         return process_group.rank, process_group.world_size
     if process_group is None:
         return resolve_rank(None, None)

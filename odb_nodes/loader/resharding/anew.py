@@ -26,9 +26,10 @@ _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
         "pulled": 0,
         "pulled_since_source": 0,
         "ended": False,
-        "pool": NO_RECORDS,
+        "is_cut": False,
+        "planned": None,
         "dearest_groups": 0,
-        "caps": _ABSENT,
+        "caps": None,
     },
 }
 """Node -> fields of its state where nothing of the epoch is read."""
@@ -57,7 +58,8 @@ def _anew(value: Any, rank: int, ranks: Ranks) -> Any:
         if one is _ABSENT:
             del state[name]
     if node == "WindowBucketer":
-        state["waiting"], state["payload"] = None, None if state["payload"] is None else []
+        is_replay = state["mode"] == "replay"
+        state["pool"] = (None, NO_RECORDS, None) if is_replay else (None, None, [])
     if node == "SourceMixer":
         state |= {name: dict.fromkeys(state["sources"], 0) for name in ("samples", "tokens")}
     config = state.get("config")

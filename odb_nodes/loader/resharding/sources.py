@@ -118,7 +118,8 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
 
 
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
-    found, ranks, stop = opened(states, MixerState), reading.ranks, states[0]["config"]["stop"]
+    found, ranks = opened(states, MixerState), reading.ranks
+    stop, unit = states[0]["config"]["stop"], states[0]["config"]["by"]
     names = [*found[0].sources]
     read_of = reading.taken_of or [{} for _ in found]
     taken_of = [
@@ -126,11 +127,8 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
         for rank, at in enumerate(found)
     ]
     for at, of in zip(found, taken_of, strict=True):
-        at.position += sum(of.values()) * bool(at.weights)
         for name, count in of.items():
             at.samples[name] += count
-    if "settable" in states[0]["config"]:
-        _check_weights(found)
     samples, done = _shared_out(found, "samples", ranks), _done_by_source(found, reading)
     sources: dict[str, list[Any]] = {}
     for name in names:
@@ -145,8 +143,7 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
     exhausted = [name for name in found[0].exhausted if all(name in at.exhausted for at in found)]
     is_over = any if stop == "first_exhausted" else all
     had = [name for name in names if any(at.samples[name] or name in at.had for at in found)]
-    farthest_back = min(found, key=lambda at: at.position)
-    positions = ranks.split(sum(at.position for at in found))
+    farthest_back = min(found, key=lambda at: sum(getattr(at, unit).values()))
     values = [
         MixerState(
             sources={name: sources[name][rank] for name in names},
@@ -159,7 +156,6 @@ def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
                 name: sum(at.targets[name] for at in found) / ranks.after
                 for name in found[0].targets
             },
-            position=positions[rank],
             had=had,
         )
         for rank in range(ranks.after)
@@ -203,13 +199,6 @@ def _within(name: str, taken_of: TakenOf) -> TakenOf:
     return {
         key.removeprefix(inner): count for key, count in taken_of.items() if key.startswith(inner)
     }
-
-
-def _check_weights(found: Sequence[MixerState]) -> None:
-    if len({repr(at.weights) for at in found}) > 1:
-        raise StateError(
-            f"the weights of the mixture have changed on some ranks, and not yet on others. {LATER}"
-        )
 
 
 def _shared_out(found: Sequence[MixerState], what: str, ranks: Ranks) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from odb_nodes.alignment.aligner_state import AlignerState
+from odb_nodes.alignment.rank_aligner import AlignerState
 from odb_nodes.alignment.virtual_ranks import VirtualState
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.state import unseal

@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 from odb_nodes._core.checks import check_count, check_type
-from odb_nodes.alignment.weight_setter import SetterState
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.state import (
     ENVELOPE,
@@ -133,7 +132,7 @@ def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, An
                 "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
             )
     name = node_of(states[0])
-    check_alike(name, found, ("ended", "left", "next_epoch"))
+    check_alike(name, found, ("ended", "left", "next_epoch", "next_weights"))
     left = found[0].ended or found[0].left
     roots, between_epochs = _reshard_root([one.root for one in found], world_size, left=left)
     if not between_epochs:
@@ -153,15 +152,15 @@ def _reshard_root(
         return reshard_aligner(states, world_size, left=left)
     if node == VIRTUAL:
         return rehost(states, world_size, left=left), left
-    declared: Any = CollatorState if node == "GroupCollator" else SetterState
-    found = opened(states, declared)
+    found = opened(states, CollatorState)
     sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
     if not between_epochs:
-        check_alike(node, found, ("step", "number", "calls")[: 1 if node == "GroupCollator" else 3])
-    values = [replace(found[0], source=source) for source in sources]
-    if node == "GroupCollator":
-        samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
-        values = [replace(one, samples=own) for one, own in zip(values, samples, strict=True)]
+        check_alike(node, found, ("step",))
+    samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
+    values = [
+        replace(found[0], source=source, samples=own)
+        for source, own in zip(sources, samples, strict=True)
+    ]
     return sealed_for_ranks(states[0], values), between_epochs
 
 
@@ -213,7 +212,7 @@ def _rank_of(state: LoaderState) -> Any:
     """Return the configuration that says which rank has saved the state of a loader."""
     node = "Loader"
     inner: Any = state.root
-    while (name := node_of(inner)) in ("GroupCollator", "WeightSetter"):
+    while (name := node_of(inner)) == "GroupCollator":
         node, inner = name, inner.get("source")
     if name == VIRTUAL:
         return process_of(inner)

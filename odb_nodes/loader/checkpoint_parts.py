@@ -16,8 +16,7 @@ from odb_nodes.loader.checkpoint_folders import file_name, step_of
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.resharding import reshard_parts
-from odb_nodes.loader.resharding.alike import alike
-from odb_nodes.loader.resharding.sealed import Ranks
+from odb_nodes.loader.resharding.sealed import Ranks, deep_equal
 
 __all__ = ["CheckpointParts", "PartStates"]
 
@@ -243,7 +242,7 @@ def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
 def _kept_once(parts: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a rank; those that are equal to the first one's take no memory more."""
     return {
-        name: first[name] if name in first and alike(one, first[name]) else one
+        name: first[name] if name in first and deep_equal(one, first[name]) else one
         for name, one in parts.items()
     }
 

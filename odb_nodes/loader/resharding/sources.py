@@ -11,9 +11,8 @@ from typing import Any
 from odb_nodes.contract import EpochState
 from odb_nodes.errors import StateError
 from odb_nodes.loader.resharding.sealed import (
-    LATER,
     Ranks,
-    check_alike,
+    check_same,
     config_of,
     node_of,
     opened,
@@ -26,6 +25,8 @@ from odb_nodes.sources.sharded_sampler import SamplerState
 from odb_nodes.sources.share import Share, dealt
 
 TakenOf = Mapping[str, tuple[int, int]]
+
+_LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +47,7 @@ class Reading:
 
 
 def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, Any]]:
-    """Return the states of a source of the ranks that go on.
-
-    Args:
-        states: its state on each rank.
-        reading: how far they have read.
-
-    Raises:
-        StateError: it cannot be resharded within an epoch; names the node.
-    """
+    """Return the states of a source of the ranks that go on."""
     node = node_of(states[0])
     rule = _RULES.get(node)
     if rule is None:
@@ -86,14 +79,14 @@ def _observer(states: Sequence[Any], reading: Reading) -> list[Any]:
 def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
     found = opened(states, ProcessorState)
     _check_cycles("ParallelProcessor", found)
-    check_alike("ParallelProcessor", found, ("epoch",))
+    check_same("ParallelProcessor", found, "epoch")
     taken = [one.taken + more for one, more in zip(found, reading.taken, strict=True)]
     below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
     sources = reshard_source([one.source for one in found], below)
     started = any(one.started for one in found)
-    alike = replace(found[0], started=started, taken=0, taken_of={})
+    common = replace(found[0], started=started, taken=0, taken_of={})
     values = [
-        replace(alike, source=source, position=done)
+        replace(common, source=source, position=done)
         for source, done in zip(sources, reading.done, strict=True)
     ]
     return sealed_for_ranks(states[0], values)
@@ -103,15 +96,15 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks = opened(states, SamplerState), reading.ranks
     node = node_of(states[0])  # which may be one that is derived from it
     _check_cycles(node, found)
-    check_alike(node, found, ("epoch", "start"))
+    check_same(node, found, "epoch", "start")
     left = [
         Share(rank, ranks.before, one).after(one.position + taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
     ]
-    alike = replace(found[0], started=any(one.started for one in found))
+    common = replace(found[0], started=any(one.started for one in found))
     shares = dealt(left, ranks.after, states[0]["config"]["size"])
     values = [
-        replace(alike, position=done, done=done, start=share.start, extra=share.extra)
+        replace(common, position=done, done=done, start=share.start, extra=share.extra)
         for share, done in zip(shares, reading.done, strict=True)
     ]
     return sealed_for_ranks(states[0], values)
@@ -169,7 +162,7 @@ def _check_cycles(node: str, found: Sequence[EpochState]) -> None:
     if (most := max(cycles)) > min(cycles):
         raise StateError(
             f"`{node}` has begun again on rank {cycles.index(most)}, which is exhausted (`stop` is "
-            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {LATER}'
+            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {_LATER}'
         )
 
 
@@ -182,13 +175,13 @@ def _taken_by_source(rank: int, at: MixerState, taken: int, of: TakenOf) -> Coun
         if at.sources[name].get("cycle", cycle) != cycle:
             raise StateError(
                 f"source {name!r} has just begun again on rank {rank}, which the state does not "
-                f"say yet. {LATER}"
+                f"say yet. {_LATER}"
             )
     if sum(found.values()) != taken:
         raise StateError(
             f"the state of `SourceMixer` on rank {rank} stands {taken} samples before the place "
             f"that it was saved at, and the sources of only {sum(found.values())} are known. "
-            f"{LATER}"
+            f"{_LATER}"
         )
     return found
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from odb_nodes._core.checks import check_type, describe
 from odb_nodes._core.codec import explain_unreadable, is_readable
@@ -13,25 +13,19 @@ from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import file_name, step_of
-from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.resharding import reshard_parts
 from odb_nodes.loader.resharding.sealed import Ranks, deep_equal
 
 __all__ = ["CheckpointParts", "PartStates"]
 
+logger = logging.getLogger("odb_nodes")
+
 _VERSION = 2
 
 
-@dataclass(frozen=True)
-class PartStates:
-    """What `CheckpointParts.read` has read.
-
-    Attributes:
-        folder: the folder of the checkpoint.
-        parts: the states of the parts, by name.
-        generators: those of the global random generators.
-    """
+class PartStates(NamedTuple):
+    """What was read of a checkpoint: the states of the parts, and of the random generators."""
 
     folder: Path
     parts: dict[str, Any]
@@ -53,15 +47,7 @@ class _ReshardedPart(Protocol):
 
 
 class CheckpointParts:
-    """The parts of a rank that are saved together, and the global random generators.
-
-    Args:
-        parts: by name; see `Checkpoints`.
-        replicated: names of those that rank 0 writes for all.
-
-    Raises:
-        TypeError, ValueError: an argument is not what is said there.
-    """
+    """The parts of a rank that are saved together, and the global random generators."""
 
     def __init__(self, parts: Any, replicated: Any) -> None:
         self._parts = _check_parts(parts)
@@ -72,7 +58,7 @@ class CheckpointParts:
                 f"{replicated!r} instead."
             )
         for name in replicated:
-            if isinstance(self._parts[name], Loader | ODBDataLoader):
+            if isinstance(self._parts[name], Loader):
                 raise ValueError(
                     f"`replicated` must not have {name!r}: each rank's loader stands elsewhere, in "
                     "its own share of the data. Leave it out."
@@ -84,19 +70,14 @@ class CheckpointParts:
         return {"parts": sorted(self._parts), "replicated": sorted(self._replicated)}
 
     def save(self, folder: Path, step: int, rank: int, world_size: int) -> None:
-        """Write the file of this rank, atomically.
-
-        Raises:
-            StateError: a part holds something else than plain data and tensors; it names the place.
-        """
+        """Write the file of this rank, atomically."""
         states = {
             name: dict(part) if isinstance(part, dict) else part.state_dict()
             for name, part in self._parts.items()
             if rank == 0 or name not in self._replicated
         }
-        about = {"version": _VERSION, "step": step, "rank": rank, "world_size": world_size}
         state = {
-            "checkpoint": about,
+            "checkpoint": _about(step, rank, world_size),
             "parts": states,
             "replicated": sorted(self._replicated),
             "generators": save_rngs(),
@@ -111,30 +92,15 @@ class CheckpointParts:
             place = explain_unreadable({name: states[name] for name in order}, "parts")
             raise StateError(f"the checkpoint of step {step} cannot be saved: {place}") from error
 
-    def read(self, folder: Path, rank: int, world_size: int) -> PartStates:
-        """Read the file of this rank, and what rank 0 wrote for all. Changes no part.
-
-        Raises:
-            StateError: a file is damaged, has other parts, or lacks what a dict has.
-        """
-        state = _read(folder, rank, world_size)
-        states = state["parts"]
-        if rank and (state["replicated"] or self._replicated):
-            states |= self._replicated_of(_read(folder, 0, world_size))
-        return self._checked(folder, states, state["generators"])
-
-    def read_resharded(self, folder: Path, rank: int, ranks: Ranks) -> PartStates:
-        """Read the files of all ranks that have saved, as those of another number of ranks.
-
-        Args:
-            folder: the folder of the checkpoint.
-            rank: this rank.
-            ranks: numbers of ranks.
-
-        Raises:
-            StateError: a file is damaged, has other parts, or lacks what a dict has; or a part
-                cannot be that of another number of ranks.
-        """
+    def read(self, folder: Path, rank: int, ranks: Ranks) -> PartStates:
+        """Read what this rank goes on with. Changes no part."""
+        if ranks.before == ranks.after:
+            state = _read(folder, rank, ranks.after)
+            states = state["parts"]
+            if rank and (state["replicated"] or self._replicated):
+                states |= self._replicated_of(_read(folder, 0, ranks.after))
+            return self._checked(PartStates(folder, states, state["generators"]))
+        logger.info("`%s` is resharded: %d ranks have saved it, %d load it", folder, *ranks)
         first = _read(folder, 0, ranks.before)
         shared = self._replicated_of(first)
         of_ranks = [{name: one for name, one in first["parts"].items() if name not in shared}]
@@ -147,7 +113,7 @@ class CheckpointParts:
         for name in of_ranks[0]:
             states = [one.get(name) for one in of_ranks]
             own[name] = self._resharded(name, states, ranks.after)[rank]
-        return self._checked(folder, own | shared, generators[rank % ranks.before])
+        return self._checked(PartStates(folder, own | shared, generators[rank % ranks.before]))
 
     def _resharded(self, name: str, states: list[Any], world_size: int) -> list[Any]:
         """Return the states of a part on all ranks as those of another number of ranks."""
@@ -156,7 +122,7 @@ class CheckpointParts:
             try:
                 return reshard_parts(states, world_size, f"parts[{name!r}]")
             except StateError as error:
-                if isinstance(part, Loader | ODBDataLoader):
+                if isinstance(part, Loader):
                     raise
                 raise StateError(
                     f"{error} Or give the part a method `reshard_states`: see `Checkpoints`. If "
@@ -175,10 +141,9 @@ class CheckpointParts:
         names = {*first["replicated"], *self._replicated}
         return {name: one for name, one in first["parts"].items() if name in names}
 
-    def _checked(
-        self, folder: Path, states: dict[str, Any], generators: dict[str, Any]
-    ) -> PartStates:
+    def _checked(self, saved: PartStates) -> PartStates:
         """Return what was read, once it is known to be of these parts."""
+        folder, states, _ = saved
         if states.keys() != self._parts.keys():
             raise StateError(
                 f"`{folder}` has the parts {sorted(states)}, but this job has "
@@ -187,14 +152,10 @@ class CheckpointParts:
         for name, part in self._parts.items():
             if isinstance(part, dict):
                 _check_keys(f"parts[{name!r}]", part, states[name], folder)
-        return PartStates(folder, states, generators)
+        return saved
 
     def apply(self, saved: PartStates) -> None:
-        """Give each part its state.
-
-        Raises:
-            StateError: one refuses it. Those before it have changed.
-        """
+        """Give each part its state."""
         for changed, (name, part) in enumerate(self._parts.items()):
             state = saved.parts[name]
             try:
@@ -214,22 +175,13 @@ class CheckpointParts:
 
 
 def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Read the file of a rank, and check that it is one.
-
-    Raises:
-        StateError: it is damaged, gone, or of something else.
-    """
+    """Read the file of a rank, and check that it is one."""
     path = folder / file_name(rank, world_size)
     try:
         state: Any = load_state(path)
     except (StateError, FileNotFoundError) as error:
         raise StateError(f"{error} Remove `{folder}` to go on from the one before.") from error
-    expected = {
-        "version": _VERSION,
-        "step": step_of(folder.name),
-        "rank": rank,
-        "world_size": world_size,
-    }
+    expected = _about(step_of(folder.name), rank, world_size)
     found = state.get("checkpoint") if isinstance(state, dict) else None
     if found != expected:
         raise StateError(
@@ -237,6 +189,10 @@ def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
             f"`{folder}` to go on from the one before."
         )
     return dict(state)
+
+
+def _about(step: int, rank: int, world_size: int) -> dict[str, int]:
+    return {"version": _VERSION, "step": step, "rank": rank, "world_size": world_size}
 
 
 def _kept_once(parts: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import time
@@ -17,16 +16,9 @@ from odb_nodes._core.checks import check_count, check_seconds, check_type
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.errors import PeerError, StateError
-from odb_nodes.loader.checkpoint_folders import (
-    CheckpointFolders,
-    Contents,
-    choose,
-    step_of,
-)
-from odb_nodes.loader.checkpoint_parts import CheckpointParts, PartStates
+from odb_nodes.loader.checkpoint_folders import CheckpointFolders, Contents, choose, step_of
+from odb_nodes.loader.checkpoint_parts import CheckpointParts
 from odb_nodes.loader.resharding.sealed import Ranks
-
-logger = logging.getLogger("odb_nodes")
 
 __all__ = ["Checkpoints"]
 
@@ -120,7 +112,7 @@ class Checkpoints:
             if name == newest:
                 break
             time.sleep(_PAUSE_S)
-            views = self._views(self._gather(self._folders.view()))
+            views = _views(self._gather(self._folders.contents()))
             name, newest = choose(views)
         if newest is None:
             if unfinished := sorted(views[0]):
@@ -133,7 +125,8 @@ class Checkpoints:
         with self._together(f"loading the checkpoint `{name}`"):
             if name is None:
                 raise self._not_shared(newest, views)
-            state = self._read(name, views[0][name].world_size)
+            ranks = Ranks(views[0][name].world_size, self._channel.world_size)
+            state = self._parts.read(self._folders.root / name, self._channel.rank, ranks)
         with self._together(f"loading the checkpoint `{name}`"):
             self._parts.apply(state)
         return step_of(name)
@@ -167,7 +160,7 @@ class Checkpoints:
             self._begun = self._folders.folder(self._number, step, self._run)
         folder = self._begun
         folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
-        self._check_steps(*self._own, folder)
+        self._folders.check_saves([*self._own, folder], self._channel.rank)
         self._parts.save(folder, step, self._channel.rank, self._channel.world_size)
         sync_folder(self._folders.root)
         self._begun = None
@@ -185,12 +178,12 @@ class Checkpoints:
         own = {
             "run": secrets.token_hex(4),
             "number": self._folders.last_number(),
-            "view": self._folders.view(),
+            "view": self._folders.contents(),
         }
         told = self._gather(own)
         self._run, self._own, self._begun = told[0]["run"], [], None
         self._number = max(one["number"] for one in told)
-        return self._views(one["view"] for one in told)
+        return _views(one["view"] for one in told)
 
     @property
     def _channel(self) -> Channel:
@@ -213,47 +206,15 @@ class Checkpoints:
             raise
         self._gather(None)
 
-    @staticmethod
-    def _views(told: Iterable[dict[str, Any]]) -> list[dict[str, Contents]]:
-        return [{name: Contents(*found) for name, found in view.items()} for view in told]
-
-    def _read(self, name: str, world_size: int) -> PartStates:
-        """Read a checkpoint that all ranks see."""
-        folder, rank, ranks = (
-            self._folders.root / name,
-            self._channel.rank,
-            self._channel.world_size,
-        )
-        if world_size == ranks:
-            return self._parts.read(folder, rank, ranks)
-        logger.info(
-            "`%s` is resharded: %d ranks have saved it, %d load it", folder, world_size, ranks
-        )
-        return self._parts.read_resharded(folder, rank, Ranks(world_size, ranks))
-
-    def _check_steps(self, *own: Path) -> None:
-        """Raise where another rank saves another step, or another run saves into the folder."""
-        if foreign := self._folders.foreign(own[-1]):
-            raise PeerError(
-                f"another run saves into `{self._folders.root}`: `{foreign[0]}` is not of this "
-                f"one, which saves `{own[-1].name}`. End it, or give each a folder of its own."
-            )
-        if rivals := self._folders.rivals(own):
-            mine, other = rivals[0]
-            raise PeerError(
-                f"the ranks save different steps: rank {self._channel.rank} saves `{mine}`, but "
-                f"another rank `{other}`, in `{self._folders.root}`. All ranks must call `save` at "
-                "the same steps. The checkpoints before that are kept."
-            )
-
     def _await(self, folder: Path) -> None:
         """Wait until a checkpoint is complete, or so old that it has been removed."""
         deadline = time.monotonic() + self._timeout_s
-        while (missing := self._folders.missing(folder)) and time.monotonic() < deadline:
-            self._check_steps(*self._own)
-            time.sleep(_PAUSE_S / 10)
-        if missing:
-            ranks = ", ".join(map(str, missing))
+        while (found := self._folders.contents_of(folder)) and found.missing:
+            self._folders.check_saves(self._own, self._channel.rank)
+            if time.monotonic() < deadline:
+                time.sleep(_PAUSE_S / 10)
+                continue
+            ranks = ", ".join(map(str, found.missing))
             raise PeerError(
                 f"rank {ranks} has not saved the checkpoint `{folder}` within "
                 f"{self._timeout_s} s (`timeout_s`), though this rank has saved one since. All "
@@ -270,3 +231,8 @@ class Checkpoints:
             f"`{self._folders.root / newest}` is complete, but not every rank sees all of its "
             f"files: {seen}. Use a folder on a disk that all ranks share."
         )
+
+
+def _views(told: Iterable[dict[str, Any]]) -> list[dict[str, Contents]]:
+    """Return the contents of folders that ranks have told as JSON data."""
+    return [{name: Contents(*found) for name, found in view.items()} for view in told]

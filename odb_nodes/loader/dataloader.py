@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader
 from torchdata.nodes import BaseNode
@@ -38,7 +38,22 @@ from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
+F = TypeVar("F", bound=Callable[..., None])
+
 _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
+
+
+def _explains_arguments_of_torch(init: F) -> F:
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given.keys() & OF_DATALOADER:
+            raise TypeError(
+                f"`{name}` is an argument of `DataLoader` that `{type(self).__name__}` does not "
+                f"have: {OF_DATALOADER[name]}."
+            )
+        init(self, *args, **given)
+
+    return cast(F, checked)
 
 
 class ODBDataLoader(Loader[Any]):
@@ -112,22 +127,7 @@ class ODBDataLoader(Loader[Any]):
 
     yields_batches = True
 
-    # A subclass with an `__init__` of its own answers for its own arguments.
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        _show_arguments(cls)
-
-    def __new__(cls, *_: Any, **given: Any) -> Any:
-        """Name what there is in place of an argument of torch's `DataLoader`."""
-        unknown = [name for name in given if name in OF_DATALOADER]
-        if unknown and cls.__init__ is ODBDataLoader.__init__:
-            raise TypeError(
-                f"`{unknown[0]}` is an argument of `DataLoader` that `{cls.__name__}` does not "
-                f"have: {OF_DATALOADER[unknown[0]]}."
-            )
-        return super().__new__(cls)
-
+    @_explains_arguments_of_torch
     def __init__(
         self,
         dataset: Any,
@@ -336,13 +336,3 @@ class ODBDataLoader(Loader[Any]):
     def _nodes_of_samples(self) -> Iterator[BaseNode[Any]]:
         for graph in self._graphs:
             yield from walk(graph.samples)
-
-
-def _show_arguments(cls: type) -> None:
-    """Have editors and `inspect` show the arguments of `__init__`, not those of `__new__`."""
-    shown = inspect.signature(cls.__init__)  # type: ignore[misc]
-    parameters = [*shown.parameters.values()][1:]
-    cls.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
-
-
-_show_arguments(ODBDataLoader)

@@ -26,7 +26,7 @@ from odb_nodes.loader.options import (
     ProcessFn,
     options_of_dataloader,
 )
-from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
+from odb_nodes.loader.pipeline import RankGraph, graphs_of_team
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.nodes.window_bucketer import PoolState

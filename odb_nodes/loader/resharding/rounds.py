@@ -138,7 +138,8 @@ def _reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str,
     ]
     emitted = sum(pool.pulled for pool in pools) - len(waiting) - sum(left_out)
     done = [*map(sum, zip(ranks.split(emitted), left_out, map(len, records), strict=True))]
-    reading = Reading(ranks=ranks, taken=[pool.pulled_since_source for pool in pools], done=done)
+    taken = [pool.pulled_since_source for pool in pools]
+    reading = Reading(ranks=ranks, taken=taken, taken_of=[{}] * ranks.before, done=done)
     sources = reshard_source([pool.source for pool in pools], reading)
     limits = reduce(Limits.tightened, (Limits(*pool.limits) for pool in pools))
     if agreed := RoundSettings(*found[0].settings).max_tokens:

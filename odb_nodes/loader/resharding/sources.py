@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,19 +31,15 @@ _LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How far all ranks have read a source, and how much of that is whose from now on.
-
-    Attributes:
-        ranks: numbers of ranks.
-        taken: of each rank, items that were read after the state of the source.
-        taken_of: likewise by source, where these have names; see `ProcessorState`.
-        done: of each rank that goes on, samples of the epoch that it stands for already.
-    """
+    """How far all ranks have read a source, and how much of that is whose from now on."""
 
     ranks: Ranks
     taken: Sequence[int]
+    """Of each rank, items that were read after the state of the source."""
+    taken_of: Sequence[TakenOf]
+    """The same by source, where these have names; see `ProcessorState`."""
     done: Sequence[int]
-    taken_of: Sequence[TakenOf] = field(default=())
+    """Of each rank that goes on, samples of the epoch that it stands for already."""
 
 
 def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, Any]]:
@@ -111,47 +107,51 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
 
 
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
-    found, ranks = opened(states, MixerState), reading.ranks
-    stop, unit = states[0]["config"]["stop"], states[0]["config"]["by"]
-    names = [*found[0].sources]
-    read_of = reading.taken_of or [{} for _ in found]
-    taken_of = [
-        _taken_by_source(rank, at, reading.taken[rank], read_of[rank])
-        for rank, at in enumerate(found)
-    ]
+    found, ranks, config = opened(states, MixerState), reading.ranks, states[0]["config"]
+    taken_of = [_taken_by_source(rank, at, reading) for rank, at in enumerate(found)]
     for at, of in zip(found, taken_of, strict=True):
-        for name, count in of.items():
-            at.samples[name] += count
-    samples, done = _shared_out(found, "samples", ranks), _done_by_source(found, reading)
+        at.samples = {name: count + of[name] for name, count in at.samples.items()}
+    done = _done_by_source(found, reading)
     sources: dict[str, list[Any]] = {}
-    for name in names:
-        below = [_within(name, one) for one in read_of]
-        counts = [of[name] for of in taken_of]
-        part = Reading(ranks=ranks, taken=counts, taken_of=below, done=done[name])
+    for name in found[0].sources:
+        below = replace(
+            reading,
+            taken=[of[name] for of in taken_of],
+            taken_of=[_within(name, of) for of in reading.taken_of],
+            done=done[name],
+        )
         try:
-            sources[name] = reshard_source([at.sources[name] for at in found], part)
+            sources[name] = reshard_source([at.sources[name] for at in found], below)
         except StateError as error:
             raise StateError(f"source {name!r}: {error}") from error
-    tokens = _shared_out(found, "tokens", ranks)
-    exhausted = [name for name in found[0].exhausted if all(name in at.exhausted for at in found)]
-    is_over = any if stop == "first_exhausted" else all
-    had = [name for name in names if any(at.samples[name] or name in at.had for at in found)]
-    farthest_back = min(found, key=lambda at: sum(getattr(at, unit).values()))
+
+    def shares(field: str) -> list[dict[str, int]]:
+        parts = {
+            name: ranks.split(sum(getattr(at, field)[name] for at in found)) for name in sources
+        }
+        return [{name: of[rank] for name, of in parts.items()} for rank in range(ranks.after)]
+
+    is_over = any if config["stop"] == "first_exhausted" else all
+    farthest_back = min(found, key=lambda at: sum(getattr(at, config["by"]).values()))
     values = [
         MixerState(
-            sources={name: sources[name][rank] for name in names},
-            samples={name: samples[name][rank] for name in names},
-            tokens={name: tokens[name][rank] for name in names},
-            exhausted=exhausted,
+            sources={name: of[rank] for name, of in sources.items()},
+            samples=samples,
+            tokens=tokens,
+            exhausted=[
+                name for name in found[0].exhausted if all(name in at.exhausted for at in found)
+            ],
             ended=is_over(at.ended for at in found),
             weights=farthest_back.weights,
             targets={
                 name: sum(at.targets[name] for at in found) / ranks.after
                 for name in found[0].targets
             },
-            had=had,
+            had=[n for n in sources if any(at.samples[n] or n in at.had for at in found)],
         )
-        for rank in range(ranks.after)
+        for rank, (samples, tokens) in enumerate(
+            zip(shares("samples"), shares("tokens"), strict=True)
+        )
     ]
     return sealed_for_ranks(states[0], values)
 
@@ -166,8 +166,9 @@ def _check_cycles(node: str, found: Sequence[EpochState]) -> None:
         )
 
 
-def _taken_by_source(rank: int, at: MixerState, taken: int, of: TakenOf) -> Counter[str]:
+def _taken_by_source(rank: int, at: MixerState, reading: Reading) -> Counter[str]:
     """Return how many items of each source a rank has read after the state of a mixture."""
+    taken, of = reading.taken[rank], reading.taken_of[rank]
     found: Counter[str] = Counter()
     for key, (count, cycle) in of.items():
         name = max((one for one in at.sources if f"{key}/".startswith(f"{one}/")), key=len)
@@ -191,12 +192,6 @@ def _within(name: str, taken_of: TakenOf) -> TakenOf:
     inner = f"{name}/"
     return {
         key.removeprefix(inner): count for key, count in taken_of.items() if key.startswith(inner)
-    }
-
-
-def _shared_out(found: Sequence[MixerState], what: str, ranks: Ranks) -> dict[str, list[int]]:
-    return {
-        name: ranks.split(sum(getattr(at, what)[name] for at in found)) for name in found[0].sources
     }
 
 

@@ -230,17 +230,6 @@ class ODBDataLoader(Loader[Any]):
             where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
         return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
 
-    def __len__(self) -> int:
-        """Raise an error: the number of batches is known only when an epoch has ended.
-
-        Raises:
-            TypeError: always; `num_samples` measures progress.
-        """
-        raise TypeError(
-            "the number of batches is not known before the epoch has ended. Measure progress in "
-            "samples: `tqdm(total=loader.num_samples)` and `info.local_samples` per batch."
-        )
-
     @property
     def options(self) -> LoaderOptions:
         """The arguments that it was made with, beside the dataset."""

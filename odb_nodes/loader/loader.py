@@ -123,7 +123,8 @@ class Loader(Generic[T]):
         except TypeError as error:
             raise TypeError(
                 f"{error} Dynamic batches are counted only as they come: measure progress in "
-                "samples, by `local_samples` of the `StepInfo` of each batch."
+                "samples, by `StepInfo.local_samples` of each batch, which add up to `num_samples` "
+                "of an `ODBDataLoader`: `tqdm(total=loader.num_samples)`."
             ) from None
 
     def __bool__(self) -> bool:

@@ -8,24 +8,19 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.counts import counted
 from odb_nodes.alignment.aligned_round import LossScaling
+from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.options import (
-    OF_DATALOADER,
-    CollateIn,
-    LoaderOptions,
-    ProcessFn,
-    options_of_dataloader,
-)
+from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import RankGraph, graphs_of_team
 from odb_nodes.nodes.excluded_keys import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
@@ -35,10 +30,24 @@ from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
+from odb_nodes.sources.datasets import order_of
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
 F = TypeVar("F", bound=Callable[..., None])
+
+_OF_DATALOADER = {
+    "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
+    "batch_sampler": "batches are formed here: pass a `sampler`",
+    "drop_last": "`uneven=` says what becomes of the last batches",
+    "generator": "pass a `seed`",
+    "multiprocessing_context": "pass `workers=WorkerOptions(start_method=)`",
+    "persistent_workers": "workers always persist",
+    "prefetch_factor": "pass `prefetch=`, in batches, or `WorkerOptions(in_flight_samples=)`",
+    "timeout": "pass `workers=WorkerOptions(timeout_s=)`",
+    "worker_init_fn": "pass `workers=WorkerOptions(worker_init_fn=)`",
+}
+"""Arguments of torch's `DataLoader` that dynamic batches do not have -> what there is instead."""
 
 _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
@@ -46,10 +55,10 @@ _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 def _explains_arguments_of_torch(init: F) -> F:
     @wraps(init)
     def checked(self: Any, *args: Any, **given: Any) -> None:
-        for name in given.keys() & OF_DATALOADER:
+        for name in given.keys() & _OF_DATALOADER:
             raise TypeError(
                 f"`{name}` is an argument of `DataLoader` that `{type(self).__name__}` does not "
-                f"have: {OF_DATALOADER[name]}."
+                f"have: {_OF_DATALOADER[name]}."
             )
         init(self, *args, **given)
 
@@ -202,8 +211,23 @@ class ODBDataLoader(Loader[Any]):
             ValueError: the sampler of `loader` cannot yield its order again.
         """
         check_type("loader", loader, DataLoader)
-        given = options_of_dataloader(loader, options)
-        return cls(loader.dataset, token_budget=token_budget, **given)
+        if loader.collate_fn not in (default_collate, default_convert):
+            options.setdefault("collate_fn", loader.collate_fn)
+        has_order = isinstance(loader.dataset, IterableDataset) or {"sampler", "shuffle"} & {
+            *options
+        }
+        if not has_order:
+            options = {**order_of(loader, group_rank(options.get("process_group"))), **options}
+        if "workers" not in options and "num_workers" not in options:
+            context = loader.multiprocessing_context
+            options["workers"] = WorkerOptions(
+                num_workers=loader.num_workers,
+                start_method=None if context is None else context.get_start_method(),
+                worker_init_fn=loader.worker_init_fn,
+                timeout_s=loader.timeout or WorkerOptions.timeout_s,
+            )
+        options.setdefault("pin_memory", loader.pin_memory)
+        return cls(loader.dataset, token_budget=token_budget, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
-
 from odb_nodes._core.checks import (
     check_bool,
     check_callable,
@@ -18,7 +16,6 @@ from odb_nodes._core.checks import (
     check_type,
 )
 from odb_nodes.alignment.aligned_round import LossRule, LossScaling
-from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
@@ -30,24 +27,10 @@ from odb_nodes.planning.options import JobOptions, PlanOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
-from odb_nodes.sources.datasets import order_of
 from odb_nodes.sources.mixing import Weights
 
 CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
-
-OF_DATALOADER = {
-    "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
-    "batch_sampler": "batches are formed here: pass a `sampler`",
-    "drop_last": "`uneven=` says what becomes of the last batches",
-    "generator": "pass a `seed`",
-    "multiprocessing_context": "pass `workers=WorkerOptions(start_method=)`",
-    "persistent_workers": "workers always persist",
-    "prefetch_factor": "pass `prefetch=`, in batches, or `WorkerOptions(in_flight_samples=)`",
-    "timeout": "pass `workers=WorkerOptions(timeout_s=)`",
-    "worker_init_fn": "pass `workers=WorkerOptions(worker_init_fn=)`",
-}
-"""Arguments of torch's `DataLoader` that dynamic batches do not have -> what there is instead."""
 
 _IN_FLIGHT_OF_AUTO = 1024  # samples: the window is not known when workers start
 
@@ -153,22 +136,3 @@ def _by_name(name: str, functions: Any) -> dict[str, Any]:
     if not isinstance(functions, Mapping):
         return {name: functions}
     return {f"{name}[{source!r}]": function for source, function in functions.items()}
-
-
-def options_of_dataloader(loader: DataLoader[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that do what a loader of torch does; `options` override them."""
-    given = dict(options)
-    if loader.collate_fn not in (default_collate, default_convert):
-        given.setdefault("collate_fn", loader.collate_fn)
-    if not isinstance(loader.dataset, IterableDataset) and not {"sampler", "shuffle"} & {*given}:
-        given = {**order_of(loader, group_rank(given.get("process_group"))), **given}
-    if "workers" not in given and "num_workers" not in given:
-        context = loader.multiprocessing_context
-        given["workers"] = WorkerOptions(
-            num_workers=loader.num_workers,
-            start_method=None if context is None else context.get_start_method(),
-            worker_init_fn=loader.worker_init_fn,
-            timeout_s=loader.timeout or WorkerOptions.timeout_s,
-        )
-    given.setdefault("pin_memory", loader.pin_memory)
-    return given

@@ -327,7 +327,6 @@ class Loader(Generic[T]):
                 self._strict, self._change_budget = True, False
         finally:
             close_nodes(self.root, self._stop_timeout_s)
-            _release(self.root, self)
 
     def _position_of(self, it: LoaderIterator[T]) -> LoaderState:
         try:
@@ -459,34 +458,27 @@ def _check_root(root: BaseNode[Any]) -> None:
 
 
 _owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""Which `Loader` moves a node: two of them would take each other's items."""
+"""Which `Loader` last moved a node: two at a time would take each other's items."""
 
 
 def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
-    """Make `loader` the one that moves the nodes of a graph, until it is released or gone."""
+    """Make `loader` the one that moves the nodes of a graph."""
     nodes = list(walk(root))
-    if any(_is_others(node, loader) for node in nodes):
+    if any(_is_iterated_elsewhere(node, loader) for node in nodes):
         gc.collect()  # A loader and its iterator refer to each other: it may be gone already.
     for node in nodes:
-        if _is_others(node, loader):
+        if _is_iterated_elsewhere(node, loader):
             raise RuntimeError(
                 f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
                 "another one, and each would take items that the other one then lacks. Make a node "
                 "for each loader, or `close()` the other one before."
             )
-    for node in nodes:
         _owners[node] = weakref.ref(loader)
 
 
-def _release(root: BaseNode[Any], loader: Loader[Any]) -> None:
-    for node in walk(root):
-        if not _is_others(node, loader):
-            _owners.pop(node, None)
-
-
-def _is_others(node: BaseNode[Any], loader: Loader[Any]) -> bool:
+def _is_iterated_elsewhere(node: BaseNode[Any], loader: Loader[Any]) -> bool:
     owner = _owners[node]() if node in _owners else None
-    return owner is not None and owner is not loader
+    return owner is not None and owner is not loader and owner._it is not None
 
 
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:

@@ -55,10 +55,10 @@ _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 def _explains_arguments_of_torch(init: F) -> F:
     @wraps(init)
     def checked(self: Any, *args: Any, **given: Any) -> None:
-        for name in given.keys() & _OF_DATALOADER:
+        if unknown := [name for name in given if name in _OF_DATALOADER]:
             raise TypeError(
-                f"`{name}` is an argument of `DataLoader` that `{type(self).__name__}` does not "
-                f"have: {_OF_DATALOADER[name]}."
+                f"`{unknown[0]}` is an argument of `DataLoader` that `{type(self).__name__}` does "
+                f"not have: {_OF_DATALOADER[unknown[0]]}."
             )
         init(self, *args, **given)
 

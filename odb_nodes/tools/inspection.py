@@ -17,7 +17,7 @@ from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
-from odb_nodes.loader.loader_iterator import LoaderState
+from odb_nodes.loader.loader import LoaderState
 from odb_nodes.nodes.sample_records import SampleRecords, decode_sample
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.histogram import histogram

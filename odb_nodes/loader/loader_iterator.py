@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import MAX_COUNT
-from odb_nodes.contract import Count, InRange, NodeState, SourceState, snapshot
+from odb_nodes.contract import Count, NodeState, SourceState, snapshot
 from odb_nodes.contract.graph import blame_sources
 from odb_nodes.errors import SampleError
 
@@ -34,7 +33,7 @@ class LoaderState(NodeState):
     root: SourceState
     num_yielded: Count
     ended: bool
-    next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
+    next_epoch: int | None = None
     next_weights: dict[str, float] = field(default_factory=dict)
     left: bool
 

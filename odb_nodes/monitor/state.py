@@ -32,11 +32,3 @@ class MonitorState(NodeState):
     share: dict[str, Any] = field(default_factory=lambda: asdict(Share()))
     totals: dict[str, Any] = field(default_factory=lambda: asdict(Totals()))
     samples: list[tuple[str, int, int, int, int, float, int]] = field(default_factory=list)
-
-    def validate(self) -> None:
-        """Check that the counts can be gone on with."""
-        for name, kind in (("share", Share), ("totals", Totals)):
-            try:
-                kind(**getattr(self, name))
-            except TypeError as error:
-                raise ValueError(f"`{name}` holds other fields ({error}).") from None

@@ -7,15 +7,14 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
 from odb_nodes._core.checks import MAX_KEY, check_count, describe
-from odb_nodes.contract import RowsOf
 from odb_nodes.sample import LeftOut, Sample, Skipped
 
-ExcludedState = dict[str, Annotated[bytes | None, RowsOf(8)]]
+ExcludedState = dict[str, bytes | None]
 """`ExcludedKeys` as the field of a state: the keys of each source, 8 bytes a key."""
 
 _SHOWN = 5

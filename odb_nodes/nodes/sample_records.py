@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.config import mismatch_is_allowed
-from odb_nodes.contract.recall import recall
+from odb_nodes.contract.node import recall
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.planning import RollingPool
 from odb_nodes.planning.table import ORDINALS, IntArray

@@ -27,12 +27,6 @@ class SamplerState(ShareState):
 
     position: Count
 
-    def validate(self) -> None:
-        """Check that what was read by another number of ranks is out."""
-        super().validate()
-        if self.position < self.done:
-            raise ValueError(f"`position` must be at least {self.done}, but is {self.position}.")
-
 
 class ShardedOrder(EpochNode[T, SamplerState]):
     """The base of nodes that yield this rank's items of `size`, shuffled anew in every epoch.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-from odb_nodes._core.checks import MAX_COUNT
-from odb_nodes.contract import Count, InRange, NodeState, SourceState
+from odb_nodes.contract import Count, NodeState, SourceState
 from odb_nodes.step_info import StepInfo
 
 
@@ -29,8 +28,8 @@ class RunState(NodeState):
     epoch: Count
     samples: Count
     rank_steps: Count
-    steps_per_epoch: Annotated[int, InRange(1, MAX_COUNT)] | None
-    planned_ranks: Annotated[int, InRange(1, MAX_COUNT)]
+    steps_per_epoch: int | None
+    planned_ranks: int
     loader: SourceState
     monitor: dict[str, Any] | None
 

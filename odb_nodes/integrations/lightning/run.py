@@ -41,15 +41,6 @@ class RunState(NodeState):
     gpu_rng: bytes | None = None
     monitor: dict[str, Any] | None = None
 
-    def validate(self) -> None:
-        """Check the state of torch's generator, which is set only when the first batch begins."""
-        if self.cpu_rng is None:
-            return
-        try:
-            torch.Generator().set_state(_tensor_of(self.cpu_rng))
-        except RuntimeError as error:
-            raise ValueError(f"`cpu_rng` is no state of a generator of torch ({error}).") from None
-
     def put_into(self, progress: MutableMapping[str, Any]) -> None:
         """Make the progress of Lightning's loops in a checkpoint agree with this position.
 

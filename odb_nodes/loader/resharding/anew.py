@@ -9,18 +9,19 @@ from odb_nodes.contract import copy_state
 from odb_nodes.loader.resharding.sealed import Ranks, node_of
 from odb_nodes.nodes.sample_records import NO_RECORDS
 
-_ABSENT: Any = object()  # a sparse field, at its default
-_SHARE = dict.fromkeys(("done", "start", "extra"), _ABSENT)
+_SHARE = {"done": 0, "start": 0, "extra": None}
 _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
-    "IterableSource": {"position": 0, "ended": False, "iterable": None, "digest": 0},
+    "IterableSource": {"position": 0, "ended": False, "iterable": None, "items_digest": 0},
     "JsonlSource": {"position": 0, **_SHARE},
     "LengthObserver": {"position": 0},
-    "ParallelProcessor": {"taken": 0, "position": 0, "taken_of": _ABSENT},
+    "ParallelProcessor": {"taken": 0, "position": 0, "taken_of": {}},
     "ShardedSampler": {"position": 0, **_SHARE},
     "SourceMixer": {
         "exhausted": [],
         "ended": False,
-        **dict.fromkeys(("weights", "targets", "position", "had"), _ABSENT),
+        "weights": {},
+        "targets": {},
+        "had": [],
     },
     "WindowBucketer": {
         "pulled": 0,
@@ -53,10 +54,9 @@ def _anew(value: Any, rank: int, ranks: Ranks) -> Any:
         return copy_state(value)
     state = {key: _anew(one, rank, ranks) for key, one in value.items()}
     node = node_of(value)
-    for name, one in _AT_THE_BEGINNING.get(node, {}).items():
-        state[name] = one
-        if one is _ABSENT:
-            del state[name]
+    if node:
+        state.pop("digest", None)  # of a node below one of torchdata: the loader's will cover it
+    state |= _AT_THE_BEGINNING.get(node, {})
     if node == "WindowBucketer":
         is_replay = state["mode"] == "replay"
         state["pool"] = (None, NO_RECORDS, None) if is_replay else (None, None, [])

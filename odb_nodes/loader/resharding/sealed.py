@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from odb_nodes.contract import NodeState, copy_state
-from odb_nodes.contract.fields import sparse_defaults
 from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import StateError
 
@@ -103,15 +102,9 @@ def sealed_for_ranks(state: Mapping[str, Any], values: Sequence[NodeState]) -> l
         state: whose node and configuration they have.
         values: what each of them holds; a source's state in it is not copied.
     """
-    config, declared = dict(state["config"]), cast(Any, type(values[0]))
-    sparse, sealed = sparse_defaults(declared), []
+    config, sealed = dict(state["config"]), []
     for rank, one in enumerate(values):
         own = zip(OF_A_RANK, (rank, len(values)), strict=True)
         config |= {name: value for name, value in own if name in config}
-        held = {
-            name: value
-            for name, value in vars(one).items()
-            if name not in sparse or value != sparse[name]
-        }
-        sealed.append(seal(node_of(state), copy_state(config), held))
+        sealed.append(seal(node_of(state), copy_state(config), vars(one)))
     return sealed

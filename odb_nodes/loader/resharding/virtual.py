@@ -54,7 +54,7 @@ def rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[s
         replace(
             found[0],
             sources={name: copy_state(graphs[name]) for name in names[first : first + hosted]},
-            **dict.fromkeys(("turn", "samples", "digest"), 0),
+            **dict.fromkeys(("turn", "samples", "step_digest"), 0),
         )
         for first in range(0, len(names), hosted)
     ]

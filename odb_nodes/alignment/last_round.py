@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.peers import Ask, Exchanges
-from odb_nodes.contract.recall import recall
+from odb_nodes.contract.node import recall
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import tokens_of

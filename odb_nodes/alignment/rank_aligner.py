@@ -26,8 +26,7 @@ from odb_nodes.alignment.peers import (
 )
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples, walk
-from odb_nodes.contract.node import call_member, check_node, snapshot
-from odb_nodes.contract.recall import recalls
+from odb_nodes.contract.node import call_member, check_node, recalls, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample

@@ -28,13 +28,13 @@ class VirtualState(NodeState):
         sources: the states of the graphs before the step, by number of the virtual rank.
         turn: batches of the step that are out.
         samples: samples in them.
-        digest: a digest of the keys of the step, 0 where none of its batches is out.
+        step_digest: a digest of the keys of the step, 0 where none of its batches is out.
     """
 
     sources: SourceStates
     turn: int
     samples: int
-    digest: int
+    step_digest: int
 
 
 class VirtualRanks(StatefulNode[Batch, VirtualState]):
@@ -99,7 +99,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
             )
         for name, source in self.sources.items():
             source.reset(copy_state(state.sources[name]))
-        self._turn, self._samples, self._digest = state.turn, state.samples, state.digest
+        self._turn, self._samples, self._digest = state.turn, state.samples, state.step_digest
         self._before = state.sources if state.turn else None
 
     def save(self) -> VirtualState:
@@ -108,7 +108,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
             sources={**self._states()},
             turn=self._turn,
             samples=self._samples,
-            digest=self._digest,
+            step_digest=self._digest,
         )
 
     def next(self) -> Batch:

@@ -2,30 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.fields import (
+from odb_nodes._core.checks import MAX_KEY, check_count, check_type
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes.contract.state import (
+    NodeState,
+    Snapshot,
+    add_digest,
     check_declaration,
-    check_fields,
-    source_fields,
-    sparse_defaults,
+    check_saved,
+    copy_state,
+    frozen,
+    seal,
+    unseal,
 )
-from odb_nodes.contract.item_location import ItemLocation
-from odb_nodes.contract.items import check_items, hands_on_items
-from odb_nodes.contract.members import call_member, check_node, member, snapshot
-from odb_nodes.contract.source_states import check_sources
-from odb_nodes.contract.state import ENVELOPE, NodeState, Snapshot, copy_state, frozen, seal, unseal
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import ItemKey, LeftOut
 
-__all__ = ["StatefulNode", "call_member", "check_node", "member", "snapshot", "take"]
-
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
+R = TypeVar("R")
+Items = tuple[list[T], list[ItemKey | None]]
+ItemLocation = tuple[Any, ...]
+"""Where an item comes from: a format for `%`, and its values, which may be such again."""
+
+_GIVES_ITEMS = {"next_items", "next", "item_key", "item_location"}
+
+
+# --- epochs ---------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class EpochState(NodeState):
+    """The part of the state of an `EpochNode` that says which epoch it is in.
+
+    Attributes:
+        epoch: the number of the epoch, from 0.
+        cycle: how often it was begun again.
+        started: `next` was called in it.
+    """
+
+    epoch: int = 0
+    cycle: int = 0
+    started: bool = False
+
+
+class EpochCounter:
+    """Which epoch a node is in.
+
+    An epoch counts as started from the first call of `next` on, also if that found nothing; only a
+    reset after that begins the next one. A mixer may begin a source again within an epoch: the
+    epoch stays, and `cycle` counts.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.cycle = 0
+        self.started = self._again = False
+        self._requested: int | None = None
+
+    @property
+    def shuffle_key(self) -> int:
+        """What the order is drawn from, 31 bits: the epoch; in a later cycle a number of its own.
+
+        It depends on nothing before the epoch, so `set_epoch` gives the same orders in any run.
+        """
+        return hash_ints(self.epoch, self.cycle) >> 33 if self.cycle else self.epoch
+
+    def advance(self) -> None:
+        """Begin the requested epoch, the next one, or this one if it has not started."""
+        if self._again:
+            self.cycle += 1
+        else:
+            if self._requested is not None:
+                self.epoch, self._requested = self._requested, None
+            elif self.started or self.cycle:
+                self.epoch += 1
+            self.cycle = 0
+        self.started = self._again = False
+
+    def request(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset begins."""
+        self._requested = check_count("epoch", epoch, 0)
+
+    def request_cycle(self) -> None:
+        """Make the next reset begin this epoch again, in another order."""
+        self._again = True
+
+    def restore(self, state: EpochState) -> None:
+        """Go to where a state stands."""
+        self.epoch, self.started, self.cycle = state.epoch, state.started, state.cycle
+        self._requested, self._again = None, False
+
+    def save(self) -> dict[str, Any]:
+        """Return the fields of an `EpochState`."""
+        return {"epoch": self.epoch, "cycle": self.cycle, "started": self.started}
+
+
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 class StatefulNode(BaseNode[T], Generic[T, S]):
@@ -34,8 +114,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     A node derives from it, declares its state as a dataclass, and defines four methods: `next`,
     `begin_epoch`, `save` and `restore`. It gets these in return:
 
-    - A state of another version, node or configuration, one that lacks a field, and one that holds
-      something else than was declared is a `StateError` that names node and field.
+    - A state of another version, node or configuration, one that lacks a field, and one that was
+      changed or damaged since is a `StateError` that names the node, and what it found.
     - No list or dict of the node's own is shared with a state that was handed out.
     - An error in `next` is raised again until the next reset, so the item that caused it cannot
       pass unseen; and no state is given out that would stand after that item.
@@ -44,13 +124,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     just the items that it needs. A node in between may pass that on by `recalls`, `recall(items)`
     and `select(wanted)`, as `LengthObserver` does.
 
-    A node of many small items may define `next_items` beside `next`, which gives out several at
-    once. A class that defines `next`, `item_key` or `item_location` anew, or takes it from a mixin,
-    has to define `next_items` anew, too: it is otherwise not used. `next` must not call
-    `next_items`, which a derived class may not use.
-
-    A node that keeps states of its source takes them by `snapshot(source)`, which is cheap: a
-    state is copied only where it is handed out.
+    A node of many small items may define `next_items` beside `next`. It is not used in a class that
+    defines `next`, `item_key` or `item_location` anew, or takes it from a mixin, without
+    `next_items`.
 
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
@@ -69,30 +145,21 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     same_on_all_ranks: ClassVar[bool] = False
 
     _STATE_BASE: ClassVar[type[Any]] = NodeState
-    __is_made = __is_checked = False
+    _epochs: Any = None  # the `EpochCounter` of an `EpochNode`
+    __is_made = __is_reset = __is_checked = False
     __failure: Exception | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not hands_on_items(cls):
+        first = next(one for one in cls.__mro__ if not _GIVES_ITEMS.isdisjoint(vars(one)))
+        if "next_items" not in vars(first):
             cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
-        if not (isinstance(cls.STATE, type) and issubclass(cls.STATE, cls._STATE_BASE)):
-            raise TypeError(
-                f"`STATE` of `{cls.__name__}` must be a dataclass derived from "
-                f"`{cls._STATE_BASE.__name__}`, but is {cls.STATE!r} instead."
-            )
-        check_declaration(cls.STATE)
-        if reserved := ENVELOPE & {*cls.STATE.__dataclass_fields__}:
-            raise TypeError(
-                f"`STATE` of `{cls.__name__}` must not have a field {sorted(reserved)}: the "
-                "envelope of a state has one. Give it another name."
-            )
+        check_declaration(cls.__name__, cls.STATE, cls._STATE_BASE)
 
     def __init__(self) -> None:
         super().__init__()
         self.__is_made = True
-        self.__is_reset = self.__is_checked = False
-        self.__failure = None
+        self.__is_reset = False
 
     # --- what a node defines --------------------------------------------------------------------
 
@@ -118,8 +185,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def save(self) -> S:
         """Return where the node stands. It must not raise, and is called once per item by some.
 
-        Every item that was pulled and not yet yielded must be in it, or after it. What takes long
-        to make may be an object that never changes, with a method `to_state()` that makes it.
+        Every item that was pulled and not yet yielded must be in it, or after it. A source says by
+        `snapshot(source)` where it stands. What takes long to make may be an object that never
+        changes, with a method `to_state()` that makes it.
         """
         raise NotImplementedError(f"`{type(self).__name__}` must define `save`.")
 
@@ -160,7 +228,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """
         return None
 
-    def next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:  # noqa: ARG002
+    def next_items(self, count: int) -> Items[T]:  # noqa: ARG002
         """Return some of the next items, and their keys, as so many calls of `next` would.
 
         Args:
@@ -196,10 +264,15 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         try:
             self.prepare_reset()
             if initial_state is None:
-                self._begin()
+                if self._epochs is not None:
+                    self._epochs.advance()
+                self.begin_epoch()
             else:
                 name, config = type(self).__name__, self.fingerprint()
-                self._restore(unseal(initial_state, name, self.STATE, config, self.fixed_fields))
+                state = unseal(initial_state, name, self.STATE, config, self.fixed_fields)
+                if self._epochs is not None:
+                    self._epochs.restore(state)
+                self.restore(state)
         except BaseException as error:  # It stands nowhere now: only another reset helps.
             self.__failure = self._as_exception(error)
             raise
@@ -212,8 +285,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             StateError: `next` raised, and a state would lose the item that caused it. The `Loader`
                 uses the one before.
         """
-        state: dict[str, Any] = copy_state(self.__sealed())
-        return state
+        return add_digest(copy_state(self.__sealed()))
 
     def _snapshot_of_own(self) -> Snapshot | None:
         """Return the state for `snapshot`; `None` where a derived class changes what it is."""
@@ -228,52 +300,44 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                 f"{type(self).__name__} has no state after an error, which would lose the item "
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
-        config, saved = self.fingerprint(), self.save()
+        name, config, saved = type(self).__name__, self.fingerprint(), self.save()
         if not self.__is_checked:  # once after a reset: some ask for a state at each item
-            self._check_saved(config, saved)
+            check_saved(name, config, self.STATE, saved)
             self.__is_checked = True
-        values, declared = self._values_of(saved), cast(Any, self.STATE)
-        check_sources(self, source_fields(declared), values)
-        if sparse := sparse_defaults(declared):
-            values = {
-                name: value
-                for name, value in values.items()
-                if name not in sparse or value != sparse[name]
-            }
-        return Snapshot(frozen(seal(type(self).__name__, config, values)))
+        values = vars(saved) if self._epochs is None else {**vars(saved), **self._epochs.save()}
+        return Snapshot(frozen(seal(name, config, values)))
 
     def __next__(self) -> T:
-        self.__check_stands()
-        try:
-            return self._next()
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.__note(error)
-            raise
+        return self.__guarded(self.next)
 
-    def take_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
+    def take_items(self, count: int) -> Items[T]:
         """Return some of the next items, and their keys: see `next_items`."""
-        self.__check_stands()
-        try:
-            items, keys = self._next_items(count)
-            check_items(type(self).__name__, items, keys, count)
-            return items, keys
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.__note(error)
-            raise
+        return self.__guarded(partial(self.__checked_items, count))
 
-    def __check_stands(self) -> None:
+    def __checked_items(self, count: int) -> Items[T]:
+        items, keys = self.next_items(count)
+        if not 0 < len(items) == len(keys) <= count:
+            raise TypeError(
+                f"`next_items` of `{type(self).__name__}` must return 1 to {count} items, and a "
+                f"key for each, but returned {len(items)} and {len(keys)} keys."
+            )
+        return items, keys
+
+    def __guarded(self, take: Callable[[], R]) -> R:
         if self.__failure is not None:
             raise self.__failure
         if not (self.__is_made and self.__is_reset):
             self.reset(None)
-
-    def __note(self, error: BaseException) -> None:
-        if not self.retries_errors:
-            self.__failure = self._as_exception(error)
+        if self._epochs is not None:
+            self._epochs.started = True
+        try:
+            return take()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if not self.retries_errors:
+                self.__failure = self._as_exception(error)
+            raise
 
     def _as_exception(self, error: BaseException) -> Exception:
         """Return the error to raise from now on: Ctrl-C loses what was on its way."""
@@ -281,50 +345,159 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             return error
         return StateError(f"{type(self).__name__} was interrupted by {error!r}.")
 
-    def _check_saved(self, config: object, saved: object) -> None:
-        """Make sure that the node saves what it declared: a state is read long after."""
-        name = type(self).__name__
-        if not isinstance(config, dict):
-            raise TypeError(
-                f"`fingerprint` of `{name}` must return a dict, but returned {config!r}."
-            )
-        if not isinstance(saved, self.STATE):
-            expected = self.STATE.__name__
-            raise TypeError(f"`save` of `{name}` must return its `{expected}`, not {saved!r:.80}.")
-        declared: Any = self.STATE
-        check_sources(self, source_fields(declared), vars(saved))
-        for field, rule in check_fields(self.STATE, copy_state(vars(saved))).items():
-            value = getattr(saved, field)
-            raise TypeError(
-                f"`save` of `{name}` returned {value!r:.80} as `{field}`, which must {rule}."
-            )
 
-    def _begin(self) -> None:
-        self.begin_epoch()
+class EpochNode(StatefulNode[T, S]):
+    """A node that counts epochs: one that draws its order, or random numbers, from their number.
 
-    def _restore(self, state: S) -> None:
-        self.restore(state)
-
-    def _next(self) -> T:
-        return self.next()
-
-    def _next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
-        return self.next_items(count)
-
-    def _values_of(self, saved: S) -> dict[str, Any]:
-        return vars(saved)
-
-
-def take(node: BaseNode[T], count: int) -> tuple[list[T], list[Any]]:
-    """Return some of the next items of any node, at least one, and their keys.
-
-    Args:
-        node: the node.
-        count: the most items.
-
-    Raises:
-        StopIteration: there are no more.
+    Its `STATE` derives from `EpochState`, whose fields it fills in itself: `save` leaves them out.
+    By the time `begin_epoch` and `restore` are called, `_epochs` stands where they begin.
     """
+
+    STATE: ClassVar[type[Any]] = EpochState
+    _STATE_BASE = EpochState
+    _epochs: EpochCounter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epochs = EpochCounter()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset without a state begins."""
+        self._epochs.request(epoch)
+
+    def begin_cycle(self) -> None:
+        """Make the next reset without a state begin this epoch again, in another order."""
+        self._epochs.request_cycle()
+
+
+# --- any node, also one of torchdata --------------------------------------------------------------
+
+
+def check_node(name: str, value: Any) -> None:
+    """Raise a `TypeError` unless `value` is a node."""
+    check_type(name, value, BaseNode, "Wrap an iterable in `IterableSource`.")
+
+
+def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
+    """Call a method of the contract; return `None` where a plain node does not have it."""
+    method = getattr(node, name, None)
+    return method(*arguments) if callable(method) else None
+
+
+def take(node: BaseNode[T], count: int) -> Items[T]:
+    """Return some of the next items of any node, 1 to `count`, and their keys."""
     if isinstance(node, StatefulNode):
         return node.take_items(count)
     return [next(node)], [call_member(node, "item_key")]
+
+
+def format_location(location: ItemLocation | None) -> str:
+    """Return the words of a location, after a comma; nothing where it is not known."""
+    if location is None:
+        return ""
+    words, *values = location
+    shown = (
+        format_location(one) if one is None or isinstance(one, tuple) else one for one in values
+    )
+    return f", {words % tuple(shown)}"
+
+
+def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
+    """Return where any node stands, to be kept in a state: it never changes, and is cheap to take.
+
+    Raises:
+        TypeError: a plain node does not say where it stands.
+    """
+    own = getattr(node, "_snapshot_of_own", None)
+    state: dict[str, Any] | None = own() if own is not None else None
+    if state is None:
+        state = node.state_dict()
+        _check_plain_state(node, state)
+        state = Snapshot(copy_state(state))
+    return state
+
+
+def _check_plain_state(node: object, state: Any) -> None:
+    """Make sure that a plain node, and those below it, said where they stand."""
+    check_own_state(node, state, "get_state")
+    if "node" in state:  # It is sealed: one of ours has checked its own sources.
+        return
+    for key in ("source", "snapshot", "it_state"):  # where torchdata's keep those of their sources
+        if key in state and (key != "snapshot" or state[key] is not None):
+            # A mapper keeps its state in that of an iterator, one level further down.
+            below = node if key == "it_state" else getattr(node, "source", None)
+            known = isinstance(below, BaseNode)
+            _check_plain_state(below if known else f"a node below {_name(node)}", state[key])
+    for key in ("iterable", "_sampler"):  # which have none before their first item
+        if key in state and state.get("_num_yielded"):
+            name = key.strip("_")
+            check_own_state(getattr(node, name, f"the {name} of {_name(node)}"), state[key])
+
+
+def check_own_state(holder: object, state: Any, method: str = "state_dict") -> None:
+    """Raise a `TypeError` unless what a node or an iterable returned says where it stands.
+
+    An empty state loses items when it is loaded.
+    """
+    if state is None or not state or (method == "get_state" and not isinstance(state, Mapping)):
+        raise TypeError(
+            f"`{method}` of {_name(holder)} must return where it stands, a dict that is not empty, "
+            f"but returned {state!r:.80} instead: a run that resumes from it would lose or repeat "
+            'items. Return a position at least, as in `{"position": self.position}`, and go there '
+            "when it is loaded."
+        )
+
+
+def _name(holder: object) -> str:
+    return holder if isinstance(holder, str) else f"`{type(holder).__name__}`"
+
+
+# --- items by their keys --------------------------------------------------------------------------
+
+
+def recalls(node: BaseNode[Any]) -> bool:
+    """Tell whether a node can make each of its items again from what `item_key` said of it.
+
+    A node that reads data can if it has `read(key)`; one of another kind says so by `recalls`.
+    """
+    if isinstance(said := getattr(node, "recalls", None), bool):
+        return said
+    item_key = getattr(type(node), "item_key", None)
+    tells_keys = item_key is not None and item_key is not StatefulNode.item_key
+    return tells_keys and callable(getattr(node, "read", None))
+
+
+def recall(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
+    """Yield items of this epoch again, of a node that `recalls`; it goes on where it stands."""
+    if callable(own := getattr(node, "recall", None)):
+        yield from own(items)
+    else:
+        yield from (node.read(item.key) for item in items)  # type: ignore[attr-defined]
+
+
+def checked_key(node: BaseNode[Any], key: Any) -> ItemKey | None:
+    """Return what `item_key` of a node has returned, once it is known to be valid.
+
+    Raises:
+        SampleError: it is neither `None` nor an `ItemKey` of valid numbers.
+    """
+    if key is None:
+        return None
+    try:
+        source, number, world_size, repeat = key
+        if not isinstance(source, str):
+            raise TypeError(f"`source` must be a string, but is {source!r} instead.")
+        plain = type(number) is type(repeat) is type(world_size) is int
+        if plain and 0 <= number <= MAX_KEY and 0 <= repeat <= MAX_KEY and world_size > 0:
+            return key if type(key) is ItemKey else ItemKey(*key)
+        return ItemKey(
+            source,
+            check_count("key", number, 0, MAX_KEY),
+            check_count("world_size", world_size),
+            check_count("repeat", repeat, 0, MAX_KEY),
+        )
+    except (TypeError, ValueError) as error:
+        raise SampleError(
+            f"`item_key()` of `{type(node).__name__}` must return an `ItemKey` or None, but "
+            f"returned {key!r:.200}: {error}"
+        ) from error

@@ -1,9 +1,9 @@
-"""The envelope that a state travels in: version, node, configuration, fields; and its digest.
+"""States: plain data in an envelope of version, node and configuration; whole ones with a digest.
 
-A state is plain data: dicts, lists, tuples, numbers, strings, bytes and tensors, so it loads with
-`torch.load(weights_only=True)`. The configuration in it is what decides the node's output; a state
-that is loaded into a node of another configuration is refused, field by field. What a field may
-hold is declared (see `fields`); that a whole state is the one that was saved, its digest says.
+A state loads with `torch.load(weights_only=True)`. The configuration in it decides the node's
+output: a state of another one is refused, field by field. A digest says that a state is the one
+that was saved, so values are not checked one by one. Each state that is handed out has one; the
+states of sources within it are covered by it.
 """
 
 from __future__ import annotations
@@ -15,41 +15,44 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-import numpy as np
 import torch
 
-from odb_nodes._core.codec import tensor_bytes
+from odb_nodes._core.codec import explain_unreadable, is_readable, tensor_bytes
 from odb_nodes.contract.config import check_config, equal
-from odb_nodes.contract.fields import check_fields, sparse_defaults
 from odb_nodes.errors import StateError
 
-__all__ = [
-    "ENVELOPE",
-    "STATE_VERSION",
-    "NodeState",
-    "Snapshot",
-    "add_digest",
-    "bounded_depth",
-    "copy_state",
-    "frozen",
-    "seal",
-    "seal_whole",
-    "unseal",
-    "unseal_whole",
-]
-
-STATE_VERSION = 6
-
-_VERSION_KEY = "version"
-_NODE_KEY = "node"
-_CONFIG_KEY = "config"
-_DIGEST_KEY = "digest"
-ENVELOPE = frozenset({_VERSION_KEY, _NODE_KEY, _CONFIG_KEY})
+STATE_VERSION = 7
+ENVELOPE = frozenset({"version", "node", "config"})
+_DIGEST = "digest"
 _ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
-_PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
+_EARLIER = "Use an earlier checkpoint."
+_PLAIN = frozenset({int, str, bytes, float, bool, NoneType})
+
+SourceState = Annotated[dict[str, Any], "of a source"]
+"""What `snapshot` or `state_dict()` of another node returned."""
+
+SourceStates = dict[str, SourceState]
+"""The states of several nodes, by name."""
+
+
+@dataclass(kw_only=True)
+class NodeState:
+    """What the state of a node holds: a subclass declares a field for each part.
+
+    Values are plain data and tensors, see `check_saved`. A field with the state of a source is
+    annotated as `SourceState` or `SourceStates`; other annotations are for the reader.
+    """
+
+
+S = TypeVar("S", bound=NodeState)
+
+
+# --- copies ---------------------------------------------------------------------------------------
 
 
 class Snapshot(dict[str, Any]):
@@ -91,7 +94,9 @@ def frozen(state: Any) -> Any:
     if kind in _PLAIN or kind is Snapshot:
         return state
     if kind is dict:
-        return {key: frozen(value) for key, value in state.items()}
+        return {
+            key: value if type(value) in _PLAIN else frozen(value) for key, value in state.items()
+        }
     if kind is list:
         return [frozen(value) for value in state]
     if kind is tuple:
@@ -99,30 +104,80 @@ def frozen(state: Any) -> Any:
     return state if hasattr(state, "to_state") else copy_state(state)
 
 
-@dataclass(kw_only=True)
-class NodeState:
-    """What the state of a node holds: a subclass declares a field for each part.
-
-    Annotations may be plain types, `X | None`, `list[X]`, tuples, `dict[K, V]` and `Any`;
-    `SourceState` for what a source's `state_dict()` returned; `Count` for a number of items, and
-    `Annotated` with another limit, `InRange` or `RowsOf`; or with `Sparse`, for a field that a
-    state leaves out where it holds its default. They are checked when a state is loaded.
-    """
-
-    def validate(self) -> None:
-        """Check, when a state is loaded, that the values of the fields go together.
-
-        Raises:
-            ValueError: they do not.
-        """
+# --- declared fields ------------------------------------------------------------------------------
 
 
-S = TypeVar("S", bound=NodeState)
+def check_declaration(node: str, declared: Any, base: type[Any]) -> None:
+    """Raise a `TypeError` unless `STATE` of a node is a dataclass whose fields can be checked."""
+    if not (isinstance(declared, type) and issubclass(declared, base)):
+        raise TypeError(
+            f"`STATE` of `{node}` must be a dataclass derived from `{base.__name__}`, but is "
+            f"{declared!r} instead."
+        )
+    if "__dataclass_fields__" not in vars(declared):
+        raise TypeError(
+            f"`{declared.__name__}` must be a dataclass: put `@dataclass(kw_only=True)` over it."
+        )
+    try:
+        names = {*_hints(declared)}
+    except NameError as error:
+        raise TypeError(f"an annotation of `{declared.__name__}` is not known: {error}.") from error
+    if reserved := (ENVELOPE | {_DIGEST}) & names:
+        raise TypeError(
+            f"`STATE` of `{node}` must not have a field {sorted(reserved)}: the envelope of a "
+            "state has one. Give it another name."
+        )
+
+
+@cache
+def _hints(declared: Any) -> dict[str, Any]:
+    hints = get_type_hints(declared, include_extras=True)
+    return {one.name: hints[one.name] for one in fields(declared)}
+
+
+@cache
+def source_fields(declared: Any) -> frozenset[str]:
+    """Return the names of the fields that hold the states of sources."""
+    states = (SourceState, SourceStates)
+    return frozenset(name for name, hint in _hints(declared).items() if hint in states)
+
+
+def check_saved(node: str, config: object, declared: Any, saved: object) -> None:
+    """Raise a `TypeError` unless a node saves what it declares, as plain data."""
+    if not isinstance(config, dict):
+        raise TypeError(f"`fingerprint` of `{node}` must return a dict, but returned {config!r}.")
+    if not isinstance(saved, declared):
+        expected = declared.__name__
+        raise TypeError(f"`save` of `{node}` must return its `{expected}`, not {saved!r:.80}.")
+    sources = source_fields(declared)
+    values = {
+        name: value if name in sources else copy_state(value) for name, value in vars(saved).items()
+    }
+    for name, value in values.items():
+        if name in sources and not value:
+            raise TypeError(
+                f"`save` of `{node}` returned {value!r:.80} as `{name}`, which must say where a "
+                "source stands: use `snapshot(source)`."
+            )
+        if name not in sources and not _is_plain(value):
+            raise TypeError(explain_unreadable(value, f"save().{name} of {node}"))
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    return (kind in _PLAIN and value != b"") or is_readable(value)
+
+
+# --- the envelope ---------------------------------------------------------------------------------
 
 
 def seal(node: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a node: its envelope, and the values of its fields beside it."""
-    return {_VERSION_KEY: STATE_VERSION, _NODE_KEY: node, _CONFIG_KEY: dict(config), **values}
+    return {"version": STATE_VERSION, "node": node, "config": dict(config), **values}
 
 
 def unseal(
@@ -134,89 +189,66 @@ def unseal(
 ) -> S:
     """Return a copy of what a sealed state holds, once it is known to fit.
 
+    A state within another has no digest of its own: that of the outer one covers it.
+
     Args:
-        state: what `seal` returned.
+        state: what `seal` returned, perhaps with a digest.
         node: the name that it was sealed under.
         declared: the dataclass that declares its fields.
         config: the present configuration of the node.
-        fixed: what it holds -> the fields of `config` that must be the same also within
-            `allow_mismatch`.
+        fixed: what it holds -> the fields of `config` that `allow_mismatch` does not excuse.
 
     Raises:
-        StateError: `state` is no state of this node and version, lacks a field, holds what was not
-            declared, is nested too deeply, or was saved with another configuration (this last only
-            warns within `allow_mismatch`, unless the field is one of `fixed`).
+        StateError: `state` is no state of this node, version and configuration; it lacks a field or
+            has one too many; or its digest is of other values.
     """
     with bounded_depth(node):
-        return _unsealed(state, node, declared, config, fixed)
+        if not isinstance(state, Mapping) or not isinstance(state.get("node"), str):
+            raise StateError(
+                f"the state for {node} must be a state saved by a {node}, but is "
+                f"{_summary(state)} instead. Load it into the graph that saved it."
+            )
+        _check_envelope(state, node)
+        names = [one.name for one in fields(declared)]
+        _check_names(state, node, names)
+        if _DIGEST in state:
+            _check_digest(state, node)
+        found = declared(**copy_state({name: state[name] for name in names}))
+        check_config(node, state["config"], config, fixed(found) if fixed is not None else ())
+        return found
 
 
-def _unsealed(
-    state: object,
-    node: str,
-    declared: type[S],
-    config: Mapping[str, Any],
-    fixed: Callable[[S], Collection[str]] | None,
-) -> S:
-    if not isinstance(state, Mapping) or not isinstance(state.get(_NODE_KEY), str):
-        raise StateError(
-            f"the state for {node} must be a state saved by a {node}, but is "
-            f"{_summary(state)} instead. Load it into the graph that saved it."
-        )
-    version, saved_node = state.get(_VERSION_KEY), state[_NODE_KEY]
+def _check_envelope(state: Mapping[str, Any], node: str) -> None:
+    version, saved_node = state.get("version"), state["node"]
     if saved_node != node:
         added = [_ADDED_BY[name] for name in (saved_node, node) if name in _ADDED_BY]
-        has = " and ".join(added)
-        remedy = (
-            f" Make the `ODBDataLoader` with the {has} that it had when it saved." if added else ""
-        )
+        remedy = f" Make the `ODBDataLoader` with the {' and '.join(added)} that it had when saved."
         raise StateError(
-            f"the state was saved by `{saved_node}`, but is loaded into `{node}`. "
-            f"Build the graph with the same nodes in the same order as when it was saved.{remedy}"
+            f"the state was saved by `{saved_node}`, but is loaded into `{node}`. Build the graph "
+            f"with the same nodes in the same order as when it was saved.{remedy if added else ''}"
         )
     if type(version) is not int or version != STATE_VERSION:
         raise StateError(
             f"the state of {node} has `version` {version!r}, but this odb_nodes reads "
             f"{STATE_VERSION}. Load it with the odb_nodes that saved it."
         )
-    values = _declared_values(state, node, declared)
-    saved_config = state[_CONFIG_KEY]
-    if not isinstance(saved_config, Mapping):
-        raise _damaged(node, {_CONFIG_KEY: "be a dict"}, state)
-    try:
-        found = declared(**copy_state(values))
-        found.validate()
-    except ValueError as error:
-        raise StateError(f"the state of {node} is damaged: {error} {_EARLIER}") from error
-    check_config(node, saved_config, config, fixed(found) if fixed is not None else ())
-    return found
 
 
-def _declared_values(state: Mapping[str, Any], node: str, declared: type[Any]) -> dict[str, Any]:
-    """Return the values of the declared fields, which are all there and hold what they may."""
-    names = [one.name for one in fields(declared)]
-    expected, kind = [*sorted(ENVELOPE), *names], cast(Any, declared)
-    sparse = sparse_defaults(kind)
-    if missing := [name for name in expected if name not in state and name not in sparse]:
+def _check_names(state: Mapping[str, Any], node: str, names: Collection[str]) -> None:
+    expected = [*sorted(ENVELOPE), *names]
+    if missing := [name for name in expected if name not in state]:
         raise StateError(
             f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
         )
-    if unknown := sorted(map(str, {*state} - {*expected})):
+    if unknown := sorted(map(str, {*state} - {*expected, _DIGEST})):
         raise StateError(
             f"the state of {node} has `{'`, `'.join(unknown)}`, which no {node} saves. {_EARLIER}"
         )
-    values = {name: state[name] if name in state else sparse[name] for name in names}
-    if broken := check_fields(declared, values):
-        raise _damaged(node, broken, state)
-    return values
-
-
-def _damaged(node: str, broken: Mapping[str, str], state: Mapping[str, Any]) -> StateError:
-    named = (f"`{name}` must {rule}, but is {state[name]!r:.80}" for name, rule in broken.items())
-    return StateError(f"the state of {node} is damaged: {'; '.join(named)}. {_EARLIER}")
-
-
-_EARLIER = "Use an earlier checkpoint."
+    if not isinstance(state["config"], Mapping):
+        raise StateError(
+            f"the state of {node} is damaged: `config` must be a dict, but is "
+            f"{state['config']!r:.80}. {_EARLIER}"
+        )
 
 
 @contextmanager
@@ -237,44 +269,38 @@ def _summary(value: object) -> str:
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def seal_whole(holder: str, values: NodeState) -> dict[str, Any]:
-    """Return the state of what holds a whole graph, or a run over one, with a digest of all of it.
+# --- the digest -----------------------------------------------------------------------------------
 
-    Args:
-        holder: the name that it is sealed under.
-        values: what it holds; it is copied.
-    """
+
+def seal_whole(holder: str, values: NodeState) -> dict[str, Any]:
+    """Return the state of what holds a whole graph, or a run over one: a copy, with a digest."""
     return add_digest(seal(holder, {}, copy_state(vars(values))))
 
 
 def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
-    """Return a copy of what `seal_whole` has sealed, once it is known to be whole.
-
-    Args:
-        state: what `seal_whole` returned.
-        holder: the name that it was sealed under.
-        declared: the dataclass of the values.
+    """Return a copy of what `seal_whole` has sealed.
 
     Raises:
-        StateError: see `unseal`; or bits have flipped, or parts were changed or swapped.
+        StateError: see `unseal`; or it has no digest.
     """
-    if not isinstance(state, Mapping):
-        return unseal(state, holder, declared, {})
-    sealed = {key: value for key, value in state.items() if key != _DIGEST_KEY}
-    found = unseal(sealed, holder, declared, {})
-    with bounded_depth(holder):
-        digest = _digest(sealed)
-    if not equal(state.get(_DIGEST_KEY), digest):
-        raise StateError(
-            f"the state of {holder} is damaged: its digest is not that of what was saved. "
-            f"{_EARLIER}"
-        )
+    found = unseal(state, holder, declared, {})
+    assert isinstance(state, Mapping)
+    if _DIGEST not in state:
+        _check_digest(state, holder)
     return found
 
 
 def add_digest(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with a digest of all that it holds."""
-    return {**state, _DIGEST_KEY: _digest(state)}
+    return {**state, _DIGEST: _digest(state)}
+
+
+def _check_digest(state: Mapping[str, Any], node: str) -> None:
+    found = _digest({key: value for key, value in state.items() if key != _DIGEST})
+    if not equal(state.get(_DIGEST), found):
+        raise StateError(
+            f"the state of {node} is damaged: its digest is not that of what was saved. {_EARLIER}"
+        )
 
 
 def _digest(state: Any) -> int:
@@ -288,18 +314,13 @@ def _digest(state: Any) -> int:
 
 def _describe(value: Any) -> Any:
     """Return what tells a value that JSON does not have from any other of its type."""
-    kind = type(value)
-    if kind is bytes:
+    if isinstance(value, bytes):
         return ["bytes", len(value), zlib.crc32(value)]
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(value).data)]
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return [str(value.dtype), [*value.shape], zlib.crc32(value.tobytes())]
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    return kind.__qualname__  # no plain data, which no file would hold; its text may vary
+    return type(value).__qualname__  # no plain data, which no file would hold
 
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, default=_describe)

@@ -8,14 +8,14 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
-from odb_nodes._core.checks import MAX_COUNT, check_bool, check_count
+from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.processes import Owner
-from odb_nodes.contract import Count, InRange, NodeState, SourceState, copy_state, snapshot
+from odb_nodes.contract import NodeState, SourceState, copy_state, snapshot
 from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
@@ -55,9 +55,9 @@ class LoaderState(NodeState):
     """
 
     root: SourceState
-    num_yielded: Count
+    num_yielded: int
     ended: bool
-    next_epoch: Annotated[int, InRange(0, MAX_COUNT)] | None = None
+    next_epoch: int | None = None
     next_weights: dict[str, float] = field(default_factory=dict)
     left: bool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from odb_nodes.contract import Count, NodeState
+from odb_nodes.contract import NodeState
 from odb_nodes.monitor.window import Share, Totals
 
 
@@ -24,19 +24,11 @@ class MonitorState(NodeState):
         samples: losses of samples since, the fields of `SampleLoss`.
     """
 
-    step: Count = 0
-    written: Count = 0
-    epoch: Count = 0
-    epoch_written: Count = 0
+    step: int = 0
+    written: int = 0
+    epoch: int = 0
+    epoch_written: int = 0
     seconds: float = 0.0
     share: dict[str, Any] = field(default_factory=lambda: asdict(Share()))
     totals: dict[str, Any] = field(default_factory=lambda: asdict(Totals()))
     samples: list[tuple[str, int, int, int, int, float, int]] = field(default_factory=list)
-
-    def validate(self) -> None:
-        """Check that the counts can be gone on with."""
-        for name, kind in (("share", Share), ("totals", Totals)):
-            try:
-                kind(**getattr(self, name))
-            except TypeError as error:
-                raise ValueError(f"`{name}` holds other fields ({error}).") from None

@@ -8,18 +8,17 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from odb_nodes._core.checks import MAX_KEY, check_count, describe
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.contract import RowsOf
 from odb_nodes.errors import SampleError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
 
-ExcludedState = dict[str, Annotated[bytes | None, RowsOf(8)]]
+ExcludedState = dict[str, bytes | None]
 """`ExcludedKeys` as the field of a state: the keys of each source, 8 bytes a key."""
 
 _SHOWN = 5

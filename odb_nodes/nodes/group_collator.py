@@ -16,7 +16,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, collate_group, owned
-from odb_nodes.contract import Count, EpochNode, EpochState, SourceState, snapshot
+from odb_nodes.contract import EpochNode, EpochState, SourceState, snapshot
 from odb_nodes.contract.graph import budget_below
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError
@@ -41,8 +41,8 @@ class CollatorState(EpochState):
     """
 
     source: SourceState
-    step: Count
-    samples: Count
+    step: int
+    samples: int
 
 
 class GroupCollator(EpochNode[Batch, CollatorState]):

@@ -10,10 +10,9 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_name
-from odb_nodes.contract import Count, NodeState, SourceState, StatefulNode, snapshot
+from odb_nodes.contract import NodeState, SourceState, StatefulNode, snapshot
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import call_member, check_node
-from odb_nodes.contract.recall import checked_key, recall, recalls
+from odb_nodes.contract.node import call_member, check_node, checked_key, recall, recalls
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import made_of, observe_sample
 from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
@@ -24,7 +23,7 @@ class ObserverState(NodeState):
     """The state of the source, and the number of the next sample in the epoch."""
 
     source: SourceState
-    position: Count
+    position: int
 
 
 class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):

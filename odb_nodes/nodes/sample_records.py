@@ -16,7 +16,7 @@ from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.config import mismatch_is_allowed
-from odb_nodes.contract.recall import recall
+from odb_nodes.contract.node import recall
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.planning import RollingPool
 from odb_nodes.planning.table import ORDINALS, IntArray

@@ -16,8 +16,7 @@ from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState, StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
-from odb_nodes.contract.node import check_node, take
-from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.node import check_node, recall, recalls, take
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.exclusions import (
     CountsExclusions,

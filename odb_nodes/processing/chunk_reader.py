@@ -11,9 +11,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes.contract import snapshot
-from odb_nodes.contract.item_location import ItemLocation
-from odb_nodes.contract.node import member, take
-from odb_nodes.contract.recall import checked_key
+from odb_nodes.contract.node import ItemLocation, call_member, checked_key, take
 from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey
 
@@ -85,7 +83,6 @@ class ChunkReader:
     def read(self, count: int) -> ReadItems:
         """Return the next items, fewer at the end of the source; its error comes after them."""
         read = ReadItems()
-        location_of = member(self._source, "item_location")
         try:
             while (left := count - len(read.items)) > 0:
                 if self._since_state in (0, self._distance):
@@ -95,7 +92,10 @@ class ChunkReader:
                 some, keys = take(self._source, 1 if self._gaps else left)
                 self._since_state += len(some)
                 read.keys += [checked_key(self._source, key) for key in keys]
-                read.locations += [location_of()] if len(some) == 1 else [None] * len(some)
+                locations = [None] * len(some)
+                if len(some) == 1:
+                    locations = [call_member(self._source, "item_location")]
+                read.locations += locations
                 read.items += some
                 read.steps += [1] * len(some)
                 if self._gaps and (gap := self._gaps.popleft()):

@@ -15,9 +15,7 @@ from odb_nodes._core.ranks import resolve_rank
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.contract import EpochNode, copy_state, snapshot
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.item_location import format_location
-from odb_nodes.contract.node import check_node
-from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.node import check_node, format_location, recall, recalls
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_reader import ChunkReader, ReadItems
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted

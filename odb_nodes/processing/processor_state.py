@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from odb_nodes.contract import Count, EpochState, SourceState, Sparse
+from odb_nodes.contract import EpochState, SourceState
 
 
 @dataclass(kw_only=True)
@@ -21,12 +20,6 @@ class ProcessorState(EpochState):
     """
 
     source: SourceState
-    taken: Count
-    position: Count
-    taken_of: Annotated[dict[str, tuple[Count, Count]], Sparse()] = field(default_factory=dict)
-
-    def validate(self) -> None:
-        """Check that what is out of the chunk is out of the epoch."""
-        if self.taken > self.position:
-            most = self.position
-            raise ValueError(f"`taken` must be at most `position`, {most}, but is {self.taken}.")
+    taken: int
+    position: int
+    taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)

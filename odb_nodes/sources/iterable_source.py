@@ -17,8 +17,8 @@ from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract import Count, EpochNode, EpochState, copy_state
-from odb_nodes.contract.source_states import check_own_state
+from odb_nodes.contract import EpochNode, EpochState, copy_state
+from odb_nodes.contract.node import check_own_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
 from odb_nodes.sources.streams import as_stream
@@ -36,15 +36,15 @@ class IterableState(EpochState):
         position: items read, those of other ranks included.
         ended: the iterable has raised `StopIteration`.
         iterable: its own state, where it has one.
-        digest: a digest of the items that this rank got.
+        items_digest: a digest of the items that this rank got.
         shard: which items those are: the first, and one of how many.
     """
 
-    position: Count
+    position: int
     ended: bool
     iterable: Any
-    digest: Count
-    shard: tuple[Count, Count]
+    items_digest: int
+    shard: tuple[int, int]
 
 
 class IterableSource(EpochNode[T, IterableState]):
@@ -131,7 +131,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._tell_epoch()
         if self._stateful is not None and self._loaded is not None:
             self._load_own(self._stateful)
-            self._digest = state.digest
+            self._digest = state.items_digest
             if not self._ended:
                 self._it = iter(self._iterable)
         elif self._position:
@@ -152,7 +152,7 @@ class IterableSource(EpochNode[T, IterableState]):
             position=self._position,
             ended=self._ended,
             iterable=own,
-            digest=self._digest,
+            items_digest=self._digest,
             shard=self._shard,
         )
 
@@ -238,7 +238,7 @@ class IterableSource(EpochNode[T, IterableState]):
                 f"after {self._position}. Resume over the data it was saved on."
             )
         # With `strict=False`, it may be another rank that goes on.
-        if self._digest != state.digest and self._shard == state.shard:
+        if self._digest != state.items_digest and self._shard == state.shard:
             raise StateError(
                 f"`{type(self._iterable).__name__}` yielded other items than when the state of "
                 f"{type(self).__name__} was saved: it draws its order, or what it yields, from a "

@@ -14,7 +14,7 @@ from typing import IO, Any
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import EpochNode
-from odb_nodes.contract.item_location import ItemLocation
+from odb_nodes.contract.node import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
 from odb_nodes.sources.jsonl_files import (

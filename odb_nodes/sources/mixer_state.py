@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from odb_nodes.contract import Count, NodeState, SourceStates, Sparse
+from odb_nodes.contract import NodeState, SourceStates
 
 
 @dataclass(kw_only=True)
@@ -25,23 +23,10 @@ class MixerState(NodeState):
     """
 
     sources: SourceStates
-    samples: dict[str, Count]
-    tokens: dict[str, Count]
+    samples: dict[str, int]
+    tokens: dict[str, int]
     exhausted: list[str]
     ended: bool
-    weights: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
-    targets: Annotated[dict[str, float], Sparse()] = field(default_factory=dict)
-    had: Annotated[list[str], Sparse()] = field(default_factory=list)
-
-    def validate(self) -> None:
-        """Check that all fields are of the same sources, and that weights are some."""
-        names = self.sources.keys()
-        if self.weights and not self.weights.keys() == self.targets.keys() == names:
-            raise ValueError("`sources`, `weights` and `targets` name other sources.")
-        numbers = [*self.weights.values(), *self.targets.values()]
-        if not all(map(math.isfinite, numbers)) or any(one < 0 for one in self.weights.values()):
-            raise ValueError("`weights` or `targets` are no weights.")
-        if not (names == self.samples.keys() == self.tokens.keys() >= {*self.exhausted, *self.had}):
-            raise ValueError(
-                "`sources`, `samples`, `tokens`, `exhausted` and `had` name other sources."
-            )
+    weights: dict[str, float] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
+    had: list[str] = field(default_factory=list)

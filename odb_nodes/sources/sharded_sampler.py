@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract import Count, EpochNode
+from odb_nodes.contract import EpochNode
 from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey, keys_of
 from odb_nodes.sources.permutation import Permutation
@@ -25,13 +25,7 @@ _MAX_SIZE = 2**62  # they are computed in 64 bits
 class SamplerState(ShareState):
     """Where a `ShardedSampler` stands: how many indices of the epoch are out."""
 
-    position: Count
-
-    def validate(self) -> None:
-        """Check that what was read by another number of ranks is out."""
-        super().validate()
-        if self.position < self.done:
-            raise ValueError(f"`position` must be at least {self.done}, but is {self.position}.")
+    position: int
 
 
 class ShardedOrder(EpochNode[T, SamplerState]):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes.contract import Count, EpochState, RowsOf, Sparse
+from odb_nodes.contract import EpochState
 
 Numbers = npt.NDArray[np.int64]
 
@@ -27,15 +27,9 @@ class ShareState(EpochState):
         extra: numbers below that are this rank's, too, ascending, as bytes.
     """
 
-    done: Annotated[Count, Sparse()] = 0
-    start: Annotated[Count, Sparse()] = 0
-    extra: Annotated[bytes | None, RowsOf(8), Sparse()] = None
-
-    def validate(self) -> None:
-        """Check that the numbers are ascending, and below `start`."""
-        extra = np.frombuffer(self.extra or b"", "<i8")
-        if (np.diff(extra, prepend=-1, append=self.start) <= 0).any():
-            raise ValueError("`extra` must be ascending numbers below `start`, but is not.")
+    done: int = 0
+    start: int = 0
+    extra: bytes | None = None
 
 
 class Share:

@@ -11,9 +11,7 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
-from odb_nodes.contract.item_location import ItemLocation
-from odb_nodes.contract.node import call_member, check_node
-from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.node import ItemLocation, call_member, check_node, recall, recalls
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
 from odb_nodes.sources.fair_queue import FairQueue

@@ -18,12 +18,12 @@ from odb_nodes._core.checks import check_count, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.progress import Bar
 from odb_nodes.contract.graph import close_nodes, length_of, walk
-from odb_nodes.contract.node import member
+from odb_nodes.contract.node import call_member
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import check_no_columns, sample_node
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import Observation, Observe, Sample, Skipped, nested_name
+from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
@@ -212,7 +212,6 @@ def _drawn(
 ) -> tuple[list[Any], list[int | None], int]:
     """Return items drawn from what is not map-style, the key of each, and how many it has."""
     source, _ = source_of(dataset, False, 0, None, (0, 1))
-    key_of = member(source, "item_key")
     drawn: list[tuple[int, Any, int | None]] = []
     size = 0
     source.reset(None)
@@ -221,7 +220,7 @@ def _drawn(
         # Every item so far is among those drawn with the same chance (Vitter, 1985, algorithm R).
         place = len(drawn) if len(drawn) < samples else int(rng.integers(size))
         if place < samples:
-            key = key_of()
+            key: ItemKey | None = call_member(source, "item_key")
             drawn[place : place + 1] = [(size, item, None if key is None else key.key)]
     close_nodes(source, _STOP_TIMEOUT_S)
     drawn.sort(key=lambda one: one[0])

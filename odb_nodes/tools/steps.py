@@ -28,7 +28,7 @@ from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
-from odb_nodes.contract.recall import recall, recalls
+from odb_nodes.contract.node import recall, recalls
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader

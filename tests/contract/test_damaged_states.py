@@ -3,13 +3,12 @@
 import io
 import random
 import zlib
-from contextlib import suppress
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from damaged_states import damaged, resealed
+from damaged_states import damaged
 from jobs import KINDS, TIMEOUT_S
 
 from odb_nodes import DistributedState, Loader, StateError
@@ -17,7 +16,6 @@ from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract import EpochNode, EpochState
 
 MOST_BATCHES = 400  # of an epoch; more is a hang
-SAMPLED = {"replay": 80, "payload": 80}  # damages without a digest, of a kind; of others 12
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(skipped|exceed):UserWarning")
 
@@ -53,39 +51,22 @@ def test_no_damage_passes(kind, tmp_path):
                 pytest.fail(what)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [name for name in NAMES if name != "threads"])
-def test_without_a_digest_no_damage_hangs_or_is_blamed_on_a_sample(kind, tmp_path, exhaustive):
-    """A value that the node could have saved may give other batches here: hence the digest."""
-    broken = list(damaged(saved(kind, tmp_path)))
-    if not exhaustive:
-        broken = random.Random(zlib.crc32(kind.encode())).sample(broken, SAMPLED.get(kind, 12))
-    for what, state in broken:
-        print(what)
-        with make(kind, tmp_path) as loader, suppress(StateError):
-            loader.load_state_dict(resealed(state))
-            batches(loader)
-
-
 @pytest.mark.parametrize("kind", ["replay", "mixed"])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("position", -1), ("epoch", True), ("source", None), ("pulled", "7"), ("version", 0)],
-)
-def test_the_error_names_node_and_field(kind, field, value, tmp_path):
-    state = saved(kind, tmp_path)
-
-    def break_it(part):
-        if field in part and part.get("node", "Loader") != "Loader":
-            part[field] = value
-            return part["node"]
-        inner = (one for one in part.values() if isinstance(one, dict))
-        return next((found for one in inner if (found := break_it(one))), "")
-
-    node, loader = break_it(state), make(kind, tmp_path)
-    loader.load_state_dict(resealed(state))
-    with pytest.raises(StateError, match=rf"the state of {node} (is damaged: |has )`{field}`"):
-        next(iter(loader))
+def test_no_damage_of_a_node_s_own_state_passes(kind, tmp_path):
+    """As of a graph that a `Loader` of torchdata iterates."""
+    with make(kind, tmp_path) as loader:
+        list(islice(loader, 4))
+        root = loader.root
+        state = root.state_dict()
+        broken = list(damaged(state))
+        for what, one in random.Random(zlib.crc32(kind.encode())).sample(broken, 150):
+            if what == "digest: nothing":  # as a state within another
+                continue
+            with pytest.raises(StateError):
+                root.reset(one)
+                pytest.fail(what)
+        root.reset(state)
+        assert root.state_dict() == state
 
 
 def test_states_of_two_steps_do_not_mix(tmp_path):
@@ -177,7 +158,7 @@ def test_a_node_whose_reset_failed_stands_nowhere():
     next(node)
     state = node.state_dict()
     for call in (lambda: node.reset({**state, "epoch": -1}), lambda: next(node)):
-        with pytest.raises(StateError, match="`epoch` must be an integer"):
+        with pytest.raises(StateError, match="Counting is damaged: its digest is not"):
             call()
     with pytest.raises(StateError, match="no state after an error"):
         node.state_dict()

@@ -23,7 +23,6 @@ FIELDS = [
     for kind, declared in (("huggingface", huggingface.RunState), ("lightning", lightning.RunState))
     for field in fields(declared)
 ]
-OPTIONAL = {"steps_per_epoch", "cpu_rng", "gpu_rng", "monitor", "loader"}
 HOLDERS = {"huggingface": "ODBTrainer", "lightning": "ODBCallback"}
 KINDS = sorted(HOLDERS)
 
@@ -94,9 +93,6 @@ def test_the_error_of_a_damaged_field_names_holder_and_field(made, kind, field):
             with pytest.raises(StateError, match=f"the state of {holder} "):
                 saver.load(replaced(state, [field], value))
                 pytest.fail(name)
-    for value in (-1, "x", True, 1.5, [], *[None] * (field not in OPTIONAL)):
-        with pytest.raises(StateError, match=f"{holder} is damaged: `{field}` must"):
-            saver.load(resealed(replaced(state, [field], value)))
     with pytest.raises(StateError, match=f"the state of {holder} lacks `{field}`"):
         saver.load(resealed(replaced(state, [field], MISSING)))
 
@@ -122,13 +118,6 @@ def test_the_state_of_another_trainer_is_refused(made, kind, other):
         saver.load(made(other)[1])
     with pytest.raises(StateError, match="saved by `Loader`, but is loaded into"):
         saver.load(state["loader"])
-
-
-def test_what_is_no_state_of_torch_s_generator_is_refused_before_the_run(made):
-    saver, _, state = made("lightning")
-    for rng in (state["cpu_rng"][:-1], b"\x00" * len(state["cpu_rng"])):
-        with pytest.raises(StateError, match="`cpu_rng` is no state of a generator of torch"):
-            saver.load(resealed({**state, "cpu_rng": rng}))
 
 
 @pytest.mark.parametrize("states", [5, {"0": {}}, [], [None], [[]], [{}]], ids=repr)

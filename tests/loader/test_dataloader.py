@@ -399,7 +399,7 @@ def test_a_state_of_a_graph_with_another_node_names_the_argument(strict):
         began, loader = loader_of(saved), loader_of(loaded)
         next(iter(began))
         loader.load_state_dict(began.state_dict(), strict=strict)
-        with pytest.raises(StateError, match="with the `virtual_ranks` that it had when it saved"):
+        with pytest.raises(StateError, match="with the `virtual_ranks` that it had when saved"):
             iter(loader)
     assert "2 virtual ranks, epoch 0" in repr(loader_of(option))
     assert "SourceMixer(shares of samples: a 0.5, b 0.5" in repr(loader_of(option))

@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +79,8 @@ def test_a_graph_that_does_not_resume_exactly_is_found_out():
     class Forgetful(WindowBucketer):
         """Restores from where the source is now, as if nothing of the pool were older."""
 
-        def get_state(self):
-            return {**super().get_state(), "source": self.source.state_dict()}
+        def save(self):
+            return replace(super().save(), source=self.source.state_dict())
 
     def graph():
         observed = LengthObserver(Mapper(ShardedSampler(40, rank=0, world_size=1), process))

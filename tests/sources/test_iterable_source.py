@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from damaged_states import resealed
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
 
@@ -221,7 +222,8 @@ def test_a_restored_position_that_was_not_used_is_forgotten(then):
     """A dataset restored lazily must not carry the position over into another iteration."""
     node = taken(source(Resumable()), 0)
     start = node.get_state()
-    node.reset({**start, "position": 4, "started": True, "iterable": {"position": 4}})
+    changes = {"position": 4, "started": True, "iterable": {"position": 4}}
+    node.reset(resealed({**start, **changes}))
     node.reset(None if then is None else start)
     assert len(list(node)) == 6
 

@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+from damaged_states import resealed
 from torchdata.nodes import Mapper
 
 from odb_nodes import JsonlSource, Loader, ODBDataLoader, SampleError, StateError, pop_step_info
@@ -155,7 +156,7 @@ def test_restoring_reads_nothing_again_and_files_may_move(files, tmp_path, monke
 def test_a_state_of_other_files_or_beyond_their_end_is_refused(files):
     state = begun(JsonlSource(files, *ALONE)).state_dict()
     with pytest.raises(StateError, match="after 61 indices, but .* has 60"):
-        JsonlSource(files, *ALONE).reset({**state, "position": 61})
+        JsonlSource(files, *ALONE).reset(resealed({**state, "position": 61}))
     with pytest.raises(StateError, match="`files` was .* when saved"):
         JsonlSource(files[:1], *ALONE).reset(state)
     files[0].write_text(files[0].read_text() + "\n{}")

@@ -4,6 +4,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch.distributed as dist
+from damaged_states import resealed
 from hypothesis import given
 from hypothesis import strategies as st
 from torchdata.nodes import MultiNodeWeightedSampler, Prefetcher, SamplerWrapper, StopCriteria
@@ -244,7 +245,7 @@ def test_a_state_of_another_configuration_is_refused_by_name(field, value):
 
 
 def test_all_changes_are_named_at_once_and_where_allowed_warned_of():
-    state = {**ShardedSampler(**CONFIG).state_dict(), "position": 2}
+    state = resealed({**ShardedSampler(**CONFIG).state_dict(), "position": 2})
     with pytest.raises(StateError, match=r"(?s)`rank` was 1.*`seed` was 5.*`world_size` was 2"):
         sampler(10, seed=6, rank=2, world_size=3).reset(state)
     other = ShardedSampler(**{**CONFIG, "seed": 6})

@@ -20,7 +20,6 @@ def test_what_is_left_of_a_share_is_dealt_once():
             states = dealt(left, ranks, size)
             for state in states:
                 state.done = rng.randrange(5)
-                state.validate()
             shares = [Share(rank, ranks, state) for rank, state in enumerate(states)]
         for share in shares:
             numbers = share.at(share.done, share.count(size))

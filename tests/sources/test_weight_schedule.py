@@ -111,12 +111,10 @@ def test_no_source_drifts_however_often_the_weights_change(weights, stretch, ram
         assert all(abs(had[name] - due[name]) < len(NAMES) for name in NAMES)
 
 
-def test_one_place_draws_as_fixed_weights_do_and_they_have_the_state_that_they_had():
+def test_one_place_draws_as_fixed_weights_do():
     weights = {"a": 0.5, "b": 0.25, "c": 0.25}
     fixed, scheduled = mixer(weights, 100), mixer(Schedule([(0, weights)]), 100)
     assert list(Loader(fixed)) == list(Loader(scheduled))
-    fields = {"sources", "samples", "tokens", "exhausted", "ended"}
-    assert {*fixed.state_dict()} == {"version", "node", "config", *fields}
     assert {*fixed.state_dict()["config"]} == {"sources", "weights", "by", "stop"}
 
 
@@ -163,14 +161,6 @@ def test_another_schedule_is_refused(other):
     state = mixer(Schedule(SHORT), SIZES).state_dict()
     with pytest.raises(StateError, match=r"`(weights|ramp)` was .* when saved"):
         mixer(other, SIZES).reset(state)
-
-
-@pytest.mark.parametrize("change", [{"weights": {"a": -1.0, "b": 1.0, "c": 1.0}}, {"targets": {}}])
-def test_a_damaged_state_is_refused(change):
-    node = mixer(Schedule(SHORT), SIZES)
-    node.reset(None)
-    with pytest.raises(StateError, match="is damaged: .*weights"):
-        mixer(Schedule(SHORT), SIZES).reset({**node.state_dict(), **change})
 
 
 EQUAL = {"a": 1, "b": 1}

@@ -14,7 +14,7 @@ from odb_nodes import (
     StatefulNode,
     WindowBucketer,
 )
-from odb_nodes.contract import Count, NodeState, SourceState
+from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.testing import assert_resumes_exactly
 
 
@@ -93,7 +93,7 @@ def test_what_does_not_resume_or_is_not_valid_is_named(make, options, error, mes
 @dataclass(kw_only=True)
 class CounterState(NodeState):
     source: SourceState
-    passed: Count
+    passed: int
 
 
 class Counter(StatefulNode):

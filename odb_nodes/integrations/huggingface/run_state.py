@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-from odb_nodes._core.checks import MAX_COUNT
-from odb_nodes.contract import Count, InRange, NodeState, SourceState
+from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.step_info import StepInfo
 
 
@@ -25,12 +24,12 @@ class RunState(NodeState):
         monitor: state of the `Monitor`; None where the run has none.
     """
 
-    step: Count
-    epoch: Count
-    samples: Count
-    rank_steps: Count
-    steps_per_epoch: Annotated[int, InRange(1, MAX_COUNT)] | None
-    planned_ranks: Annotated[int, InRange(1, MAX_COUNT)]
+    step: int
+    epoch: int
+    samples: int
+    rank_steps: int
+    steps_per_epoch: int | None
+    planned_ranks: int
     loader: SourceState
     monitor: dict[str, Any] | None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from odb_nodes._compat import lightning as compat
-from odb_nodes.contract import Count, NodeState, SourceState
+from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
 from odb_nodes.integrations.resuming import resharded_run
@@ -32,23 +32,14 @@ class RunState(NodeState):
         monitor: state of the `Monitor`; None where the run has none.
     """
 
-    epoch: Count = 0
-    steps: Count = 0
-    total_steps: Count = 0
-    samples: Count = 0
+    epoch: int = 0
+    steps: int = 0
+    total_steps: int = 0
+    samples: int = 0
     loader: SourceState | None = None
     cpu_rng: bytes | None = None
     gpu_rng: bytes | None = None
     monitor: dict[str, Any] | None = None
-
-    def validate(self) -> None:
-        """Check the state of torch's generator, which is set only when the first batch begins."""
-        if self.cpu_rng is None:
-            return
-        try:
-            torch.Generator().set_state(_tensor_of(self.cpu_rng))
-        except RuntimeError as error:
-            raise ValueError(f"`cpu_rng` is no state of a generator of torch ({error}).") from None
 
     def put_into(self, progress: MutableMapping[str, Any]) -> None:
         """Make the progress of Lightning's loops in a checkpoint agree with this position.

@@ -227,13 +227,14 @@ def _merged_counts(pools: Sequence[BucketerState], ranks: Ranks) -> list[dict[st
 
 # --- between two epochs ---------------------------------------------------------------------------
 
+_SHARE = {"position": 0, "done": 0, "start": 0, "extra": None}
 _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
-    "IterableSource": {"position": 0, "ended": False, "iterable": None, "digest": 0},
-    "JsonlSource": {"position": 0},
+    "IterableSource": {"position": 0, "ended": False, "iterable": None, "items_digest": 0},
+    "JsonlSource": _SHARE,
     "LengthObserver": {"position": 0},
-    "ParallelProcessor": {"taken": 0, "position": 0},
-    "ShardedSampler": {"position": 0},
-    "SourceMixer": {"exhausted": [], "ended": False},
+    "ParallelProcessor": {"taken": 0, "position": 0, "taken_of": {}},
+    "ShardedSampler": _SHARE,
+    "SourceMixer": {"exhausted": [], "ended": False, "weights": {}, "targets": {}, "had": []},
     "WindowBucketer": {
         "pulled": 0,
         "pulled_since_source": 0,
@@ -245,8 +246,6 @@ _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Node -> fields of its state where nothing of the epoch is read."""
-_NOT_YET = {"done", "start", "extra", "taken_of", "weights", "targets", "had"}
-"""Fields of these states that are then absent."""
 
 
 def _pools_anew(states: Sequence[Any], ranks: Ranks) -> list[dict[str, Any]]:
@@ -264,9 +263,9 @@ def _anew(value: Any, rank: int, ranks: Ranks) -> Any:
         return copy_state(value)
     state = {key: _anew(one, rank, ranks) for key, one in value.items()}
     node = node_of(value)
-    if node in _AT_THE_BEGINNING:
-        state = {name: one for name, one in state.items() if name not in _NOT_YET}
-        state |= copy_state(_AT_THE_BEGINNING[node])
+    if node:
+        state.pop("digest", None)  # of a node below one of torchdata: the loader's will cover it
+    state |= copy_state(_AT_THE_BEGINNING.get(node, {}))
     if node == "WindowBucketer":
         is_replay = state["mode"] == "replay"
         state["pool"] = (None, NO_RECORDS, None) if is_replay else (None, None, [])

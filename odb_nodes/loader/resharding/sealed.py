@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from odb_nodes.contract import NodeState, copy_state
-from odb_nodes.contract.fields import sparse_defaults
 from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import StateError
 
@@ -82,18 +81,12 @@ def sealed_for_ranks(state: Mapping[str, Any], values: Sequence[NodeState]) -> l
 
     The states of sources in `values` are not copied.
     """
-    sparse = sparse_defaults(cast(Any, type(values[0])))
     sealed = []
     for rank, one in enumerate(values):
         own = zip(_OF_A_RANK, (rank, len(values)), strict=True)
         config = dict(state["config"])
         config |= {name: value for name, value in own if name in config}
-        held = {
-            name: value
-            for name, value in vars(one).items()
-            if name not in sparse or value != sparse[name]
-        }
-        sealed.append(seal(node_of(state), copy_state(config), held))
+        sealed.append(seal(node_of(state), copy_state(config), vars(one)))
     return sealed
 
 

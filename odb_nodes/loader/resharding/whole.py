@@ -265,7 +265,10 @@ def _rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[
     hosted = len(graphs) // world_size
     values = [
         VirtualState(
-            sources=copy_state(dict(graphs[first : first + hosted])), turn=0, samples=0, digest=0
+            sources=copy_state(dict(graphs[first : first + hosted])),
+            turn=0,
+            samples=0,
+            step_digest=0,
         )
         for first in range(0, len(graphs), hosted)
     ]

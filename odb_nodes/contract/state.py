@@ -28,7 +28,7 @@ from odb_nodes.errors import StateError
 STATE_VERSION = 7
 ENVELOPE = frozenset({"version", "node", "config"})
 _DIGEST = "digest"
-_ADDED_BY = {"VirtualRanks": "`virtual_ranks`", "WeightSetter": "`settable` of a `Mixing`"}
+_ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _EARLIER = "Use an earlier checkpoint."
 _PLAIN = frozenset({int, str, bytes, float, bool, NoneType})
@@ -152,17 +152,9 @@ def check_saved(node: str, config: object, declared: Any, saved: object) -> None
     if not isinstance(saved, declared):
         expected = declared.__name__
         raise TypeError(f"`save` of `{node}` must return its `{expected}`, not {saved!r:.80}.")
-    sources = source_fields(declared)
-    values = {
-        name: value if name in sources else copy_state(value) for name, value in vars(saved).items()
-    }
-    for name, value in values.items():
-        if name in sources and not value:
-            raise TypeError(
-                f"`save` of `{node}` returned {value!r:.80} as `{name}`, which must say where a "
-                "source stands: use `snapshot(source)`."
-            )
-        if name not in sources and not _is_plain(value):
+    for name in vars(saved).keys() - source_fields(declared):
+        value = copy_state(getattr(saved, name))
+        if not _is_plain(value):
             raise TypeError(explain_unreadable(value, f"save().{name} of {node}"))
 
 

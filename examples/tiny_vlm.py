@@ -29,8 +29,10 @@ from odb_nodes.vision import BadImages, VisionLanguageProcessor
 
 try:
     from transformers import Qwen2VLImageProcessorPil
-except ImportError:  # before version 5 of transformers
-    from transformers import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil  # type: ignore[assignment]
+except ImportError:  # before version 5
+    from transformers import (  # type: ignore[assignment]
+        Qwen2VLImageProcessor as Qwen2VLImageProcessorPil,
+    )
 
 COLORS = ("red", "green", "blue", "yellow", "white", "orange", "purple", "pink")
 SHAPES = ("circle", "square", "triangle", "bar")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes import LengthObserver, Sample, SampleError, SourceCount, SourceItem, StepInfo
-from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.sample_records import decode_sample, encode_sample
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import pack, unpack
 from odb_nodes.sample import ItemKey

@@ -16,11 +16,7 @@ MAX_KEY = 2**63 - 1
 
 
 def check_integer(name: str, value: object) -> int:
-    """Return `value` as an int.
-
-    Raises:
-        TypeError: it is not an integer, or a bool.
-    """
+    """Return `value` as an int; a bool is none."""
     if type(value) is int:
         return value
     try:
@@ -34,12 +30,7 @@ def check_integer(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
-    """Return `value` as an int of at least `minimum`.
-
-    Raises:
-        TypeError: it is not an integer, or a bool.
-        ValueError: it is below `minimum` or above `maximum`.
-    """
+    """Return `value` as an int in `minimum`..`maximum`."""
     count = check_integer(name, value)
     if not minimum <= count <= maximum:
         raise ValueError(f"`{name}` must be in {minimum}..{maximum}, but is {count} instead.")
@@ -47,67 +38,44 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """Return `value` as a float in 0..1.
-
-    Raises:
-        TypeError: it is not a number, or a bool.
-        ValueError: it is below 0 or above 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(_message(name, "a number in 0..1", describe(value), ""))
+    """Return `value` as a float in 0..1."""
+    if not _is_number(value):
+        raise TypeError(_message(name, "a number in 0..1", describe(value)))
     if not 0 <= float(value) <= 1:
-        raise ValueError(_message(name, "in 0..1", describe(value), ""))
+        raise ValueError(_message(name, "in 0..1", describe(value)))
     return float(value)
 
 
+def check_seconds(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless a lock can wait for `value` seconds; no wait is without end."""
+    if not _is_number(value) or not 0 < float(value) <= threading.TIMEOUT_MAX:
+        rule = f"seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}"
+        raise ValueError(_message(name, rule, f"{value!r:.80}"))
+
+
 def check_bool(name: str, value: object) -> bool:
-    """Return `value`, or raise a `TypeError` where it is no bool."""
+    """Return `value`, which must be a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, but is {value!r} instead.")
+        raise TypeError(_message(name, "True or False", repr(value)))
     return value
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], remedy: str = "") -> None:
-    """Raise a `ValueError` unless `value` is one of `choices`.
-
-    Args:
-        name: the argument's name.
-        value: the argument's value.
-        choices: the strings allowed, such as `get_args` of a `Literal`.
-        remedy: a sentence that says what to do, added to the message.
-    """
+    """Raise a `ValueError` unless `value` is one of `choices`."""
     if value not in choices:
         allowed = ", ".join(f'"{choice}"' for choice in choices)
         raise ValueError(_message(name, f"one of ({allowed})", f"{value!r:.80}", remedy))
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless `value` is a number of seconds that a lock can wait for.
-
-    Not infinity: no wait is without a limit.
-    """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) <= threading.TIMEOUT_MAX:
-        rule = f"seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}"
-        raise ValueError(_message(name, rule, f"{value!r:.80}", ""))
-
-
 def check_type(name: str, value: object, expected: type | UnionType, remedy: str = "") -> None:
-    """Raise a `TypeError` unless `value` is an instance of `expected`.
-
-    Args:
-        name: the argument's name.
-        value: the argument's value.
-        expected: a class, or several, as in `int | None`.
-        remedy: a sentence that says what to do, added to the message.
-    """
+    """Raise a `TypeError` unless `value` is an instance of `expected`, a class or several."""
     if not isinstance(value, expected):
         allowed = " or ".join(map(_class_name, get_args(expected) or (expected,)))
         raise TypeError(_message(name, allowed, describe(value), remedy))
 
 
 def check_names(name: str, value: object) -> tuple[str, ...]:
-    """Return several names; raise if `value` holds anything else, or one of them twice."""
+    """Return the names that `value` lists, each of which must differ from the others."""
     remedy = 'Pass a list such as ["chat", "code"].'
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(_message(name, "a list of names", describe(value), remedy))
@@ -123,6 +91,22 @@ def check_named(name: str, value: Mapping[Any, object]) -> None:
             raise TypeError(f"`{name}` must have names as keys, but has {describe(key)} instead.")
 
 
+def check_iterable(name: str, value: object, remedy: str) -> None:
+    """Raise a `TypeError` unless `value` can be iterated again and again."""
+    if isinstance(value, Iterator) or not isinstance(value, Iterable):
+        rule = "an iterable that can be iterated once per epoch"
+        raise TypeError(_message(name, rule, _class_name(type(value)), remedy))
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raise a `TypeError` unless `value` is a function or None."""
+    if value is not None and not callable(value):
+        raise TypeError(_message(name, "a function or None", repr(value)))
+    if isinstance(value, type) and any("__call__" in vars(base) for base in value.__mro__):
+        remedy = f"Its instances can be called: pass `{value.__name__}(...)`."
+        raise TypeError(_message(name, "a function or None", describe(value), remedy))
+
+
 def describe(value: object) -> str:
     """Return what an error says of a value: plain values as they are, others by their class."""
     if isinstance(value, type):
@@ -133,31 +117,11 @@ def describe(value: object) -> str:
     return f"the {type(value).__name__} `{function}`" if function else _class_name(type(value))
 
 
-def check_iterable(name: str, value: object, remedy: str) -> None:
-    """Raise a `TypeError` unless `value` can be iterated again and again.
-
-    Args:
-        name: the argument's name.
-        value: the argument's value.
-        remedy: a sentence that says what to pass in place of a generator.
-    """
-    if isinstance(value, Iterator) or not isinstance(value, Iterable):
-        rule = "an iterable that can be iterated once per epoch"
-        raise TypeError(_message(name, rule, _class_name(type(value)), remedy))
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_callable(name: str, value: Any) -> None:
-    """Raise a `TypeError` unless `value` is a function or None."""
-    if value is not None and not callable(value):
-        raise TypeError(f"`{name}` must be a function or None, but is {value!r} instead.")
-    if isinstance(value, type) and any("__call__" in vars(base) for base in value.__mro__):
-        raise TypeError(
-            f"`{name}` must be a function or None, but is the class `{value.__name__}` instead. "
-            f"Its instances can be called: pass `{value.__name__}(...)`."
-        )
-
-
-def _message(name: str, rule: str, seen: str, remedy: str) -> str:
+def _message(name: str, rule: str, seen: str, remedy: str = "") -> str:
     return f"`{name}` must be {rule}, but is {seen} instead.{remedy and f' {remedy}'}"
 
 

@@ -18,11 +18,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value that `to_bytes` was given.
-
-    Raises:
-        Exception: `data` is damaged, or holds something else than plain data and tensors.
-    """
+    """Return the value that `to_bytes` was given, or raise any error where `data` is damaged."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
@@ -33,13 +29,17 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return row.as_strided(row.shape, (1,)).view(torch.uint8).numpy()
 
 
-def explain_unreadable(value: Any, name: str = "state_dict()") -> str:
-    """Say where a value holds something that cannot be read again, and what to do.
+def is_readable(value: Any) -> bool:
+    """Tell whether `from_bytes` gives a value back."""
+    try:
+        from_bytes(to_bytes(value))
+    except Exception:  # of any kind
+        return False
+    return True
 
-    Args:
-        value: what `to_bytes` or `from_bytes` refuses.
-        name: what the value is called.
-    """
+
+def explain_unreadable(value: Any, name: str = "state_dict()") -> str:
+    """Say where a value, called `name`, holds something that is not readable, and what to do."""
     return (
         f"{_unreadable(value, name)}, which `torch.load(weights_only=True)` refuses. Save plain "
         "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
@@ -48,10 +48,8 @@ def explain_unreadable(value: Any, name: str = "state_dict()") -> str:
 
 
 def _unreadable(value: Any, place: str) -> str:
-    pairs: Any = ()
-    if isinstance(value, Mapping):
-        pairs = value.items()
-    elif isinstance(value, (list, tuple)):
+    pairs: Any = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     for key, one in pairs:
         if not is_readable(key):
@@ -63,12 +61,3 @@ def _unreadable(value: Any, place: str) -> str:
 
 def _type_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def is_readable(value: Any) -> bool:
-    """Tell whether `from_bytes` gives a value back."""
-    try:
-        from_bytes(to_bytes(value))
-    except Exception:  # of any kind
-        return False
-    return True

@@ -5,19 +5,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["import_extra"]
-
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Return a module of an optional package.
-
-    Args:
-        module: the module's full name.
-        extra: the extra of this library that installs the package.
-
-    Raises:
-        ImportError: the package is not installed; names what to install.
-    """
+    """Return a module of a package that an extra of this library installs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -5,24 +5,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-_PLAIN = (str, int, float, bool, bytes, type(None))
-
 
 def stable_name(function: Any) -> str:
     """Return a name for a callable that is the same in every run of the same program.
 
     An object whose settings decide what it returns declares them in a string attribute or property
     `fingerprint_name`. The name of a `functools.partial` has its arguments: plain values as they
-    are, a tokenizer by its vocabulary, others by their type. Listing a vocabulary takes a while, so
-    call this once per node.
+    are, a tokenizer by its vocabulary (which takes a while), others by their type.
     """
     if isinstance(function, partial):
         named = [f"{key}={_show(value)}" for key, value in sorted(function.keywords.items())]
         return f"{stable_name(function.func)}({', '.join([*map(_show, function.args), *named])})"
     declared = getattr(function, "fingerprint_name", None)
-    if isinstance(
-        declared, str
-    ):  # not the property itself, which a class in place of an object has
+    if isinstance(declared, str):  # and not the property itself, as of a class
         return declared
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
@@ -42,14 +37,8 @@ def tokenizer_name(tokenizer: Any) -> str:
     return f"{name} of {len(words)} tokens, {zlib.crc32(repr(words).encode()):08x}"
 
 
-def ratios(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return weights as multiples of the smallest: 2 to 1 is what 4 to 2 is."""
-    least = min(weights.values())
-    return {name: round(float(weight / least), 9) for name, weight in weights.items()}
-
-
 def _show(value: Any) -> str:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (str, int, float, bool, bytes, type(None))):
         return repr(value)
     if callable(getattr(value, "get_vocab", None)):
         return f"<{tokenizer_name(value)}>"

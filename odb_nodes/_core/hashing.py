@@ -9,8 +9,6 @@ import numpy as np
 
 _MASK64 = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SHIFTS = np.array([30, 27, 31], np.uint64)
-_WIDE = np.array([_STEP, _FIRST, _SECOND], np.uint64)
 
 
 def hash_ints(*values: int) -> int:
@@ -26,14 +24,11 @@ def hash_ints(*values: int) -> int:
 
 def hash_rows(*columns: Sequence[int]) -> list[int]:
     """Return `hash_ints` of each row of columns of one length: faster from 16 rows up."""
-    (first, second, third), (step, once, twice) = _SHIFTS, _WIDE
     state: Any = np.uint64(0)
     for column in columns:
         state = state + np.array([value & _MASK64 for value in column], np.uint64)
-        state += step
-        state ^= state >> first
-        state *= once
-        state ^= state >> second
-        state *= twice
-        state ^= state >> third
+        state += np.uint64(_STEP)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(_FIRST)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(_SECOND)
+        state ^= state >> np.uint64(31)
     return state.tolist()  # type: ignore[no-any-return]

@@ -23,10 +23,7 @@ _COLUMNS = 80  # of a terminal that says it has none
 
 
 class Interval:
-    """Tells when a line is due: after 10, 20 and 40 s, and then each minute.
-
-    It has no thread: whoever has done something asks, which takes less than 1 us.
-    """
+    """Tells, in less than 1 us, when a line is due: after 10, 20 and 40 s, then each minute."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -43,12 +40,7 @@ class Interval:
 
 
 class SlowProgress:
-    """Logs a line of what is done at each `Interval`, and nothing of what is faster.
-
-    Args:
-        what: what is done, in words.
-        total: the number of items to do, or at most so many; `None` if it is not known.
-    """
+    """Logs how many of `total` items (`None`: unknown) are done at each `Interval`."""
 
     def __init__(self, what: str, total: int | None) -> None:
         self._what = what
@@ -71,16 +63,9 @@ def is_terminal() -> bool:
 
 
 class Bar(tqdm):  # type: ignore[misc]
-    """A progress bar of tqdm in a terminal, and elsewhere the lines of `SlowProgress`; on rank 0.
+    """A progress bar of tqdm in a terminal, and elsewhere the lines of `SlowProgress`.
 
-    It has no thread, which would outlive it.
-
-    Args:
-        iterable: what is done, if `update` is not called.
-        what: what is done, in words.
-        total: the number of items to do, or at most so many; `None` if it is not known.
-        is_shown: whether to show anything. Default: on rank 0 of the job alone.
-        options: further arguments of tqdm.
+    It has no thread, which would outlive it. By default, only rank 0 shows it.
     """
 
     monitor_interval = 0

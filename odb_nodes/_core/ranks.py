@@ -10,13 +10,7 @@ from odb_nodes._core.checks import MAX_COUNT, check_count, check_integer
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: as given, or from torch.distributed, or from the environment.
-
-    Raises:
-        TypeError: an argument is not an integer.
-        ValueError: only one of the two is given, or `rank` is not in `range(world_size)`; or an
-            environment variable does not say which rank this is.
-    """
+    """Return rank and world size: as given, or from torch.distributed, or from the environment."""
     if (rank is None) != (world_size is None):
         raise ValueError(
             "`rank` and `world_size` must be given together, "
@@ -24,9 +18,9 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         )
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-        else:
-            return _of_environment()
+            return dist.get_rank(), dist.get_world_size()
+        world_size = _variable("WORLD_SIZE", 1, 1, MAX_COUNT)
+        return _variable("RANK", 0, 0, world_size - 1), world_size
     world_size = check_count("world_size", world_size)
     rank = check_integer("rank", rank)
     if not 0 <= rank < world_size:
@@ -35,17 +29,8 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def has_data_elsewhere(world_size: int) -> bool:
-    """Tell whether other ranks of the job have data of their own, so this rank's may be empty.
-
-    Args:
-        world_size: number of ranks that share this rank's data.
-    """
+    """Tell whether other ranks than the `world_size` that share this data have data, too."""
     return world_size == 1 and resolve_rank(None, None)[1] > 1
-
-
-def _of_environment() -> tuple[int, int]:
-    world_size = _variable("WORLD_SIZE", 1, 1, MAX_COUNT)
-    return _variable("RANK", 0, 0, world_size - 1), world_size
 
 
 def _variable(name: str, default: int, least: int, most: int) -> int:

@@ -43,20 +43,15 @@ def flatten_row(name: str, values: Any) -> Any:
         raise SampleError(
             f"`{name}` must be a list, an array or a tensor, but is {values!r} instead."
         ) from None
-    if not nested:
-        return values
-    if len(values) != 1:
+    if nested and len(values) != 1:
         raise SampleError(f"`{name}` must have shape (L,) or (1, L), but holds {len(values)} rows.")
-    return values[0]
+    return values[0] if nested else values
 
 
 def array_of_ints(values: list[Any]) -> np.ndarray[Any, Any] | None:
-    """Return a list of ints as `np.asarray` does, in half the time.
+    """Return a list of ints as `np.asarray` does, in half the time; `None` of anything else.
 
-    `marshal` writes the ints down with their types at once; `np.asarray` looks at each twice.
-
-    Returns:
-        The array; `None` where the list is empty, or holds anything but ints of 32 bits.
+    `marshal` writes ints of 32 bits with their types at once; `np.asarray` looks at each twice.
     """
     if not values or type(values[0]) is not int:
         return None

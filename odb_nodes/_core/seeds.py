@@ -14,21 +14,6 @@ import torch
 
 from odb_nodes.errors import WorkerError
 
-__all__ = [
-    "GENERATORS",
-    "declares_draws",
-    "is_global",
-    "load_rngs",
-    "own_rngs",
-    "preserved_rngs",
-    "put_back",
-    "save_rngs",
-    "seed_rngs",
-    "seeded_generators",
-    "state_of",
-    "states_of_rngs",
-]
-
 _turn = threading.RLock()  # held by the thread of this library that has seeded the generators
 _turn_limit_s = 0.0  # that others wait for it at most
 _POLL_S = 0.1
@@ -42,8 +27,7 @@ def declares_draws(function: Any) -> bool | None:
     """Tell whether a function, or a dataset, draws random numbers; `None` where nobody has said.
 
     It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
-    that has it, as those of this library do: a subclass may draw. So may a wrapper, to which
-    `functools.wraps` copies the attribute.
+    that has it: a subclass may draw, and so may a wrapper, to which `functools.wraps` copies it.
     """
     declared = getattr(function, _DRAWS, None)
     if not isinstance(declared, bool):
@@ -77,11 +61,7 @@ def preserved_rngs() -> Iterator[None]:
 def own_rngs(limit_s: float) -> Iterator[None]:
     """Have the global generators alone among the threads of this library, and put them back after.
 
-    Args:
-        limit_s: seconds that another thread waits, at most, for the end of this block.
-
-    Raises:
-        WorkerError: another thread does not give them back.
+    Another thread waits at most `limit_s` for the end of this block, and raises a `WorkerError`.
     """
     global _turn_limit_s
     start_s = time.monotonic()
@@ -103,7 +83,7 @@ def own_rngs(limit_s: float) -> Iterator[None]:
 
 
 def states_of_rngs() -> tuple[Any, ...]:
-    """Return the states of the global generators, which change if anybody draws from them."""
+    """Return the states of the global generators, to be compared: draws change them."""
     name, keys, *rest = np.random.get_state(legacy=True)
     python, generator = random.getstate(), torch.get_rng_state()
     return python, name, np.asarray(keys).tobytes(), *rest, generator.numpy().tobytes()
@@ -122,7 +102,12 @@ def seeded_generators(generators: Sequence[Any], seeds: Iterable[int]) -> Iterat
     before = [state_of(generator) for generator in generators]
     try:
         for generator, seed in zip(generators, seeds, strict=True):
-            _seed(generator, seed)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.Generator):
+                put_back(generator, type(generator.bit_generator)(seed).state)
+            else:
+                generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):
@@ -133,9 +118,7 @@ def state_of(generator: Any) -> Any:
     """Return the state of a generator of the types `GENERATORS`."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def put_back(generator: Any, state: Any) -> None:
@@ -146,18 +129,6 @@ def put_back(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        bits.state = type(bits)(seed).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed & 0xFFFFFFFF)
-    else:
-        generator.seed(seed)
 
 
 def save_rngs() -> dict[str, Any]:

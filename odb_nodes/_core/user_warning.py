@@ -19,13 +19,9 @@ _filters: object = None
 def warn_user(
     message: str, *, once: Hashable = None, category: type[Warning] = UserWarning
 ) -> None:
-    """Warn at the user's line: the first outside of `_BETWEEN`. On a thread of ours, at our line.
+    """Warn at the first line outside of `_BETWEEN`; on a thread of ours, at our line.
 
-    Args:
-        message: the text.
-        once: what the warning is about, for a text with numbers: a process warns of it once,
-            whatever the numbers. `None`: the filters of `warnings` decide.
-        category: kind of the warning.
+    `once` names the cause of a text with numbers: a process warns of it once, whatever the numbers.
     """
     global _filters
     if once is not None:
@@ -41,7 +37,6 @@ def warn_user(
 
 
 def _user_level() -> int:
-    """Return the `stacklevel` of the user's line, for `warn_user` to use."""
     frame, level = sys._getframe(1), 1  # that of `warn_user`
     while (caller := frame.f_back) is not None:
         frame, level = caller, level + 1

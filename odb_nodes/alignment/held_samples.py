@@ -9,8 +9,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.payload import decode_sample, encode_sample
-from odb_nodes.nodes.sample_records import RecordsState, SampleRecords
+from odb_nodes.nodes.sample_records import RecordsState, SampleRecords, decode_sample, encode_sample
 from odb_nodes.sample import Sample
 
 HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]

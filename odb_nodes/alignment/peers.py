@@ -12,7 +12,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_seconds
-from odb_nodes._core.forks import Owner
+from odb_nodes._core.processes import Owner
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,

@@ -29,7 +29,7 @@ from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samp
 from odb_nodes.contract.node import call_member, check_node, recalls, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
-from odb_nodes.nodes.payload import decode_sample, encode_sample
+from odb_nodes.nodes.sample_records import decode_sample, encode_sample
 from odb_nodes.planning.alignment import CostReport, Uneven, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import (

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from odb_nodes._core.writable_path import check_is_writable
+from odb_nodes._core.command_line import check_is_writable
 from odb_nodes.planning.auto_window import parse_window
 from odb_nodes.planning.options import JobOptions
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from odb_nodes._core.atomic_file import replacing
+from odb_nodes._core.files import replacing
 from odb_nodes.errors import StateError
 
 __all__ = ["load_state", "save_state"]

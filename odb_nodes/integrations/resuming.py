@@ -13,7 +13,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint import saved_states
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.resharding import reshard
-from odb_nodes.loader.resharding.sealed import check_alike
+from odb_nodes.loader.resharding.sealed import check_same
 from odb_nodes.monitor.resharding import reshard_monitor
 
 __all__ = [
@@ -85,7 +85,7 @@ def resharded_run(
     Raises:
         StateError: they are of different places, or the loader cannot be resharded.
     """
-    check_alike("the run", runs, alike)
+    check_same("the run", runs, *alike)
     positions: Sequence[Any] = runs
     if positions[0].loader is not None:
         own["loader"] = reshard([one.loader for one in positions], world_size)[rank]

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.ledger.rank_records import RankRecords
 from odb_nodes.ledger.reading import Attempt, place, position
 from odb_nodes.ledger.records import ENDS_EPOCH, STEP

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.counts import counted
-from odb_nodes._core.notebooks import html_table, html_text
+from odb_nodes._core.text import counted, html_table, html_text
 from odb_nodes.ledger.entries import merkle_root
 
 

@@ -86,19 +86,7 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
 def saved_states(
     folder: str | os.PathLike[str], rank: int, world_size: int
 ) -> tuple[list[Any], bool]:
-    """Read this rank's state from a checkpoint folder, or all, if of another number of ranks.
-
-    Args:
-        folder: the folder that `save_rank_state` wrote into.
-        rank: this rank.
-        world_size: number of ranks.
-
-    Returns:
-        The states, and whether that is this rank's alone.
-
-    Raises:
-        FileNotFoundError, StateError: see `load_rank_state`.
-    """
+    """Return this rank's state alone, and True; or those of another number of ranks, and False."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")

@@ -5,46 +5,39 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = [
-    "CheckpointFolders",
-    "Contents",
-    "choose",
-    "file_name",
-    "number_of",
-    "step_of",
-]
+from odb_nodes.errors import PeerError
+
+__all__ = ["CheckpointFolders", "Contents", "choose", "file_name", "step_of"]
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{8})")
 _FILE = re.compile(r"rank(\d+)-of-(\d+)\.pt")
 _REMOVED = ".removed-"
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The files in the folder of a checkpoint.
-
-    Attributes:
-        world_size: number of ranks that saved, or save, it.
-        missing: the ranks whose file is not there.
-    """
+class Contents(NamedTuple):
+    """The number of ranks that save a checkpoint, and those whose file is not there."""
 
     world_size: int
-    missing: tuple[int, ...]
+    missing: Sequence[int]
+
+
+class _Save(NamedTuple):
+    """What a folder is named after: its number, from 1 on over all runs, the step, and the run."""
+
+    number: int
+    step: int
+    run: str
 
 
 class CheckpointFolders:
     """The checkpoints below a folder. A checkpoint is a folder with a file of each rank.
 
-    A folder is named after the number of the save, which counts on over all runs, the step, and an
-    identifier of the run. So what a killed job has left is never filled up by another.
-
-    Args:
-        root: the folder that they are in.
+    What a killed job has left is never filled up by another, whose folders have its own name.
     """
 
     # Files come by an atomic rename, and a whole folder goes by one: what is seen is written in
@@ -59,56 +52,49 @@ class CheckpointFolders:
 
     def contents(self) -> dict[str, Contents]:
         """Return what each folder has, by name, in the order in which they were saved."""
-        if not self.root.is_dir():
-            return {}
-        found = {}
-        for name in sorted(os.listdir(self.root), key=number_of):
-            if _FOLDER.fullmatch(name) and (contents := _contents_of(self.root / name)):
-                found[name] = contents
-        return found
+        found = {name: self.contents_of(self.root / name) for name in self._saves()}
+        return {name: one for name, one in found.items() if one is not None}
 
-    def view(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the same as JSON data: `Contents(*view[name])`."""
-        return {name: (one.world_size, one.missing) for name, one in self.contents().items()}
-
-    def missing(self, folder: Path) -> tuple[int, ...]:
-        """Return the ranks that have not written into a folder; none where it is removed."""
-        contents = _contents_of(folder)
-        return contents.missing if contents else ()
+    def contents_of(self, folder: Path) -> Contents | None:
+        """Return what a folder has; None where it has no file of a rank, or is gone."""
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return None
+        files = [match.groups() for name in names if (match := _FILE.fullmatch(name))]
+        if not files:
+            return None
+        world_size = int(files[0][1])
+        missing = {*range(world_size)} - {int(rank) for rank, _ in files}
+        return Contents(world_size, tuple(sorted(missing)))
 
     def complete(self) -> list[Path]:
         """Return the folders that have the files of all ranks, the newest one last."""
         return [self.root / name for name, found in self.contents().items() if not found.missing]
 
-    def rivals(self, own: Iterable[Path]) -> list[tuple[str, str]]:
-        """Return the names of folders of one save that differ in the step: own, another rank's.
-
-        Args:
-            own: folders that this rank saves into.
-        """
-        by_save = {_save_of(folder.name): folder.name for folder in own}
-        names = sorted(os.listdir(self.root))
-        pairs = ((by_save.get(_save_of(name), name), name) for name in names)
-        return [(mine, name) for mine, name in pairs if mine != name]
-
-    def foreign(self, own: Path) -> list[str]:
-        """Return the names of folders that another run has saved since this one began.
-
-        Args:
-            own: the folder that this rank saves into.
-        """
-        run = own.name.rpartition("-")[2]
-        names = sorted(os.listdir(self.root))
-        return [
-            name
-            for name in names
-            if number_of(name) >= number_of(own.name) and not name.endswith(run)
-        ]
-
     def last_number(self) -> int:
         """Return the number of the last save, complete or not; 0 where there is none."""
-        names = os.listdir(self.root) if self.root.is_dir() else []
-        return max(map(number_of, names), default=0)
+        return max((save.number for save in self._saves().values()), default=0)
+
+    def check_saves(self, own: Sequence[Path], rank: int) -> None:
+        """Raise where another rank saves another step, or another run saves here.
+
+        `own`: the folders that this rank saves into, the newest one last.
+        """
+        mine = {_save_of(folder.name)._replace(step=0): folder.name for folder in own}
+        newest = _save_of(own[-1].name)
+        for name, save in self._saves().items():
+            if save.number >= newest.number and save.run != newest.run:
+                raise PeerError(
+                    f"another run saves into `{self.root}`: `{name}` is not of this one, which "
+                    f"saves `{own[-1].name}`. End it, or give each a folder of its own."
+                )
+            if (of_rank := mine.get(save._replace(step=0), name)) != name:
+                raise PeerError(
+                    f"the ranks save different steps: rank {rank} saves `{of_rank}`, but "
+                    f"another rank `{name}`, in `{self.root}`. All ranks must call `save` at "
+                    "the same steps. The checkpoints before that are kept."
+                )
 
     def clean(self, new: Path, keep: int) -> None:
         """Remove what is older than the `keep` newest checkpoints, once `new` is complete.
@@ -120,28 +106,29 @@ class CheckpointFolders:
             return
         kept = complete[: complete.index(new) + 1][-keep:]
         for name in os.listdir(self.root):
-            if 0 < number_of(name) < number_of(new.name) and self.root / name not in kept:
-                self._remove(name)
+            if 0 < _save_of(name).number < _save_of(new.name).number and (
+                self.root / name not in kept
+            ):
+                removed = self.root / f"{_REMOVED}{name}"
+                with suppress(OSError):  # Another rank is doing it.
+                    os.rename(self.root / name, removed)
+                shutil.rmtree(removed, ignore_errors=True)
             elif name.startswith(_REMOVED):  # by a job that was killed
                 shutil.rmtree(self.root / name, ignore_errors=True)
 
-    def _remove(self, name: str) -> None:
-        removed = self.root / f"{_REMOVED}{name}"
-        with suppress(OSError):  # Another rank is doing it.
-            os.rename(self.root / name, removed)
-        shutil.rmtree(removed, ignore_errors=True)
+    def _saves(self) -> dict[str, _Save]:
+        names = os.listdir(self.root) if self.root.is_dir() else []
+        saves = {name: save for name in names if (save := _save_of(name)).number}
+        return dict(sorted(saves.items(), key=lambda one: one[1]))
 
 
 def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | None]:
     """Return the newest checkpoint that all ranks see complete, and the newest that there is.
 
-    These differ where the ranks do not see the same files.
-
-    Args:
-        views: what each rank sees.
+    These differ where the ranks do not see the same files. `views`: what each rank sees.
     """
     everywhere, somewhere = None, None
-    for name in sorted({name for view in views for name in view}, key=number_of):
+    for name in sorted({name for view in views for name in view}, key=_save_of):
         seen = [view[name] for view in views if name in view]
         if len(seen) == len(views) and not any(contents.missing for contents in seen):
             everywhere = name
@@ -150,36 +137,17 @@ def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | N
     return everywhere, somewhere
 
 
-def number_of(name: str) -> int:
-    """Return the number of the save that a folder is named after; 0 where it is none."""
-    match = _FOLDER.fullmatch(name)
-    return int(match[1]) if match else 0
-
-
-def step_of(name: str) -> int:
-    """Return the step that the folder of a checkpoint is named after."""
-    return int(name.split("-")[2])
-
-
-def _save_of(name: str) -> tuple[str, str] | None:
-    """Return the number and the run that a folder is named after; None where it is none."""
-    match = _FOLDER.fullmatch(name)
-    return (match[1], match[3]) if match else None
-
-
 def file_name(rank: int, world_size: int) -> str:
     """Return the name of a rank's file."""
     return f"rank{rank:05d}-of-{world_size:05d}.pt"
 
 
-def _contents_of(folder: Path) -> Contents | None:
-    """Return what a folder has; None where it has no file of a rank, or is gone."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return None
-    files = [(int(match[1]), int(match[2])) for name in names if (match := _FILE.fullmatch(name))]
-    if not files:
-        return None
-    world_size = files[0][1]
-    return Contents(world_size, tuple(sorted({*range(world_size)} - {rank for rank, _ in files})))
+def step_of(name: str) -> int:
+    """Return the step that the folder of a checkpoint is named after."""
+    return _save_of(name).step
+
+
+def _save_of(name: str) -> _Save:
+    """Return what a folder is named after; number 0 where it is none."""
+    match = _FOLDER.fullmatch(name)
+    return _Save(int(match[1]), int(match[2]), match[3]) if match else _Save(0, 0, "")

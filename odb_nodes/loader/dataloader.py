@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_type
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.alignment.aligned_round import LossScaling
+from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.loader.graph_counts import GraphCounts
+from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.option_guard import OptionGuard
 from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
-from odb_nodes.loader.rank_graph import RankGraph, graphs_of_team
-from odb_nodes.loader.torch_options import options_of
-from odb_nodes.nodes.excluded_keys import Exclude
+from odb_nodes.loader.pipeline import RankGraph, graphs_of_team
+from odb_nodes.nodes.exclusions import Exclude
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget, Uneven
 from odb_nodes.planning.auto_window import WindowSize
-from odb_nodes.processing import WorkerOptions
+from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
+from odb_nodes.sources.datasets import order_of
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
+F = TypeVar("F", bound=Callable[..., None])
 
-class ODBDataLoader(OptionGuard, GraphCounts):
+_OF_DATALOADER = {
+    "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
+    "batch_sampler": "batches are formed here: pass a `sampler`",
+    "drop_last": "`uneven=` says what becomes of the last batches",
+    "generator": "pass a `seed`",
+    "multiprocessing_context": "pass `workers=WorkerOptions(start_method=)`",
+    "persistent_workers": "workers always persist",
+    "prefetch_factor": "pass `prefetch=`, in batches, or `WorkerOptions(in_flight_samples=)`",
+    "timeout": "pass `workers=WorkerOptions(timeout_s=)`",
+    "worker_init_fn": "pass `workers=WorkerOptions(worker_init_fn=)`",
+}
+"""Arguments of torch's `DataLoader` that dynamic batches do not have -> what there is instead."""
+
+_FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
+
+
+def _explains_arguments_of_torch(init: F) -> F:
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        if unknown := [name for name in given if name in _OF_DATALOADER]:
+            raise TypeError(
+                f"`{unknown[0]}` is an argument of `DataLoader` that `{type(self).__name__}` does "
+                f"not have: {_OF_DATALOADER[unknown[0]]}."
+            )
+        init(self, *args, **given)
+
+    return cast(F, checked)
+
+
+class ODBDataLoader(Loader[Any]):
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
     It builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
@@ -104,6 +136,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
 
     yields_batches = True
 
+    @_explains_arguments_of_torch
     def __init__(
         self,
         dataset: Any,
@@ -155,7 +188,7 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             )
         if prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, prefetch)
-        self._loader: Loader[Any] = Loader(root)
+        super().__init__(root)
 
     @classmethod
     def from_dataloader(
@@ -178,11 +211,36 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             ValueError: the sampler of `loader` cannot yield its order again.
         """
         check_type("loader", loader, DataLoader)
-        return cls(loader.dataset, token_budget=token_budget, **options_of(loader, options))
+        if loader.collate_fn not in (default_collate, default_convert):
+            options.setdefault("collate_fn", loader.collate_fn)
+        has_order = isinstance(loader.dataset, IterableDataset) or {"sampler", "shuffle"} & {
+            *options
+        }
+        if not has_order:
+            options = {**order_of(loader, group_rank(options.get("process_group"))), **options}
+        if "workers" not in options and "num_workers" not in options:
+            context = loader.multiprocessing_context
+            options["workers"] = WorkerOptions(
+                num_workers=loader.num_workers,
+                start_method=None if context is None else context.get_start_method(),
+                worker_init_fn=loader.worker_init_fn,
+                timeout_s=loader.timeout or WorkerOptions.timeout_s,
+            )
+        options.setdefault("pin_memory", loader.pin_memory)
+        return cls(loader.dataset, token_budget=token_budget, **options)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or continue from a loaded state. See `Loader`."""
-        return iter(self._loader)
+    def __setattr__(self, name: str, value: Any) -> None:
+        cls = type(self)
+        is_made = "root" in vars(self) and cls.__init__ is ODBDataLoader.__init__
+        # A subclass may have a property of that name.
+        is_ours = getattr(cls, name, None) is getattr(ODBDataLoader, name, None)
+        if name in _FIXED and is_made and is_ours:
+            raise AttributeError(
+                f"`{name}` cannot be set on a loader that is made, and would change nothing. Make "
+                f"another with `{name}=`; to go on where this one stands, load its state there "
+                "(`strict=False` lets some options change)."
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         try:
@@ -196,25 +254,6 @@ class ODBDataLoader(OptionGuard, GraphCounts):
             where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
         return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
 
-    def __bool__(self) -> bool:
-        return True  # and not `len`
-
-    def __len__(self) -> int:
-        """Raise an error: the number of batches is known only when an epoch has ended.
-
-        Raises:
-            TypeError: always; `num_samples` measures progress.
-        """
-        raise TypeError(
-            "the number of batches is not known before the epoch has ended. Measure progress in "
-            "samples: `tqdm(total=loader.num_samples)` and `info.local_samples` per batch."
-        )
-
-    @property
-    def root(self) -> BaseNode[Any]:
-        """Last node of the graph."""
-        return self._loader.root
-
     @property
     def options(self) -> LoaderOptions:
         """The arguments that it was made with, beside the dataset."""
@@ -223,22 +262,21 @@ class ODBDataLoader(OptionGuard, GraphCounts):
     @property
     def epoch(self) -> int:
         """Number of the epoch that the most recent iterator, or a loaded state, is in."""
-        return self._position()[0]
+        return self._place()[0]
 
     @property
     def step(self) -> int:
         """Number of batches taken of that epoch."""
-        return self._position()[1]
+        return self._place()[1]
 
     @property
     def samples_done(self) -> int:
         """Number of samples in those batches, on this rank; of `num_samples`."""
-        return self._position()[2]
+        return self._place()[2]
 
-    def _position(self) -> tuple[int, int, int]:
+    def _place(self) -> tuple[int, int, int]:
         """Return epoch, step and samples done."""
-        position = self._loader.position
-        if position is None:
+        if (position := self.position) is None:
             return 0, 0, 0
         root: Any = position.root
         if self._options.virtual_ranks is not None:
@@ -250,30 +288,64 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         for graph in self._graphs:
             graph.collator.trust_labels()
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from the next epoch on. See `Loader.set_weights`."""
-        self._loader.set_weights(weights)
+    @property
+    def accumulate(self) -> int:
+        """Number of batches of an optimizer step."""
+        return self._graphs[0].aligner.accumulate * len(self._graphs)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next epoch; a loaded state from within an epoch takes precedence."""
-        self._loader.set_epoch(epoch)
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of an epoch on this rank.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the most recent iterator: plain data, owned by the caller."""
-        return self._loader.state_dict()
+        Raises:
+            TypeError: the dataset does not know its length.
+        """
+        return sum(length_of(graph.samples) for graph in self._graphs)
 
-    def load_state_dict(
-        self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
-    ) -> None:
-        """Make the next `iter()` continue from a state. See `Loader.load_state_dict`."""
-        self._loader.load_state_dict(state_dict, strict=strict, change_budget=change_budget)
+    @property
+    def replayed_samples(self) -> int:
+        """Number of samples that the last restore processed again."""
+        return sum(
+            one.bucketer.replayed_samples + one.aligner.replayed_samples for one in self._graphs
+        )
 
-    def close(self) -> None:
-        """Stop threads and workers; `state_dict` keeps the position. See `Loader.close`."""
-        self._loader.close()
+    @property
+    def oversize_samples(self) -> int:
+        """Number of samples of this epoch so far that exceeded the budget on their own."""
+        return sum(graph.bucketer.oversize_samples for graph in self._graphs)
 
-    def __enter__(self) -> ODBDataLoader:
-        return self
+    @property
+    def dropped_samples(self) -> int:
+        """Number of samples of this epoch so far that `oversize="drop"` left out."""
+        return sum(graph.bucketer.dropped_samples for graph in self._graphs)
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    @property
+    def skipped_samples(self) -> dict[str, int]:
+        """Number of samples of this epoch so far that processing skipped, by reason."""
+        reasons = [Counter(graph.bucketer.skipped_samples) for graph in self._graphs]
+        return dict(sum(reasons, Counter()))
+
+    @property
+    def excluded_samples(self) -> int:
+        """Number of samples of this epoch so far that `exclude` left out."""
+        return sum(graph.bucketer.excluded_samples for graph in self._graphs)
+
+    @property
+    def unemitted_samples(self) -> int:
+        """Number of samples of this rank and epoch that `uneven="stop"` left over."""
+        return sum(graph.aligner.unemitted_samples for graph in self._graphs)
+
+    @property
+    def exchange_wait_s(self) -> float:
+        """Seconds that the thread that makes the batches has waited for other ranks so far."""
+        return self._graphs[0].aligner.exchange_wait_s
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the running worker processes."""
+        processors = (one for one in self._nodes_of_samples() if isinstance(one, ParallelProcessor))
+        return [pid for one in processors for pid in one.worker_pids]
+
+    def _nodes_of_samples(self) -> Iterator[BaseNode[Any]]:
+        for graph in self._graphs:
+            yield from walk(graph.samples)

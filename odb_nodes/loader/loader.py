@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_bool, check_count
-from odb_nodes._core.forks import Owner
-from odb_nodes.contract import copy_state
+from odb_nodes._core.processes import Owner
+from odb_nodes.contract import Count, NodeState, SourceState, copy_state, snapshot
 from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
+    blame_sources,
     close_nodes,
     has_threads,
     length_of,
@@ -27,12 +29,37 @@ from odb_nodes.contract.graph import (
 from odb_nodes.contract.node import StatefulNode, check_node
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.loader.loader_iterator import LoaderIterator, LoaderState, held
-from odb_nodes.loader.ownership import claim, release
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.sources.source_mixer import SourceMixer
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 T = TypeVar("T")
+
+_NODE = "Loader"
+"""The name in a state, that of subclasses too."""
+
+
+@dataclass(kw_only=True)
+class LoaderState(NodeState):
+    """Where a `Loader` stands.
+
+    Attributes:
+        root: the state of the graph.
+        num_yielded: items yielded in the epoch.
+        ended: the end of the epoch was seen.
+        next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
+        next_weights: the weights that were set by `set_weights` for an epoch that has not begun.
+        left: the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows.
+    """
+
+    root: SourceState
+    num_yielded: Count
+    ended: bool
+    next_epoch: int | None = None
+    next_weights: dict[str, float] = field(default_factory=dict)
+    left: bool
 
 
 class Loader(Generic[T]):
@@ -70,26 +97,7 @@ class Loader(Generic[T]):
         *,
         stop_timeout_s: float = 60.0,
     ) -> None:
-        check_node("root", root)
-        for node in walk(root):
-            if getattr(node, "in_order", True) is False:
-                raise ValueError(
-                    f"`in_order` of `{type(node).__name__}` must be True: without an order, no "
-                    "state can say which items came out, and a resumed run loses and repeats some."
-                )
-            if (sampler := unrepeatable_sampler(node)) is not None:
-                raise ValueError(
-                    f"`sampler` of `{type(node).__name__}` is a `{type(sampler).__name__}`, whose "
-                    "order cannot be drawn again: a resumed run loses and repeats samples. Use "
-                    "`ShardedSampler`, or a sampler that is seeded by `set_epoch`."
-                )
-            named = (getattr(one, "exclude", None) for one in walk(node))
-            if replays_items(node) and any(isinstance(one, ExcludedKeys) and one for one in named):
-                raise ValueError(
-                    f"`exclude` must be empty below a `{type(node).__name__}` that takes items of "
-                    "its source once more when it is restored, and would take others then. Leave "
-                    "`snapshot_frequency` at 1, and `prebatch` at None."
-                )
+        _check_root(root)
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
@@ -99,7 +107,7 @@ class Loader(Generic[T]):
         self._strict, self._change_budget = True, False
         self._next_epoch: int | None = None
         self._next_weights: dict[str, float] = {}
-        self._lost: Exception | None = None  # why nobody knows where the graph stands
+        self._lost: Exception | None = None  # why the position of the graph is unknown
         self._had_items = False  # in an epoch before this one
         self._owner = Owner()
         self._beginning = threading.RLock()
@@ -115,10 +123,14 @@ class Loader(Generic[T]):
         except TypeError as error:
             raise TypeError(
                 f"{error} Dynamic batches are counted only as they come: measure progress in "
-                "samples, by `local_samples` of the `StepInfo` of each batch."
+                "samples, by `StepInfo.local_samples` of each batch, which add up to `num_samples` "
+                "of an `ODBDataLoader`: `tqdm(total=loader.num_samples)`."
             ) from None
 
-    def __iter__(self) -> LoaderIterator[T]:
+    def __bool__(self) -> bool:
+        return True  # and not `len`, which few graphs know
+
+    def __iter__(self) -> Iterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one.
 
         Raises:
@@ -126,34 +138,30 @@ class Loader(Generic[T]):
                 another thread takes an item of this one.
             StateError: the loaded state does not fit the graph. It stays loaded.
         """
-        it = self._it
-        with held(self._beginning), nullcontext() if it is None else held(it.taking):
-            if self._pending is not None or self._it is None or self._it.touched:
-                self._begin()
-            assert self._it is not None
-            return self._it
+        return self._present_iterator()
 
-    def __bool__(self) -> bool:
-        return True  # and not `len`, which few graphs know
+    def _present_iterator(self) -> LoaderIterator[T]:
+        it = self._it
+        with _held(self._beginning), nullcontext() if it is None else _held(it.taking):
+            if self._pending is None and it is not None and not it.touched:
+                return it
+            return self._begin()
 
     @property
     def position(self) -> LoaderState | None:
-        """Where the loaded state or the most recent iterator stands; `None` before the first.
-
-        Begins nothing. Shared: not to be changed.
-        """
+        """Where it stands; `None` before the first iterator. Shared: not to be changed."""
         if self._pending is not None or self._it is None:
             return self._pending
         return self._it.state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the most recent iterator stands. The caller owns the result."""
+        """Return where the most recent iterator stands: plain data, which the caller owns."""
         state = self._pending
         if state is None:
             self._check_process()
-            state = (iter(self) if self._it is None else self._it).state()
+            state = (self._it or self._present_iterator()).state()
         state = replace(state, next_epoch=self._next_epoch, next_weights=self._next_weights)
-        return seal_whole(type(self).__name__, state)
+        return seal_whole(_NODE, state)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
@@ -173,10 +181,9 @@ class Loader(Generic[T]):
                 raised by `iter()`.
             TypeError: `change_budget` is no bool.
         """
-        check_bool("change_budget", change_budget)
-        state = unseal_whole(state_dict, type(self).__name__, LoaderState)
+        self._change_budget = check_bool("change_budget", change_budget)
+        state = unseal_whole(state_dict, _NODE, LoaderState)
         self._pending, self._strict, self._leaving = state, strict, False
-        self._change_budget = change_budget
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
         self._it, self._lost = None, None
 
@@ -232,43 +239,27 @@ class Loader(Generic[T]):
             self._leaving = self._it.touched
         self._suspend()
 
-    def _suspend(self) -> None:
-        """Close the graph; the next `iter()` goes on where it stands, unless `_leaving`."""
-        it, self._it = self._it, None
-        try:
-            if it is not None:
-                self._pending = self._position(it)
-                self._strict, self._change_budget = True, False
-        finally:
-            close_nodes(self.root, self._stop_timeout_s)
-            release(self.root, self)
-
-    def __enter__(self) -> Loader[T]:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _begin(self) -> None:
+    def _begin(self) -> LoaderIterator[T]:
         """Make the iterator that `iter` asks for. If that raises, the next `iter` tries again."""
         self._check_process()
         if self._lost is not None:
             raise StateError(
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from self._lost
-        claim(self.root, self)
+        _claim(self.root, self)
         state = None if self._leaving else self._pending
-        before = self._pending if self._it is None else self._position(self._it)
+        before = self._pending if self._it is None else self._position_of(self._it)
         self._had_items = self._had_items or (before is not None and before.num_yielded > 0)
         self._it = None
         try:
             stop_threads(self.root, self._stop_timeout_s)
-            it = self._begin_epoch() if state is None else self._restore(state)
+            self._it = it = self._begin_epoch() if state is None else self._restore(state)
         except BaseException:
             if state is None and before is not None:
                 before = replace(before, left=True)
@@ -277,42 +268,22 @@ class Loader(Generic[T]):
             raise
         finally:
             self._leaving = False
-        self._it, self._pending = it, None
+        self._pending = None
+        return it
 
-    def _check_process(self) -> None:
-        """Check that the threads and workers of the graph, if any, are this process's own.
-
-        Raises:
-            WorkerError: they belong to the process that this one was forked from.
-        """
-        if self._is_foreign():
-            self._owner.check("this loader")
-
-    def _is_foreign(self) -> bool:
-        if self._owner.is_here:
-            return False
-        if has_threads(self.root):
-            return True
-        self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
-        return False
-
-    def _position(self, it: LoaderIterator[T]) -> LoaderState:
-        try:
-            return it.state()
-        except Exception as error:
-            self._lost = error
-            raise
+    def _begin_epoch(self) -> LoaderIterator[T]:
+        for mixer in _outermost_mixers(self.root) if self._next_weights else ():
+            mixer.set_weights(self._next_weights)
+        begin_epoch(self.root, self._next_epoch)
+        self._next_epoch, self._next_weights = None, {}
+        return LoaderIterator(self)
 
     def _restore(self, state: LoaderState) -> LoaderIterator[T]:
         try:
             with allow_mismatch(not self._strict), allow_smaller_budget(self._change_budget):
                 self.root.reset(copy_state(state.root))
         except StateError as error:
-            nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]
-            present = [(type(node).__name__, node.fingerprint()) for node in nodes]
-            with allow_smaller_budget(self._change_budget):
-                changes = several_changes(present, state.root) if self._strict else None
-            if changes is not None:
+            if self._strict and (changes := self._changes(state)) is not None:
                 raise StateError(changes) from error
             raise
         except SampleError:
@@ -327,28 +298,14 @@ class Loader(Generic[T]):
         if (state.ended and self._restart) or state.left:
             stop_threads(self.root, self._stop_timeout_s)
             return self._begin_epoch()
-        return self._iterator(state.num_yielded, state.ended)
+        return LoaderIterator(self, state.num_yielded, state.ended)
 
-    def _begin_epoch(self) -> LoaderIterator[T]:
-        for mixer in _outermost_mixers(self.root) if self._next_weights else ():
-            mixer.set_weights(self._next_weights)
-        begin_epoch(self.root, self._next_epoch)
-        self._next_epoch, self._next_weights = None, {}
-        return self._iterator(0, ended=False)
-
-    def _iterator(self, num_yielded: int, ended: bool) -> LoaderIterator[T]:
-        return LoaderIterator(
-            self.root, self._check_current, self._suspend, num_yielded, ended, self._had_items
-        )
-
-    def _check_current(self, it: LoaderIterator[T]) -> None:
-        """Raise if the loader has gone on without an iterator, perhaps on another thread."""
-        self._check_process()
-        if self._it is not it:
-            raise RuntimeError(
-                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
-                "again, or raised. Use the newest `iter(loader)`."
-            )
+    def _changes(self, state: LoaderState) -> str | None:
+        """Return an error that names all changes of the configuration, where there are several."""
+        nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]
+        present = [(type(node).__name__, node.fingerprint()) for node in nodes]
+        with allow_smaller_budget(self._change_budget):
+            return several_changes(present, state.root)
 
     def _see_end(self) -> None:
         """Let the nodes see their end again: some of torchdata's do not keep it in their state."""
@@ -360,6 +317,168 @@ class Loader(Generic[T]):
             "the state was saved at the end of an epoch, but the graph yields more items there. "
             "Resume over the data that the state was saved on."
         )
+
+    def _suspend(self) -> None:
+        """Close the graph; the next `iter()` goes on where it stands, unless `_leaving`."""
+        it, self._it = self._it, None
+        try:
+            if it is not None:
+                self._pending = self._position_of(it)
+                self._strict, self._change_budget = True, False
+        finally:
+            close_nodes(self.root, self._stop_timeout_s)
+
+    def _position_of(self, it: LoaderIterator[T]) -> LoaderState:
+        try:
+            return it.state()
+        except Exception as error:
+            self._lost = error
+            raise
+
+    def _check_process(self) -> None:
+        """Raise a `WorkerError` where the threads and workers are those of another process."""
+        if self._is_foreign():
+            self._owner.check("this loader")
+
+    def _is_foreign(self) -> bool:
+        if self._owner.is_here:
+            return False
+        if has_threads(self.root):
+            return True
+        self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
+        return False
+
+    def check_current(self, it: LoaderIterator[T]) -> None:
+        """Raise if the loader has gone on without an iterator, perhaps on another thread."""
+        self._check_process()
+        if self._it is not it:
+            raise RuntimeError(
+                "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
+                "again, or raised. Use the newest `iter(loader)`."
+            )
+
+
+class LoaderIterator(Iterator[T]):
+    """One epoch of a graph, or the rest of one."""
+
+    def __init__(self, loader: Loader[T], num_yielded: int = 0, ended: bool = False) -> None:
+        self._loader, self._root = loader, loader.root
+        self._num_yielded, self._ended = num_yielded, ended
+        self._state: LoaderState | None = None  # as long as it is the present one
+        self._left = False  # by `set_epoch`, and not taken up again
+        self.touched = False
+        """So that the next `iter()` begins an epoch."""
+        self.taking = threading.RLock()
+        """Held by the thread that is inside of `next`, or begins another epoch."""
+
+    def leave(self) -> None:
+        """Make the next `iter()` begin an epoch, unless this one is taken up again."""
+        self.touched = self._left = True
+        self._state = None
+
+    def state(self) -> LoaderState:
+        """Return where this iterator stands. Shared: not to be changed or given away."""
+        if self._state is None:
+            self._state = LoaderState(
+                root=snapshot(self._root),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+                left=self._left,
+            )
+        return self._state
+
+    def __next__(self) -> T:
+        self._loader.check_current(self)
+        with _held(self.taking):
+            return self._take()
+
+    def _take(self) -> T:
+        loader = self._loader
+        if self._left:
+            self._left, self._state = False, None
+        self.touched = True
+        if self._ended:
+            raise StopIteration
+        try:
+            self.state()  # Should the graph raise, this is where it is taken up again.
+            item: T = next(self._root)
+        except StopIteration:
+            loader.check_current(self)
+            if loader._had_items and not self._num_yielded:
+                loader._suspend()
+                raise SampleError(
+                    f"the epoch has no item, but one before had some. {blame_sources(self._root)}"
+                ) from None
+            self._ended, self._state = True, None
+            raise
+        except BaseException:
+            loader.check_current(self)
+            loader._suspend()
+            raise
+        self._num_yielded, self._state = self._num_yielded + 1, None
+        return item
+
+
+@contextmanager
+def _held(lock: threading.RLock) -> Iterator[None]:
+    """Hold the lock of an iterator or a loader, or raise where another thread holds it."""
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            "another thread is inside of `next` or `iter` of this loader: one thread must take all "
+            "items. To use several, hand the items on by a `queue.Queue`."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_root(root: BaseNode[Any]) -> None:
+    check_node("root", root)
+    for node in walk(root):
+        name = type(node).__name__
+        if getattr(node, "in_order", True) is False:
+            raise ValueError(
+                f"`in_order` of `{name}` must be True: without an order, no state can say which "
+                "items came out, and a resumed run loses and repeats some."
+            )
+        if (sampler := unrepeatable_sampler(node)) is not None:
+            raise ValueError(
+                f"`sampler` of `{name}` is a `{type(sampler).__name__}`, whose order cannot be "
+                "drawn again: a resumed run loses and repeats samples. Use `ShardedSampler`, or a "
+                "sampler that is seeded by `set_epoch`."
+            )
+        named = (getattr(one, "exclude", None) for one in walk(node))
+        if replays_items(node) and any(isinstance(one, ExcludedKeys) and one for one in named):
+            raise ValueError(
+                f"`exclude` must be empty below a `{name}` that takes items of its source once "
+                "more when it is restored, and would take others then. Leave `snapshot_frequency` "
+                "at 1, and `prebatch` at None."
+            )
+
+
+_owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Which `Loader` last moved a node: two at a time would take each other's items."""
+
+
+def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
+    """Make `loader` the one that moves the nodes of a graph."""
+    nodes = list(walk(root))
+    if any(_is_iterated_elsewhere(node, loader) for node in nodes):
+        gc.collect()  # A loader and its iterator refer to each other: it may be gone already.
+    for node in nodes:
+        if _is_iterated_elsewhere(node, loader):
+            raise RuntimeError(
+                f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
+                "another one, and each would take items that the other one then lacks. Make a node "
+                "for each loader, or `close()` the other one before."
+            )
+        _owners[node] = weakref.ref(loader)
+
+
+def _is_iterated_elsewhere(node: BaseNode[Any], loader: Loader[Any]) -> bool:
+    owner = _owners[node]() if node in _owners else None
+    return owner is not None and owner is not loader and owner._it is not None
 
 
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:

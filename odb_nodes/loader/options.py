@@ -18,7 +18,7 @@ from odb_nodes._core.checks import (
 from odb_nodes.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys
+from odb_nodes.nodes.exclusions import Exclude, ExcludedKeys
 from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import AUTO
@@ -108,22 +108,16 @@ class LoaderOptions(BatchOptions, JobOptions):
         check_bool("sharded", self.sharded)
         check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
         if self.virtual_ranks is not None:
-            self._check_virtual_ranks()
+            check_count("virtual_ranks", self.virtual_ranks)
+            if self.sharded:
+                raise ValueError(
+                    "`sharded` must be False with `virtual_ranks`, which plan the same steps for "
+                    "whatever number of ranks."
+                )
         if self.workers is not None and self.num_workers:
             raise ValueError(
                 "`num_workers` and `workers` must not both be given, but are "
                 f"{self.num_workers} and {self.workers} instead."
-            )
-
-    def _check_virtual_ranks(self) -> None:
-        check_count("virtual_ranks", self.virtual_ranks)
-        rules = {
-            "`sharded` must be False": self.sharded,
-        }
-        if broken := [rule for rule, is_broken in rules.items() if is_broken]:
-            raise ValueError(
-                f"{broken[0]} with `virtual_ranks`, which plan the same steps for whatever number "
-                "of ranks."
             )
 
     @property

@@ -1,52 +1,160 @@
-"""From datasets to a node of samples: what `ODBDataLoader` puts below its `WindowBucketer`."""
+"""The graph of one rank of an `ODBDataLoader`, from its datasets to its batches."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Number
 from typing import Any
 
+import numpy as np
+import torch
+import torchdata.nodes
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable
+from odb_nodes._compat.torch import pin_memory
+from odb_nodes._core.checks import check_callable, describe
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
+from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import group_rank
-from odb_nodes.loader.dataset_checks import check_is_dataset, check_no_columns, warn_of_sizes
+from odb_nodes.alignment.peers import VirtualTeam
+from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.collate.for_budget import collate_for
+from odb_nodes.collate.protocol import Collate, collate_group
+from odb_nodes.collate.token_rows import TOKEN_KEYS
+from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
-from odb_nodes.processing import ParallelProcessor, PerSource
+from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
+from odb_nodes.nodes.exclusions import ExcludedKeys
+from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
-from odb_nodes.sample import Observe, Sample, Skipped
-from odb_nodes.sources.datasets import source_of
+from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
+from odb_nodes.sources.datasets import dataset_of_rank, source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
-from odb_nodes.sources.mixing import Mixing, check_names
+from odb_nodes.sources.mixing import Mixing, Stop, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
 from odb_nodes.sources.weight_schedule import WeightSchedule
+from odb_nodes.step_info import StepInfo
+
+Prepare = Callable[[Any], Any] | None
 
 _PLAIN = (list, tuple, range)  # datasets that draw nothing
+_OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
+_FAR_APART = 10
+"""Sizes of datasets that differ by this factor are warned of where nobody has given weights."""
+_FATE = {
+    "all_exhausted": "is read up after {share:.1%} of the epoch, and is missing from the rest",
+    "first_exhausted": "ends the epoch when it is read up, after {share:.1%} of all samples",
+    "cycle": "is read {passes:.0f} times for each time that {largest!r} is",
+}
+
+
+class RankGraph:
+    """The nodes of one rank: those that yield samples, groups, aligned groups and batches."""
+
+    def __init__(self, dataset: Any, options: LoaderOptions) -> None:
+        collate = collate_for(options.budget, options.collate_fn)
+        # A subclass is left out: its `__call__` may expect the samples as processing returned them.
+        is_ours = type(collate) in (PaddingCollate, PackedCollate)
+        prepare = getattr(collate, "prepare", None) if is_ours else None
+        self.samples = sample_node(dataset, options, prepare)
+        self.bucketer = WindowBucketer(
+            self.samples,
+            options.budget,
+            options.window,
+            options.state,
+            options.exclude,
+            options.dearest_first,
+            options.diversity,
+        )
+        self.aligner = RankAligner(
+            self.bucketer,
+            options.process_group,
+            options.round_size,
+            options.uneven,
+            options.loss_scaling,
+            options.accumulate,
+            options.seed,
+            options.timeout_s,
+            tasks=options.tasks,
+        )
+        is_pinned = options.pin_memory and torch.cuda.is_available()
+        pinning = _PinningCollate(collate) if is_pinned else None
+        rank, _ = group_rank(options.process_group)
+        self.collator = GroupCollator(self.aligner, pinning or collate, options.seed, rank)
+        if options.collate_in != "main":
+            self._collate_in_workers(collate, pinning.pin if pinning else _as_it_is, options)
+
+    def _collate_in_workers(
+        self, collate: Collate, finish: Callable[[Any], Any], options: LoaderOptions
+    ) -> None:
+        mixer, always = self.samples, options.collate_in == "workers"
+        last = mixer.sources.values() if isinstance(mixer, SourceMixer) else [mixer]
+        processors = [one for one in last if isinstance(one, ParallelProcessor)]
+        why_not = "" if options.prefetch else "`prefetch` is 0"
+        for one in processors:
+            why_not = why_not or one.runner.cannot_make_batches(collate)
+        if not why_not:
+            self.collator.collate_in_workers(processors, collate, finish, always=always)
+        elif always:
+            warn_user(
+                f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process '
+                "makes the batches."
+            )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _PinningCollate:
+    """Pins what a collate function returns, for the device that is current when this is made."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._device = torch.cuda.current_device()  # A new thread begins with device 0.
+        self.draws_random_numbers = declares_draws(collate)
+
+    def pin(self, batch: Any) -> Any:
+        with torch.cuda.device(self._device):
+            return pin_memory(batch)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.pin(self._collate(samples))
+
+    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
+        return self.pin(collate_group(self._collate, samples, info))
+
+
+def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:
+    """Return the graphs of the virtual ranks that this process hosts, which share its workers."""
+    workers = options.workers or WorkerOptions(num_workers=options.num_workers)
+    workers = share_of(workers, team.hosted)
+    shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
+    graphs = []
+    for one in team.ranks():
+        own = dataset_of_rank(dataset, one.rank, one.world_size)
+        graphs.append(RankGraph(own, replace(shared, process_group=one)))
+    return graphs
+
+
+# --- from datasets to a node of samples -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SampleProcess:
-    """Makes a `Sample` of an item of the source: looks it up, processes it, observes it.
+    """Makes a `Sample` of an item of the source: looks it up, processes it, observes it."""
 
-    Args:
-        dataset: dataset that items are indices into; `None` where items are the data themselves.
-        process_fn: item of the dataset -> processed sample; `None` where it is one already.
-        observe: processed sample -> its cost; see `LengthObserver`.
-        prepare: first step of the collate function, done here sample by sample; `None` for none.
-    """
-
-    dataset: Any
+    dataset: Any  # that items are indices into; `None` where items are the data themselves
     process_fn: ProcessFn
     observe: Observe | None
-    prepare: Callable[[Any], Any] | None
+    prepare: Prepare  # the first step of the collate function, done here sample by sample
 
     @property
     def fingerprint_name(self) -> str:
@@ -77,128 +185,99 @@ class SampleProcess:
         return sample._replace(data=self.prepare(data))
 
 
-def sample_node(
-    dataset: Any, options: LoaderOptions, prepare: Callable[[Any], Any] | None = None
-) -> BaseNode[Any]:
-    """Return a node that yields the samples of a dataset, or of several that are mixed.
-
-    Args:
-        dataset: the `dataset` of the `ODBDataLoader`.
-        options: the options of the loader.
-        prepare: first step of the collate function, done by the workers sample by sample.
-
-    Raises:
-        TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
-    """
+def sample_node(dataset: Any, options: LoaderOptions, prepare: Prepare = None) -> BaseNode[Any]:
+    """Return a node that yields the samples of a dataset, or of a dict of those to mix."""
     check_no_columns(dataset)
-    pipeline = _Pipeline(options, prepare)
-    named = isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
-    if named or not isinstance(dataset, BaseNode):  # which may have sources of any name
-        _check_excluded(ExcludedKeys.of(options.exclude), [*dataset] if named else [])
-    if not named:
-        return pipeline.of_one(dataset)
+    is_mixture = (
+        isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
+    )
+    if is_mixture or not isinstance(dataset, BaseNode):  # which may have sources of any name
+        _check_excluded(ExcludedKeys.of(options.exclude), [*dataset] if is_mixture else [])
+    if not is_mixture:
+        return _one_dataset(dataset, options, prepare)
     if type(dataset) is not dict:
         raise TypeError(
             f"`dataset` must be one dataset, or a plain dict of those to mix, but is a "
             f"`{type(dataset).__name__}` of {sorted(dataset)}. Pass one of them, such as "
             '`dataset["train"]`; or `dict(dataset)` to mix them all.'
         )
-    return pipeline.of_several(dataset)
+    return _mixture(dataset, options, prepare)
 
 
-class _Pipeline:
-    """Builds the nodes that read and process the datasets of a loader, on this rank."""
+def _one_dataset(dataset: Any, options: LoaderOptions, prepare: Prepare) -> BaseNode[Any]:
+    check_callable("process_fn", options.process_fn)
+    if options.weights is not None:
+        raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
+    source, process = _read(dataset, options.process_fn, options.seed, options, prepare)
+    return _processor_of(options)(
+        source, process, seed=options.seed, workers=options.worker_options
+    )
 
-    def __init__(self, options: LoaderOptions, prepare: Callable[[Any], Any] | None) -> None:
-        self._options = options
-        self._prepare = prepare
-        rank, self._world_size = group_rank(options.process_group)
-        self._shard = (0, 1) if options.sharded else (rank, self._world_size)
-        self._processor = partial(ParallelProcessor, rank=rank, world_size=self._world_size)
 
-    def of_one(self, dataset: Any) -> BaseNode[Any]:
-        """Return a node that yields the samples of one dataset."""
-        options = self._options
-        check_callable("process_fn", options.process_fn)
-        if options.weights is not None:
-            raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
-        source, process = self._read(dataset, options.process_fn, options.seed)
-        return self._processor(source, process, seed=options.seed, workers=options.worker_options)
-
-    def of_several(self, datasets: dict[str, Any]) -> BaseNode[Any]:
-        """Return a node that yields the samples of several datasets, mixed by weight."""
-        options = self._options
-        if options.sampler is not None:
-            raise ValueError(
-                "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
-                "`IterableSource` of that order in place of the dataset that it is for."
-            )
-        functions = options.process_fn
-        if not isinstance(functions, Mapping):
-            functions = dict.fromkeys(datasets, functions)
-        check_names("process_fn", functions, "dataset", datasets)
-        seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
-        sources, processes = {}, {}
-        for name, dataset in datasets.items():
-            try:
-                sources[name], processes[name] = self._read(dataset, functions[name], seeds[name])
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"of source {name!r}: {error}") from error
-        mixing = Mixing.of(options.weights)
-        weights = self._weights(mixing, datasets)
-        if weights is None and mixing.by == "samples" and not options.sharded:
-            sizes = {name: _known_size(name, dataset) for name, dataset in datasets.items()}
-            if all(sizes.values()):
-                warn_of_sizes(sizes, mixing.stop)
-        workers = options.worker_options
-        mix = partial(
-            SourceMixer,
-            weights=weights,
-            by=mixing.by,
-            stop=mixing.stop,
-            world_size=self._world_size,
+def _mixture(datasets: dict[str, Any], options: LoaderOptions, prepare: Prepare) -> BaseNode[Any]:
+    if options.sampler is not None:
+        raise ValueError(
+            "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
+            "`IterableSource` of that order in place of the dataset that it is for."
         )
-        if mixing.by == "samples":
-            # Mixed before they are processed, so that all workers process items of any source.
-            process = PerSource(processes)
-            return self._processor(mix(sources), process, seed=options.seed, workers=workers)
-        make = partial(self._processor, workers=share_of(workers, len(datasets)))
-        return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
+    functions = options.process_fn
+    if not isinstance(functions, Mapping):
+        functions = dict.fromkeys(datasets, functions)
+    check_names("process_fn", functions, "dataset", datasets)
+    seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
+    sources, processes = {}, {}
+    for name, dataset in datasets.items():
+        try:
+            sources[name], processes[name] = _read(
+                dataset, functions[name], seeds[name], options, prepare
+            )
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"of source {name!r}: {error}") from error
+    mixing, workers = Mixing.of(options.weights), options.worker_options
+    mix = partial(
+        SourceMixer,
+        weights=_weights(mixing, datasets, options),
+        by=mixing.by,
+        stop=mixing.stop,
+        world_size=group_rank(options.process_group)[1],
+    )
+    processor = _processor_of(options)
+    if mixing.by == "samples":
+        # Mixed before they are processed, so that all workers process items of any source.
+        return processor(mix(sources), PerSource(processes), seed=options.seed, workers=workers)
+    make = partial(processor, workers=share_of(workers, len(datasets)))
+    return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
 
-    def _weights(
-        self, mixing: Mixing, datasets: Mapping[str, Any]
-    ) -> Mapping[str, float] | WeightSchedule | None:
-        if mixing.weights != "proportional":
-            return mixing.weights
-        if mixing.by != "samples" or self._options.sharded:
+
+def _processor_of(options: LoaderOptions) -> Callable[..., ParallelProcessor[Any]]:
+    rank, world_size = group_rank(options.process_group)
+    return partial(ParallelProcessor, rank=rank, world_size=world_size)
+
+
+def _read(
+    dataset: Any, process_fn: Any, seed: int, options: LoaderOptions, prepare: Prepare
+) -> tuple[Any, SampleProcess]:
+    """Return the source of a dataset, and what makes samples of its items."""
+    _check_is_dataset(dataset)
+    shard = (0, 1) if options.sharded else group_rank(options.process_group)
+    source, items = source_of(dataset, options.shuffle, seed, options.sampler, shard)
+    return source, SampleProcess(items, process_fn, options.observe, prepare)
+
+
+def _weights(
+    mixing: Mixing, datasets: Mapping[str, Any], options: LoaderOptions
+) -> Mapping[str, float] | WeightSchedule | None:
+    goes_by_size = mixing.by == "samples" and not options.sharded
+    if mixing.weights == "proportional":
+        if not goes_by_size:
             raise ValueError(
                 '`weights="proportional"` goes by the number of samples of whole datasets, so `by` '
                 'must be "samples" and `sharded` False. Pass weights.'
             )
         return {name: _size_of(name, dataset) for name, dataset in datasets.items()}
-
-    def _read(self, dataset: Any, process_fn: Any, seed: int) -> tuple[Any, SampleProcess]:
-        options = self._options
-        check_is_dataset(dataset)
-        source, items = source_of(dataset, options.shuffle, seed, options.sampler, self._shard)
-        return source, SampleProcess(items, process_fn, options.observe, self._prepare)
-
-
-def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
-    """Raise a ValueError for keys of a source that there is not; warn where none have names."""
-    for source in exclude.sources:
-        if source in names or any(source.startswith(f"{name}/") for name in names):
-            continue
-        if names:
-            raise ValueError(
-                f"`exclude` has keys of source {source!r}, but the sources are {sorted(names)}. "
-                "Pass a dict of source -> keys, with the names that `StepInfo.row_sources` shows."
-            )
-        if source:
-            warn_user(
-                f"`exclude` has keys of source {source!r}, but `dataset` is no dict of sources, so "
-                "they exclude nothing unless processing names that source."
-            )
+    if mixing.weights is None and goes_by_size:
+        _warn_of_sizes(datasets, mixing.stop)
+    return mixing.weights
 
 
 def _size_of(name: str, dataset: Any) -> int:
@@ -214,9 +293,76 @@ def _size_of(name: str, dataset: Any) -> int:
     raise TypeError(f"{needed}, which a node does not tell. Pass weights.")
 
 
-def _known_size(name: str, dataset: Any) -> int:
-    """Return the number of samples of a dataset, 0 where it is not known."""
+def _warn_of_sizes(datasets: Mapping[str, Any], stop: Stop) -> None:
+    """Warn of equal shares by default where the sizes of datasets are far apart."""
     try:
-        return _size_of(name, dataset)
+        sizes = {name: _size_of(name, dataset) for name, dataset in datasets.items()}
     except Exception:  # of the user's `__len__`: only a warning depends on it
-        return 0
+        return
+    smallest, largest = (pick(sizes, key=sizes.__getitem__) for pick in (min, max))
+    if not sizes[smallest] or sizes[largest] < _FAR_APART * sizes[smallest]:
+        return
+    share = sizes[smallest] * len(sizes) / sum(sizes.values())
+    passes = sizes[largest] / sizes[smallest]
+    fate = _FATE[stop].format(share=share, passes=passes, largest=largest)
+    warn_user(
+        f"`weights` are not given, so all datasets have equal shares, whatever their sizes {sizes}"
+        f': {smallest!r} {fate}. Pass `weights="proportional"` for shares by size, or weights, '
+        f"such as {dict.fromkeys(sizes, 1)} if equal shares are meant."
+    )
+
+
+def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
+    """Raise for keys of a source that does not exist; warn where sources have no names."""
+    for source in exclude.sources:
+        if source in names or any(source.startswith(f"{name}/") for name in names):
+            continue
+        if names:
+            raise ValueError(
+                f"`exclude` has keys of source {source!r}, but the sources are {sorted(names)}. "
+                "Pass a dict of source -> keys, with the names that `StepInfo.row_sources` shows."
+            )
+        if source:
+            warn_user(
+                f"`exclude` has keys of source {source!r}, but `dataset` is no dict of sources, so "
+                "they exclude nothing unless processing names that source."
+            )
+
+
+def check_no_columns(dataset: Any) -> None:
+    """Raise a `TypeError` for a dict of columns of numbers, which is no mixture of datasets."""
+    if not isinstance(dataset, Mapping):
+        return
+    names = sorted({*TOKEN_KEYS, *CLASS_KEYS} & {*dataset})
+    if columns := [name for name in names if _is_column(dataset[name])]:
+        raise TypeError(
+            "`dataset` must be a dataset, or a dict of datasets to mix, but is a "
+            f"`{type(dataset).__name__}` with the columns {columns}. Pass "
+            "`datasets.Dataset.from_dict(columns)`, or a list with a dict for each sample."
+        )
+
+
+def _is_column(value: Any) -> bool:
+    if not isinstance(value, (Sequence, np.ndarray, torch.Tensor)) or isinstance(value, str):
+        return False
+    return len(value) > 0 and isinstance(value[0], (Number, list, tuple, np.ndarray, torch.Tensor))
+
+
+def _check_is_dataset(dataset: Any) -> None:
+    """Raise a `TypeError` for a loader, and for a node that yields groups or batches."""
+    remedy = ""
+    if getattr(type(dataset), "yields_batches", False):
+        remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
+    elif isinstance(dataset, (Loader, torchdata.nodes.Loader)):
+        remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
+    elif type(dataset).__module__.partition(".")[0] == "pandas":
+        remedy = "yields its columns. Pass `datasets.Dataset.from_pandas(frame)`"
+    elif isinstance(dataset, dict) and dataset and all(isinstance(name, str) for name in dataset):
+        remedy = "has no samples at 0, 1, 2 and so on. Mixtures do not nest: name all its datasets"
+    elif isinstance(dataset, _OF_GROUPS):
+        remedy = "yields groups or batches. Iterate it by `Loader(node)`, or pass one of samples"
+    if remedy:
+        raise TypeError(
+            f"`dataset` must be a dataset, but is {describe(dataset)} instead, which {remedy}. "
+            "How nodes of your own become a graph is in docs/composing.md."
+        )

@@ -13,7 +13,7 @@ from odb_nodes.memory.meter import MemoryMeter, check_meter
 from odb_nodes.memory.training_state import unchanged_training
 from odb_nodes.memory.trials import MakeBatch, TrainStep, Trial, Trials
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.row_sizes import allowed_rows
+from odb_nodes.planning.budget import allowed_rows
 
 __all__ = ["preflight"]
 

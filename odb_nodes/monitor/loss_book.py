@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from odb_nodes._core.locked_file import LockedFile
+from odb_nodes._core.files import LockedFile
 from odb_nodes.monitor.records import FILE, Record, parse_run
 
 __all__ = ["SampleLoss", "read_losses", "worst_samples"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odb_nodes._core.locked_file import LockedFile
+from odb_nodes._core.files import LockedFile
 from odb_nodes._core.user_warning import warn_user
 
 __all__ = ["Record", "RunRecords", "read_run", "scalars"]

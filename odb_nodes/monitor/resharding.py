@@ -9,7 +9,7 @@ from typing import Any
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.loader.resharding import add_rule
-from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of
+from odb_nodes.loader.resharding.sealed import Ranks, check_same, node_of
 from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.window import Share, Totals
 
@@ -34,7 +34,7 @@ def reshard_monitor(states: Sequence[Mapping[str, Any]], world_size: int) -> lis
     """
     holder = node_of(states[0]) or HOLDER
     found = [unseal_whole(state, holder, MonitorState) for state in states]
-    check_alike(holder, found, _ALIKE)
+    check_same(holder, found, *_ALIKE)
     first, shares = found[0], [Share(**one.share) for one in found]
     totals = Totals(**first.totals)
     if shares[0].rows:
@@ -52,8 +52,10 @@ def reshard_monitor(states: Sequence[Mapping[str, Any]], world_size: int) -> lis
         seconds=first.seconds + shares[0].seconds,
         totals=asdict(totals),
     )
-    dealt = Ranks(len(states), world_size).joined([one.samples for one in found])
-    return [seal_whole(holder, replace(at, samples=samples)) for samples in dealt]
+    return [
+        seal_whole(holder, replace(at, samples=[one for state in own for one in state.samples]))
+        for own in Ranks(len(states), world_size).dealt(found)
+    ]
 
 
 add_rule(HOLDER, reshard_monitor)

@@ -14,7 +14,7 @@ from odb_nodes.monitor.loss_book import ALL_RANKS, SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
 from odb_nodes.monitor.numbers import Number, Told, to_floats
 from odb_nodes.monitor.row_losses import RowLosses
-from odb_nodes.planning.attention import ATTENTION_TOKENS
+from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
 
 

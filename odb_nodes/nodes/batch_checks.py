@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import CLASS_KEYS, IGNORE_INDEX, Sample

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode, Prefetcher
 
 from odb_nodes._compat.torchdata import snapshot_of, thread_of
-from odb_nodes._core.forks import Owner
+from odb_nodes._core.processes import Owner
 from odb_nodes.contract import copy_state, snapshot
 from odb_nodes.contract.graph import stop_threads
 from odb_nodes.contract.node import call_member, check_node

@@ -19,10 +19,11 @@ class Snapshots:
 
     Args:
         source: the node whose state is kept.
+        node: name of the node above it, for errors.
     """
 
-    def __init__(self, source: BaseNode[Any]) -> None:
-        self._source = source
+    def __init__(self, source: BaseNode[Any], node: str) -> None:
+        self._source, self._node = source, node
         self._taken: deque[tuple[int, Any]] = deque()
 
     def put(self, ordinal: int, state: Any) -> None:
@@ -50,65 +51,58 @@ class Snapshots:
             self._taken.popleft()
         return self._taken[0]
 
+    def read_again(
+        self, start: int, stop: int, wanted: Collection[int], interval: int
+    ) -> tuple[dict[int, Sample | Skipped], int]:
+        """Bring the source from sample `start` of the epoch to `stop`; keep states on the way.
 
-def read_again(
-    source: BaseNode[Any],
-    snapshots: Snapshots,
-    start: int,
-    stop: int,
-    wanted: Collection[int],
-    interval: int,
-    node: str,
-) -> tuple[dict[int, Sample | Skipped], int]:
-    """Bring a source from sample `start` of the epoch to `stop`.
+        Args:
+            start: the number of the next sample that it yields.
+            stop: the number of the next one afterwards.
+            wanted: numbers of the samples that are asked for.
+            interval: samples between two states.
 
-    Args:
-        source: the source.
-        snapshots: keeps states of it on the way.
-        start: the number of the next sample that it yields.
-        stop: the number of the next one afterwards.
-        wanted: numbers of the samples that are asked for.
-        interval: samples between two snapshots.
-        node: name of the node that restores itself, for errors.
+        Returns:
+            The wanted samples by number, those that are not skipped with it, and how many were
+            processed.
 
-    Returns:
-        The wanted samples by number, and how many were processed.
+        Raises:
+            StateError: the source has ended before.
+        """
+        is_wanted = [False] * (stop - start)
+        for number in wanted:
+            is_wanted[number - start] = True
+        selects = call_member(self._source, "select", is_wanted)  # only these are yielded then
+        numbers = sorted(wanted) if selects else range(start, stop)
+        found: dict[int, Sample | Skipped] = {}
+        for number in with_progress(numbers, len(numbers)):
+            self.take_if_due(number, interval)
+            try:
+                sample: Sample | Skipped = next(self._source)
+            except StopIteration:
+                raise StateError(
+                    f"{self._node} cannot restore its pool: the source ended before sample "
+                    f"{number} of the epoch, which it had yielded when the state was saved. Resume "
+                    "over the data that the state was saved on."
+                ) from None
+            if is_wanted[number - start]:
+                if isinstance(sample, Sample):
+                    sample = sample._replace(ordinal=number)
+                found[number] = sample
+        return found, len(numbers)
 
-    Raises:
-        StateError: the source has ended before.
-    """
-    is_wanted = [False] * (stop - start)
-    for number in wanted:
-        is_wanted[number - start] = True
-    selects = call_member(source, "select", is_wanted)  # only these are yielded then
-    numbers = sorted(wanted) if selects else range(start, stop)
-    found: dict[int, Sample | Skipped] = {}
-    for number in with_progress(numbers, len(numbers)):
-        snapshots.take_if_due(number, interval)
+    def expect_end(self, pulled: int) -> None:
+        """Bring the source to where it had ended: one call after its last sample.
+
+        Raises:
+            StateError: it has more.
+        """
         try:
-            sample: Sample | Skipped = next(source)
+            next(self._source)
         except StopIteration:
-            raise StateError(
-                f"{node} cannot restore its pool: the source ended before sample {number} of the "
-                "epoch, which it had yielded when the state was saved. Resume over the data that "
-                "the state was saved on."
-            ) from None
-        if is_wanted[number - start]:
-            found[number] = sample
-    return found, len(numbers)
-
-
-def expect_end(source: BaseNode[Any], pulled: int, node: str) -> None:
-    """Bring a source to where it had ended: one call after its last sample.
-
-    Raises:
-        StateError: it has more.
-    """
-    try:
-        next(source)
-    except StopIteration:
-        return
-    raise StateError(
-        f"{node} cannot restore its pool: the source had ended after {pulled} samples when the "
-        "state was saved, but has more now. Resume over the data that the state was saved on."
-    )
+            return
+        raise StateError(
+            f"{self._node} cannot restore its pool: the source had ended after {pulled} samples "
+            "when the state was saved, but has more now. Resume over the data that the state was "
+            "saved on."
+        )

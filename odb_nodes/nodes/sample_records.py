@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torchdata.nodes import BaseNode
 
+from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.config import mismatch_is_allowed
@@ -18,7 +21,7 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.planning import RollingPool
 from odb_nodes.planning.table import ORDINALS, IntArray
 from odb_nodes.processing.observation import digest_of
-from odb_nodes.sample import ItemKey, Sample, Skipped, name_of
+from odb_nodes.sample import ItemKey, Sample, Skipped, data_of, name_of
 
 logger = logging.getLogger("odb_nodes")
 
@@ -26,6 +29,10 @@ RecordsState = tuple[bytes | None, bytes | None, list[tuple[str, int]], bytes | 
 """`SampleRecords` as plain data: tokens and digests; keys; source and world size of each origin;
 the number of its origin for each sample, where there are several; repeats, where some are not 0, in
 the fewest bytes. 16 bytes a sample; 2 more in a mixture, and 1, 2, 4 or 8 for repeats."""
+
+PoolContent = tuple[bytes | None, RecordsState | None, list[bytes] | None]
+"""A bit for each of the samples last pulled, the last one first: whether it is pooled; the records
+of these samples, or the samples, encoded, oldest first."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, None)
 
@@ -294,25 +301,133 @@ class PooledRecords:
     ) -> None:
         self._parts, self._ordinals, self._pulled = parts, ordinals, pulled
 
-    def to_state(self) -> tuple[bytes | None, RecordsState]:
+    def to_state(self) -> PoolContent:
         """Return which of the samples last pulled were pooled, and their records."""
         if not len(self._ordinals):
-            return None, NO_RECORDS
+            return None, NO_RECORDS, None
         known = np.concatenate([ordinals for ordinals, _ in self._parts])
         first = int(known[0])
         pooled = np.zeros(self._pulled - first, dtype=bool)
         pooled[self._ordinals - first] = True
         records = SampleRecords.joined([records for _, records in self._parts])
-        return to_bits(pooled[::-1]), records[pooled[known - first]].to_state()
+        return to_bits(pooled), records[pooled[known - first]].to_state(), None
+
+
+class PooledSamples:
+    """The samples that were in a pool at one time, as a part of a state.
+
+    Args:
+        items: the samples by ordinal, oldest first.
+        encoded: those that are encoded already, by ordinal; what is encoded here serves others.
+        pulled: samples that were pulled.
+    """
+
+    def __init__(self, items: Mapping[int, Sample], encoded: dict[int, bytes], pulled: int) -> None:
+        self._items, self._encoded, self._pulled = {**items}, encoded, pulled
+
+    def to_state(self) -> PoolContent:
+        """Return which of the samples last pulled were pooled, and the samples."""
+        known = self._encoded
+        encoded = {at: known.get(at) or encode_sample(one) for at, one in self._items.items()}
+        for at in [at for at in known if at not in encoded]:
+            del known[at]
+        known.update(encoded)
+        first = next(iter(encoded), self._pulled)
+        pooled = np.zeros(self._pulled - first, dtype=bool)
+        pooled[np.array([*encoded], dtype=np.int64) - first] = True
+        return to_bits(pooled), None, [*encoded.values()]
 
 
 def to_bits(pooled: npt.NDArray[np.bool_]) -> bytes | None:
-    """Return a bit for each sample, the one that was pulled last first: whether it is pooled."""
-    return np.packbits(pooled).tobytes().rstrip(b"\0") or None
+    """Return a bit for each sample, the last one first: whether it is pooled."""
+    return np.packbits(pooled[::-1]).tobytes().rstrip(b"\0") or None
 
 
 def from_bits(bits: bytes | None, pulled: int) -> list[int]:
-    """Return the ordinals of the pooled samples, ascending."""
+    """Return the ordinals of the samples whose bit is set, ascending."""
     pooled = np.flatnonzero(np.unpackbits(np.frombuffer(bits or b"", np.uint8)))
     ordinals: list[int] = (pulled - 1 - pooled[::-1]).tolist()
     return ordinals
+
+
+_SCALARS = (int, str, float, bool, type(None))
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """Return a sample as bytes that `decode_sample` can read, and no code can hide in.
+
+    Raises:
+        SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
+            numbers and strings.
+    """
+    item: Any = sample.item and tuple(map(_interned, sample.item))
+    _, *costs = sample._replace(item=item)
+    return to_bytes((_encode(data_of(sample)), *map(_interned, costs)))
+
+
+def decode_sample(encoded: bytes) -> Sample:
+    """Return the sample that `encode_sample` was given.
+
+    Raises:
+        StateError: `encoded` is damaged.
+    """
+    try:
+        data, *costs = from_bytes(encoded)
+        sample = Sample(_decode(data), *costs)
+        return sample if sample.item is None else sample._replace(item=ItemKey(*sample.item))
+    except Exception as error:  # of any kind: torch reads whatever the bytes say
+        raise StateError(
+            f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "
+            "earlier checkpoint."
+        ) from error
+
+
+def _interned(value: Any) -> Any:
+    # Pickle repeats an equal string that is another object: the bytes would not be the same.
+    return sys.intern(value) if type(value) is str else value
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SCALARS:
+        return ("is", _interned(value))
+    if kind in (torch.Tensor, torch.nn.Parameter):  # `torch.load` refuses other subclasses
+        return ("tensor", value.detach().clone())  # and not the storage that it is a view of
+    if kind is bytes:
+        return ("bytes", _to_tensor(value))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return ("array", sys.intern(value.dtype.str), value.shape, _to_tensor(value.tobytes()))
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return ("scalar", sys.intern(value.dtype.str), _to_tensor(value.tobytes()))
+    if kind is dict:
+        return ("dict", [(_encode(key), _encode(item)) for key, item in value.items()])
+    if kind in (list, tuple):
+        return (kind.__name__, [_encode(item) for item in value])
+    raise SampleError(
+        f"a state that carries samples cannot hold `{kind.__name__}`. Return dicts, lists and "
+        'tuples of tensors, arrays, numbers and strings, or use `state="replay"`.'
+    )
+
+
+def _decode(encoded: tuple[Any, ...]) -> Any:
+    kind, *content = encoded
+    if kind == "is":
+        return content[0]
+    if kind == "tensor":
+        return content[0]
+    if kind == "array":
+        dtype, shape, data = content
+        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(shape).copy()
+    if kind == "scalar":
+        return np.frombuffer(content[1].numpy().tobytes(), content[0])[0]
+    if kind == "bytes":
+        return content[0].numpy().tobytes()
+    if kind == "dict":
+        return {_decode(key): _decode(item) for key, item in content[0]}
+    items = [_decode(item) for item in content[0]]
+    return items if kind == "list" else tuple(items)
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    # `torch.load(weights_only=True)` refuses empty bytes, and torch lacks some of numpy's dtypes.
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -18,32 +18,33 @@ from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
 from odb_nodes.contract.node import check_node, recall, recalls, take
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.nodes.excluded_keys import Exclude, ExcludedKeys, ExcludedState
-from odb_nodes.nodes.exclusions import CountsExclusions, ExclusionCounter
-from odb_nodes.nodes.payload import decode_sample, encode_sample
-from odb_nodes.nodes.pool_check import PoolCheck
-from odb_nodes.nodes.replay import Snapshots, expect_end, read_again
+from odb_nodes.nodes.exclusions import (
+    CountsExclusions,
+    Exclude,
+    ExcludedKeys,
+    ExcludedState,
+    ExclusionCounter,
+)
+from odb_nodes.nodes.replay import Snapshots
 from odb_nodes.nodes.sample_records import (
+    NO_RECORDS,
+    PoolContent,
+    PooledSamples,
     PoolLog,
-    RecordsState,
     SampleRecords,
+    decode_sample,
     from_bits,
-    to_bits,
 )
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.auto_window import WindowSize
+from odb_nodes.planning.auto_window import PoolCheck, WindowSize
+from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
-from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
 
 PoolState = Literal["replay", "payload"]
 """What a state may hold of the pool: how to make its samples again, or the samples."""
-
-PoolContent = tuple[bytes | None, RecordsState | None, list[bytes] | None]
-"""A bit for each of the samples last pulled, the last one first: whether it is pooled; the records
-of these samples, or the samples, encoded, oldest first."""
 
 _SNAPSHOTS_PER_WINDOW = 4
 
@@ -294,7 +295,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self.planner.dearest_groups = state.dearest_groups
         self._is_cut = state.is_cut
         if state.ended and not state.is_cut:
-            expect_end(self.source, state.pulled, self._name)
+            self._snapshots.expect_end(state.pulled)
         self.planner.ended = state.ended
         self._use_present_options(Limits(*state.limits))
 
@@ -305,9 +306,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             self._snapshots.take(pool.pulled)
         base, source_state = self._snapshots.at_or_before(self._needed_from)
         planned = np.array([*self._planned], dtype="<i8")
-        content: Any = _PooledPayload(pool.items(), self._encoded, pool.pulled)
+        content: Any = PooledSamples(pool.items(), self._encoded, pool.pulled)
         if self._mode == "replay":
-            content = _PooledReplay(self._log.pooled())
+            content = self._log.pooled()
         return BucketerState(
             source=source_state,
             mode=self._mode,
@@ -371,7 +372,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
 
     def _clear(self) -> None:
         self._pool = self.planner.pool
-        self._snapshots = Snapshots(self.source)
+        self._snapshots = Snapshots(self.source, self._name)
         self._refilling = self._is_cut = False
         budget = self.planner.limits.of_samples(self._budget)
         keys, said = self.excluded | self.exclude, self._exclusions.said
@@ -395,56 +396,38 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     def _pooled_again(self, state: BucketerState, ordinals: list[int]) -> list[Sample]:
         """Bring the source to where it stood, and return the samples that were pooled."""
         _, records_state, payload = state.pool
-        start = state.pulled - state.pulled_since_source
-        self._snapshots.put(start, state.source)
-        interval, name = self._interval, self._name
-        samples: list[Sample] = []
-        wanted: set[int] = set()
-        records = None if records_state is None else SampleRecords.from_state(records_state)
-        found = len(payload or ()) if records is None else len(records)
-        if len(ordinals) != found or start < 0 or (ordinals and ordinals[0] < 0):
+        start, name = state.pulled - state.pulled_since_source, self._name
+        records = SampleRecords.from_state(records_state or NO_RECORDS)
+        numbers = records.keys.tolist() if records.are_numbered else []
+        planned = np.frombuffer(state.planned or b"", "<i8").tolist()
+        first = min([*numbers, *planned], default=start)
+        found = len(records if payload is None else payload)
+        if len(ordinals) != found or min([*ordinals, first, start]) < 0 or first < start:
             raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
+        self._snapshots.put(start, state.source)
+        samples: list[Sample] = []
         if payload is not None:
             samples = [*map(decode_sample, payload)]
             self._encoded.update(zip(ordinals, payload, strict=True))
-        elif records is not None and not records.are_numbered:
-            if found and not recalls(self.source):
+        elif len(records) and not numbers:
+            if not recalls(self.source):
                 raise StateError(
                     f"{name} cannot restore its pool: the state has keys of its samples, but the "
                     "source cannot read items by their keys any more. Build the graph as it was."
                 )
             samples = records.restore(self.source, name)
-            self.replayed_samples = found
-        planned = np.frombuffer(state.planned or b"", "<i8").tolist()
-        if records is not None and records.are_numbered:
-            wanted = {*records.keys.tolist()}
-        if (wanted or planned) and not start <= min(wanted | {*planned}):
-            raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
-        again, processed = read_again(
-            self.source,
-            self._snapshots,
-            start,
-            state.pulled,
-            wanted | {*planned},
-            interval,
-            name,
-        )
+            self.replayed_samples = len(samples)
+        wanted = {*numbers, *planned}
+        again, processed = self._snapshots.read_again(start, state.pulled, wanted, self._interval)
         self.replayed_samples += processed
-        if records is not None and wanted:
+        if numbers:
             samples = [
                 records.checked(index, again[number], name, f"sample {number} of the epoch")
-                for index, number in enumerate(records.keys.tolist())
+                for index, number in enumerate(numbers)
             ]
-            samples = [
-                one._replace(ordinal=number)
-                for one, number in zip(samples, records.keys.tolist(), strict=True)
-            ]
-            self._floor, self._floor_until = min(wanted), state.pulled
-        for number in planned:  # One that is `Skipped` now is named where the groups are made.
-            one = again[number]
-            if isinstance(one, Sample):
-                one = one._replace(ordinal=number)
-            self._planned[number] = one
+            self._floor, self._floor_until = min(numbers), state.pulled
+        # One that is `Skipped` now is named where the groups are made.
+        self._planned = {number: again[number] for number in planned}
         self._planned_from = min(planned, default=MAX_KEY)
         return samples
 
@@ -537,32 +520,3 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         if summary and summary != before:  # most epochs are alike
             self._summary = summary
             warn_user(summary)
-
-
-class _PooledReplay:
-    """The pool of a state, as records."""
-
-    def __init__(self, pooled: Any) -> None:
-        self._pooled = pooled
-
-    def to_state(self) -> PoolContent:
-        waiting, records = self._pooled.to_state()
-        return waiting, records, None
-
-
-class _PooledPayload:
-    """The pool of a state, as the samples themselves; encodings serve further states."""
-
-    def __init__(self, items: Mapping[int, Sample], known: dict[int, bytes], pulled: int) -> None:
-        self._items, self._known, self._pulled = {**items}, known, pulled
-
-    def to_state(self) -> PoolContent:
-        known = self._known
-        encoded = {at: known.get(at) or encode_sample(one) for at, one in self._items.items()}
-        for at in [at for at in known if at not in encoded]:
-            del known[at]
-        known.update(encoded)
-        first = next(iter(encoded), self._pulled)
-        pooled = np.zeros(self._pulled - first, dtype=bool)
-        pooled[np.array([*encoded], dtype=np.int64) - first] = True
-        return to_bits(pooled[::-1]), None, [*encoded.values()]

@@ -4,15 +4,68 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from math import isqrt
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
 from odb_nodes._core.checks import check_choice, check_count
-from odb_nodes.planning.attention import longest_within, with_attention
-from odb_nodes.planning.row_sizes import RowSizes, allowed_rows
+from odb_nodes.planning.table import IntArray
+
+Tokens = TypeVar("Tokens", int, IntArray)
+
+ATTENTION_TOKENS = 12_288
+"""Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
+
+
+def with_attention(tokens: Tokens, attention_tokens: int | None) -> Tokens:
+    """Return what rows cost: their tokens, and what attention adds, rounded down.
+
+    Args:
+        tokens: the length of a row, or of several, (n,) int64.
+        attention_tokens: the length at which attention costs as much as all else; `None` where it
+            costs nothing.
+    """
+    return tokens if attention_tokens is None else tokens + tokens * tokens // attention_tokens
+
+
+def longest_within(cost: int, attention_tokens: int | None) -> int:
+    """Return the length of the longest row that costs no more than `cost`; 0 where none does.
+
+    Args:
+        cost: tokens, and what attention adds.
+        attention_tokens: see `with_attention`.
+    """
+    if attention_tokens is None:
+        return cost
+    # The largest n with n + n * n // c <= cost, that is n * n + c * n < c * (cost + 1).
+    c = attention_tokens
+    return (isqrt(c * c + 4 * (c * (cost + 1) - 1)) - c) // 2
+
+
+RowSizes = Literal["any", "even", "friendly"]
+
+_FRIENDLY: IntArray = np.array(
+    sorted({1 << n for n in range(32)} | {3 << n for n in range(31)}), dtype=np.int64
+)
+
+
+def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
+    """Return, for each number of rows, the largest that is allowed and no larger.
+
+    Args:
+        rows: numbers of at least 1, (n,) int64.
+        sizes: `"even"` allows 1 and all even numbers; `"friendly"` 2**n and 3 * 2**n.
+    """
+    allowed: IntArray = rows
+    if sizes == "even":
+        allowed = np.maximum(rows - rows % 2, 1)
+    elif sizes == "friendly":
+        allowed = _FRIENDLY[np.searchsorted(_FRIENDLY, rows, side="right") - 1]
+    return allowed
+
 
 Layout = Literal["padded", "packed"]
 Oversize = Literal["alone", "error", "drop"]
@@ -22,9 +75,6 @@ Shape = tuple[int, int]
 SPAN_PER_SHAPE = 6
 """The widest shape of a ladder is this many times the number of shapes as wide as the narrowest:
 few shapes lie close together at the wide end, where padding costs most."""
-
-_LATER_FIELDS = ("attention_tokens", "row_sizes")
-"""Fields that a state of the present version may have been saved without."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +260,8 @@ class TokenBudget:
         return f"{limit}{rounded if self.capacity < self.tokens else ''}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the fields, which decide the groups; later ones only where they are set."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in _LATER_FIELDS or value != getattr(TokenBudget, name)
-        }
+        """Return the fields, which decide the groups."""
+        return {**vars(self)}
 
 
 def fit_shape(rows: int, longest_tokens: int, ladder: Sequence[Shape], multiple: int) -> Shape:
@@ -263,3 +309,49 @@ def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
     filling = longest_within(budget.tokens // rows, budget.attention_tokens)
     filling = max(filling // multiple, 1) * multiple
     return filling if max(filling / width, width / filling) ** 2 <= factor else width
+
+
+class Limits(NamedTuple):
+    """The fields of a `TokenBudget` that bound a group, and a sample.
+
+    Attributes:
+        tokens, max_samples, max_patches: of a group; see `TokenBudget`.
+        sample_tokens, sample_patches: the like, of a sample that is not oversize.
+    """
+
+    tokens: int
+    max_samples: int | None
+    max_patches: int | None
+    sample_tokens: int
+    sample_patches: int | None
+
+    @classmethod
+    def of(cls, budget: TokenBudget) -> Limits:
+        """Return those of a budget."""
+        tokens, patches = budget.tokens, budget.max_patches
+        return cls(tokens, budget.max_samples, patches, tokens, patches)
+
+    def tightened(self, other: Limits) -> Limits:
+        """Return the tighter of each two."""
+        return Limits(
+            min(self.tokens, other.tokens),
+            _tighter(self.max_samples, other.max_samples),
+            _tighter(self.max_patches, other.max_patches),
+            min(self.sample_tokens, other.sample_tokens),
+            _tighter(self.sample_patches, other.sample_patches),
+        )
+
+    def of_groups(self, budget: TokenBudget) -> TokenBudget:
+        """Return the budget of groups; its `tokens` hold the shortest row at least."""
+        tokens = max(self.tokens, budget.row_cost(budget.pad_to_multiple_of))
+        return replace(
+            budget, tokens=tokens, max_samples=self.max_samples, max_patches=self.max_patches
+        )
+
+    def of_samples(self, budget: TokenBudget) -> TokenBudget:
+        """Return the budget that a sample exceeds on its own, or not."""
+        return replace(budget, tokens=self.sample_tokens, max_patches=self.sample_patches)
+
+
+def _tighter(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)

@@ -16,9 +16,8 @@ from odb_nodes.planning.auto_window import (
     chosen_window,
     window_before_ranks_agree,
 )
-from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS
-from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.table import IntArray
 

@@ -15,8 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from odb_nodes.planning.alignment import SAMPLES, CostReport
-from odb_nodes.planning.attention import with_attention
-from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.budget import TokenBudget, with_attention
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
 from odb_nodes.sample import Sample

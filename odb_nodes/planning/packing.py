@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from odb_nodes.planning.attention import with_attention
-from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.budget import TokenBudget, with_attention
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 

@@ -8,9 +8,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS, without_cap_of
-from odb_nodes.planning.limits import Limits
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.planning.table import ORDINALS, TASKS, TOKENS, IntArray

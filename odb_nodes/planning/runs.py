@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.planning.attention import with_attention
-from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.budget import TokenBudget, allowed_rows, with_attention
 from odb_nodes.planning.caps import NO_CAPS, offered_costs
 from odb_nodes.planning.diversity import diversities
-from odb_nodes.planning.row_sizes import allowed_rows
 from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray, first_fit
 
 STEP_COST_SHARE = 0.1

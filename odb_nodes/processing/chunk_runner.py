@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from odb_nodes._core.signals import deferred_interrupt
+from odb_nodes._core.processes import deferred_interrupt
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from odb_nodes._core.forks import Owner
+from odb_nodes._core.processes import Owner
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool

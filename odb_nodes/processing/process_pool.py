@@ -22,8 +22,7 @@ from multiprocessing.util import Finalize
 from operator import attrgetter
 from typing import Any
 
-from odb_nodes._core.forks import Owner
-from odb_nodes._core.signals import block_interrupt
+from odb_nodes._core.processes import Owner, block_interrupt
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.limits import start_thread
 from odb_nodes.processing.options import WorkerOptions

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.heap import keep_freed_memory
+from odb_nodes._core.processes import keep_freed_memory
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
 from odb_nodes.processing.worker import KEPT_BYTES
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.extras import import_extra
-from odb_nodes._core.forks import Owner
-from odb_nodes._core.signals import block_interrupt
+from odb_nodes._core.processes import Owner, block_interrupt
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.limits import start_thread

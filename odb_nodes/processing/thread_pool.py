@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from odb_nodes._core.forks import Owner
+from odb_nodes._core.processes import Owner
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.limits import start_thread

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.heap import keep_freed_memory
+from odb_nodes._core.processes import ignore_interrupt, keep_freed_memory
 from odb_nodes._core.seeds import preserved_rngs
-from odb_nodes._core.signals import ignore_interrupt
 from odb_nodes.processing.chunk import ChunkProcessor
 from odb_nodes.processing.transport import send
 from odb_nodes.processing.worker_loop import WorkerLoop

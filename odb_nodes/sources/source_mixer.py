@@ -8,7 +8,6 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.fingerprints import ratios
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
@@ -326,7 +325,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         schedule = self._schedule
         return {
             "sources": list(self.sources),  # of equals, the first is next
-            "weights": ratios(self._initial) if schedule is None else schedule.fingerprint(),
+            "weights": _ratios(self._initial) if schedule is None else schedule.fingerprint(),
             "by": self._by,
             "stop": self._stop,
             **({"ramp": True} if schedule is not None and schedule.ramp else {}),
@@ -334,4 +333,10 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     def agreed(self) -> dict[str, Any]:
         """Return what ranks have in common beside the fingerprint: the weights of the epoch."""
-        return {} if self._schedule is not None else {"weights": ratios(self._queue.weights)}
+        return {} if self._schedule is not None else {"weights": _ratios(self._queue.weights)}
+
+
+def _ratios(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return weights as multiples of the smallest: 2 to 1 is what 4 to 2 is."""
+    least = min(weights.values())
+    return {name: round(float(weight / least), 9) for name, weight in weights.items()}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.command_line import OneLineParser
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 
 __all__ = ["main"]
 

@@ -9,11 +9,11 @@ import numpy as np
 from torch.utils.data import Subset
 
 from odb_nodes._core.checks import check_count, check_type
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.processing import WorkerOptions

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
-from odb_nodes.loader.loader_iterator import LoaderState
-from odb_nodes.nodes.payload import decode_sample
-from odb_nodes.nodes.sample_records import SampleRecords
+from odb_nodes.loader.loader import LoaderState
+from odb_nodes.nodes.sample_records import SampleRecords, decode_sample
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.histogram import histogram
 from odb_nodes.tools.rank_states import states_in

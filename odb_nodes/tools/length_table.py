@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._core.atomic_file import replacing
-from odb_nodes._core.counts import counted
-from odb_nodes._core.notebooks import html_table, html_text
+from odb_nodes._core.files import replacing
+from odb_nodes._core.text import counted, html_table, html_text
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import SampleCosts, check_lengths

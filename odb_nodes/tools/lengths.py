@@ -19,9 +19,8 @@ from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.progress import Bar
 from odb_nodes.contract.graph import close_nodes, length_of, walk
 from odb_nodes.contract.node import call_member
-from odb_nodes.loader.dataset_checks import check_no_columns
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.loader.pipeline import sample_node
+from odb_nodes.loader.pipeline import check_no_columns, sample_node
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name

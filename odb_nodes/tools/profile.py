@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.checks import check_type
-from odb_nodes._core.counts import counted
-from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes._core.progress import Bar
+from odb_nodes._core.text import counted, html_table, html_text
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.planning.table import IntArray

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.step_info import StepInfo
 
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
 from odb_nodes.planning.auto_window import parse_window, shown, window_samples
-from odb_nodes.planning.budget import Layout
-from odb_nodes.planning.row_sizes import RowSizes
+from odb_nodes.planning.budget import Layout, RowSizes
 from odb_nodes.planning.simulation import SimulationKeywords, steps_of
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing

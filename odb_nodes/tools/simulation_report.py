@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_nodes._core.notebooks import html_table
+from odb_nodes._core.text import html_table
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.attention import ATTENTION_TOKENS
+from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.sample import Sample
 
 

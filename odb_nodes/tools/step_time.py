@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from odb_nodes.memory.fitting import non_negative_fit
 from odb_nodes.monitor import read_run
-from odb_nodes.planning.attention import ATTENTION_TOKENS
+from odb_nodes.planning.budget import ATTENTION_TOKENS
 
 __all__ = ["StepTime"]
 

@@ -22,8 +22,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_type
-from odb_nodes._core.named_function import file_of, load_function
-from odb_nodes._core.writable_path import check_is_writable
+from odb_nodes._core.command_line import check_is_writable, file_of, load_function
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange

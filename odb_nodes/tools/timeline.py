@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.counts import counted
+from odb_nodes._core.text import counted
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import Step
 from odb_nodes.tools.svg import heat_map

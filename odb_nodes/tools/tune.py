@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.counts import counted
-from odb_nodes._core.notebooks import html_table, html_text
 from odb_nodes._core.progress import Bar
+from odb_nodes._core.text import counted, html_table, html_text
 from odb_nodes.memory import MemoryModel
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize

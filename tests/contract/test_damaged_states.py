@@ -56,7 +56,7 @@ def test_no_damage_of_a_node_s_own_state_passes(kind, tmp_path):
     """As of a graph that a `Loader` of torchdata iterates."""
     with make(kind, tmp_path) as loader:
         list(islice(loader, 4))
-        root = loader._loader.root
+        root = loader.root
         state = root.state_dict()
         broken = list(damaged(state))
         for what, one in random.Random(zlib.crc32(kind.encode())).sample(broken, 150):

@@ -26,7 +26,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.nodes.excluded_keys import ExcludedKeys
+from odb_nodes.nodes.exclusions import ExcludedKeys
 
 SIZE = 72
 BUDGET = TokenBudget(64, oversize="drop")

@@ -101,12 +101,6 @@ def test_the_shapes_of_a_ladder(fields, ladder):
     assert TokenBudget(645, shapes=5, max_samples=21, **fields).shape_ladder() == (*ladder,)
 
 
-def test_a_field_that_states_were_saved_without_is_in_the_fingerprint_where_it_is_set():
-    assert {"attention_tokens", "row_sizes"}.isdisjoint(TokenBudget(9).fingerprint())
-    assert TokenBudget(9, attention_tokens=4).fingerprint()["attention_tokens"] == 4
-    assert TokenBudget(9, row_sizes="even").fingerprint()["row_sizes"] == "even"
-
-
 @given(
     tokens=st.integers(1, 2**31 - 1),
     attention=st.integers(1, 2**31 - 1),

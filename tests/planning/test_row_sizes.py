@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from pools import run
 
 from odb_nodes import TokenBudget
-from odb_nodes.planning.row_sizes import allowed_rows
+from odb_nodes.planning.budget import allowed_rows
 
 EVEN = {1, *range(2, 2000, 2)}
 FRIENDLY = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536}

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from odb_nodes.contract import NodeState, copy_state
 from odb_nodes.contract.state import seal, unseal
 from odb_nodes.errors import StateError
 
 S = TypeVar("S", bound=NodeState)
+T = TypeVar("T")
 
-LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
-"""What to do where only some places of an epoch will not do."""
-
-OF_A_RANK = ("rank", "world_size")
-"""Fields of a fingerprint that are others on other ranks."""
+_OF_A_RANK = ("rank", "world_size")  # what a configuration has that differs between ranks
 
 
 class Ranks(NamedTuple):
@@ -28,16 +27,9 @@ class Ranks(NamedTuple):
         """Return parts of a number for the ranks that go on, which differ by 1 at most."""
         return [total // self.after + (rank < total % self.after) for rank in range(self.after)]
 
-    def summed(self, counts: Sequence[int]) -> list[int]:
-        """Return counts of the ranks as those of the ranks that go on: each in one place."""
-        return [sum(counts[rank :: self.after]) for rank in range(self.after)]
-
-    def joined(self, lists: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Return lists of the ranks as those of the ranks that go on: each item in one place."""
-        return [
-            [item for one in lists[rank :: self.after] for item in one]
-            for rank in range(self.after)
-        ]
+    def dealt(self, states: Sequence[T]) -> list[Sequence[T]]:
+        """Return whose counts each of the ranks that go on takes over."""
+        return [states[rank :: self.after] for rank in range(self.after)]
 
 
 def node_of(state: Any) -> str:
@@ -53,37 +45,26 @@ def config_of(state: Any) -> Mapping[str, Any]:
 
 
 def opened(states: Sequence[Any], declared: type[S]) -> list[S]:
-    """Return what the states of a node on all ranks hold.
-
-    Raises:
-        StateError: one is damaged, or of another node or configuration than the first.
-    """
-    node, first = node_of(states[0]), states[0].get("config")
+    """Return what the states of a node on all ranks hold, which must be of the same graph."""
+    node, first = node_of(states[0]), _common(states[0])
     found = []
     for rank, state in enumerate(states):
-        config = state.get("config") if isinstance(state, Mapping) else None
-        if node_of(state) != node or _common(config) != _common(first):
+        if node_of(state) != node or _common(state) != first:
             raise StateError(
                 f"the states of rank 0 and rank {rank} are of different graphs: `{node}` with "
-                f"{_common(first)}, and `{node_of(state)}` with {_common(config)}. Reshard the "
-                "states of one checkpoint."
+                f"{first}, and `{node_of(state)}` with {_common(state)}. Reshard the states of "
+                "one checkpoint."
             )
-        found.append(unseal(state, node, declared, config or {}))
+        found.append(unseal(state, node, declared, config_of(state)))
     return found
 
 
-def _common(config: Any) -> Any:
-    if not isinstance(config, Mapping):
-        return config
-    return {name: value for name, value in config.items() if name not in OF_A_RANK}
+def _common(state: Any) -> dict[str, Any]:
+    return {name: value for name, value in config_of(state).items() if name not in _OF_A_RANK}
 
 
-def check_alike(node: str, values: Sequence[NodeState], fields: Sequence[str]) -> None:
-    """Check that the states of all ranks stand at the same place.
-
-    Raises:
-        StateError: they do not; names field and ranks.
-    """
+def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
+    """Raise a `StateError` where a field is another one on another rank."""
     for name in fields:
         first = getattr(values[0], name)
         for rank, one in enumerate(values):
@@ -96,15 +77,31 @@ def check_alike(node: str, values: Sequence[NodeState], fields: Sequence[str]) -
 
 
 def sealed_for_ranks(state: Mapping[str, Any], values: Sequence[NodeState]) -> list[dict[str, Any]]:
-    """Return states like another one, of the ranks that go on.
+    """Return states of the ranks that go on, of the node and configuration of another state.
 
-    Args:
-        state: whose node and configuration they have.
-        values: what each of them holds; a source's state in it is not copied.
+    The states of sources in `values` are not copied.
     """
-    config, sealed = dict(state["config"]), []
+    sealed = []
     for rank, one in enumerate(values):
-        own = zip(OF_A_RANK, (rank, len(values)), strict=True)
+        own = zip(_OF_A_RANK, (rank, len(values)), strict=True)
+        config = dict(state["config"])
         config |= {name: value for name, value in own if name in config}
         sealed.append(seal(node_of(state), copy_state(config), vars(one)))
     return sealed
+
+
+def deep_equal(one: Any, other: Any) -> bool:
+    """Tell whether two values are equal; they may hold tensors, and NaN equals NaN."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return torch.equal(one, other) or (
+            one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True)
+        )
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(deep_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(deep_equal, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from odb_nodes.contract import EpochState
 from odb_nodes.errors import StateError
 from odb_nodes.loader.resharding.sealed import (
-    LATER,
     Ranks,
-    check_alike,
+    check_same,
     config_of,
     node_of,
     opened,
@@ -27,34 +26,24 @@ from odb_nodes.sources.share import Share, dealt
 
 TakenOf = Mapping[str, tuple[int, int]]
 
+_LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How far all ranks have read a source, and how much of that is whose from now on.
-
-    Attributes:
-        ranks: numbers of ranks.
-        taken: of each rank, items that were read after the state of the source.
-        taken_of: likewise by source, where these have names; see `ProcessorState`.
-        done: of each rank that goes on, samples of the epoch that it stands for already.
-    """
+    """How far all ranks have read a source, and how much of that is whose from now on."""
 
     ranks: Ranks
     taken: Sequence[int]
+    """Of each rank, items that were read after the state of the source."""
+    taken_of: Sequence[TakenOf]
+    """The same by source, where these have names; see `ProcessorState`."""
     done: Sequence[int]
-    taken_of: Sequence[TakenOf] = field(default=())
+    """Of each rank that goes on, samples of the epoch that it stands for already."""
 
 
 def reshard_source(states: Sequence[Any], reading: Reading) -> list[dict[str, Any]]:
-    """Return the states of a source of the ranks that go on.
-
-    Args:
-        states: its state on each rank.
-        reading: how far they have read.
-
-    Raises:
-        StateError: it cannot be resharded within an epoch; names the node.
-    """
+    """Return the states of a source of the ranks that go on."""
     node = node_of(states[0])
     rule = _RULES.get(node)
     if rule is None:
@@ -86,14 +75,14 @@ def _observer(states: Sequence[Any], reading: Reading) -> list[Any]:
 def _processor(states: Sequence[Any], reading: Reading) -> list[Any]:
     found = opened(states, ProcessorState)
     _check_cycles("ParallelProcessor", found)
-    check_alike("ParallelProcessor", found, ("epoch",))
+    check_same("ParallelProcessor", found, "epoch")
     taken = [one.taken + more for one, more in zip(found, reading.taken, strict=True)]
     below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
     sources = reshard_source([one.source for one in found], below)
     started = any(one.started for one in found)
-    alike = replace(found[0], started=started, taken=0, taken_of={})
+    common = replace(found[0], started=started, taken=0, taken_of={})
     values = [
-        replace(alike, source=source, position=done)
+        replace(common, source=source, position=done)
         for source, done in zip(sources, reading.done, strict=True)
     ]
     return sealed_for_ranks(states[0], values)
@@ -103,62 +92,66 @@ def _sampler(states: Sequence[Any], reading: Reading) -> list[Any]:
     found, ranks = opened(states, SamplerState), reading.ranks
     node = node_of(states[0])  # which may be one that is derived from it
     _check_cycles(node, found)
-    check_alike(node, found, ("epoch", "start"))
+    check_same(node, found, "epoch", "start")
     left = [
         Share(rank, ranks.before, one).after(one.position + taken)
         for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
     ]
-    alike = replace(found[0], started=any(one.started for one in found))
+    common = replace(found[0], started=any(one.started for one in found))
     shares = dealt(left, ranks.after, states[0]["config"]["size"])
     values = [
-        replace(alike, position=done, done=done, start=share.start, extra=share.extra)
+        replace(common, position=done, done=done, start=share.start, extra=share.extra)
         for share, done in zip(shares, reading.done, strict=True)
     ]
     return sealed_for_ranks(states[0], values)
 
 
 def _mixer(states: Sequence[Any], reading: Reading) -> list[Any]:
-    found, ranks = opened(states, MixerState), reading.ranks
-    stop, unit = states[0]["config"]["stop"], states[0]["config"]["by"]
-    names = [*found[0].sources]
-    read_of = reading.taken_of or [{} for _ in found]
-    taken_of = [
-        _taken_by_source(rank, at, reading.taken[rank], read_of[rank])
-        for rank, at in enumerate(found)
-    ]
+    found, ranks, config = opened(states, MixerState), reading.ranks, states[0]["config"]
+    taken_of = [_taken_by_source(rank, at, reading) for rank, at in enumerate(found)]
     for at, of in zip(found, taken_of, strict=True):
-        for name, count in of.items():
-            at.samples[name] += count
-    samples, done = _shared_out(found, "samples", ranks), _done_by_source(found, reading)
+        at.samples = {name: count + of[name] for name, count in at.samples.items()}
+    done = _done_by_source(found, reading)
     sources: dict[str, list[Any]] = {}
-    for name in names:
-        below = [_within(name, one) for one in read_of]
-        counts = [of[name] for of in taken_of]
-        part = Reading(ranks=ranks, taken=counts, taken_of=below, done=done[name])
+    for name in found[0].sources:
+        below = replace(
+            reading,
+            taken=[of[name] for of in taken_of],
+            taken_of=[_within(name, of) for of in reading.taken_of],
+            done=done[name],
+        )
         try:
-            sources[name] = reshard_source([at.sources[name] for at in found], part)
+            sources[name] = reshard_source([at.sources[name] for at in found], below)
         except StateError as error:
             raise StateError(f"source {name!r}: {error}") from error
-    tokens = _shared_out(found, "tokens", ranks)
-    exhausted = [name for name in found[0].exhausted if all(name in at.exhausted for at in found)]
-    is_over = any if stop == "first_exhausted" else all
-    had = [name for name in names if any(at.samples[name] or name in at.had for at in found)]
-    farthest_back = min(found, key=lambda at: sum(getattr(at, unit).values()))
+
+    def shares(field: str) -> list[dict[str, int]]:
+        parts = {
+            name: ranks.split(sum(getattr(at, field)[name] for at in found)) for name in sources
+        }
+        return [{name: of[rank] for name, of in parts.items()} for rank in range(ranks.after)]
+
+    is_over = any if config["stop"] == "first_exhausted" else all
+    farthest_back = min(found, key=lambda at: sum(getattr(at, config["by"]).values()))
     values = [
         MixerState(
-            sources={name: sources[name][rank] for name in names},
-            samples={name: samples[name][rank] for name in names},
-            tokens={name: tokens[name][rank] for name in names},
-            exhausted=exhausted,
+            sources={name: of[rank] for name, of in sources.items()},
+            samples=samples,
+            tokens=tokens,
+            exhausted=[
+                name for name in found[0].exhausted if all(name in at.exhausted for at in found)
+            ],
             ended=is_over(at.ended for at in found),
             weights=farthest_back.weights,
             targets={
                 name: sum(at.targets[name] for at in found) / ranks.after
                 for name in found[0].targets
             },
-            had=had,
+            had=[n for n in sources if any(at.samples[n] or n in at.had for at in found)],
         )
-        for rank in range(ranks.after)
+        for rank, (samples, tokens) in enumerate(
+            zip(shares("samples"), shares("tokens"), strict=True)
+        )
     ]
     return sealed_for_ranks(states[0], values)
 
@@ -169,12 +162,13 @@ def _check_cycles(node: str, found: Sequence[EpochState]) -> None:
     if (most := max(cycles)) > min(cycles):
         raise StateError(
             f"`{node}` has begun again on rank {cycles.index(most)}, which is exhausted (`stop` is "
-            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {LATER}'
+            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {_LATER}'
         )
 
 
-def _taken_by_source(rank: int, at: MixerState, taken: int, of: TakenOf) -> Counter[str]:
+def _taken_by_source(rank: int, at: MixerState, reading: Reading) -> Counter[str]:
     """Return how many items of each source a rank has read after the state of a mixture."""
+    taken, of = reading.taken[rank], reading.taken_of[rank]
     found: Counter[str] = Counter()
     for key, (count, cycle) in of.items():
         name = max((one for one in at.sources if f"{key}/".startswith(f"{one}/")), key=len)
@@ -182,13 +176,13 @@ def _taken_by_source(rank: int, at: MixerState, taken: int, of: TakenOf) -> Coun
         if at.sources[name].get("cycle", cycle) != cycle:
             raise StateError(
                 f"source {name!r} has just begun again on rank {rank}, which the state does not "
-                f"say yet. {LATER}"
+                f"say yet. {_LATER}"
             )
     if sum(found.values()) != taken:
         raise StateError(
             f"the state of `SourceMixer` on rank {rank} stands {taken} samples before the place "
             f"that it was saved at, and the sources of only {sum(found.values())} are known. "
-            f"{LATER}"
+            f"{_LATER}"
         )
     return found
 
@@ -198,12 +192,6 @@ def _within(name: str, taken_of: TakenOf) -> TakenOf:
     inner = f"{name}/"
     return {
         key.removeprefix(inner): count for key, count in taken_of.items() if key.startswith(inner)
-    }
-
-
-def _shared_out(found: Sequence[MixerState], what: str, ranks: Ranks) -> dict[str, list[int]]:
-    return {
-        name: ranks.split(sum(getattr(at, what)[name] for at in found)) for name in found[0].sources
     }
 
 

@@ -8,36 +8,41 @@ from itertools import islice
 from typing import Any
 
 from odb_nodes._core.checks import check_count, check_type
+from odb_nodes.alignment.rank_aligner import AlignerState
+from odb_nodes.alignment.virtual_ranks import VirtualState
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.state import (
     ENVELOPE,
     add_digest,
     bounded_depth,
     seal_whole,
+    unseal,
     unseal_whole,
 )
 from odb_nodes.errors import StateError
-from odb_nodes.loader.loader_iterator import LoaderState
-from odb_nodes.loader.resharding.alike import alike
-from odb_nodes.loader.resharding.rounds import reshard_aligner
-from odb_nodes.loader.resharding.sealed import Ranks, check_alike, node_of, opened, sealed_for_ranks
-from odb_nodes.loader.resharding.virtual import NODE as VIRTUAL
-from odb_nodes.loader.resharding.virtual import process_of, rehost
+from odb_nodes.loader.loader import LoaderState
+from odb_nodes.loader.resharding.rounds import check_between_optimizer_steps, reshard_aligner
+from odb_nodes.loader.resharding.sealed import (
+    Ranks,
+    check_same,
+    config_of,
+    deep_equal,
+    node_of,
+    opened,
+    sealed_for_ranks,
+)
 from odb_nodes.nodes.group_collator import CollatorState
 
 _DIGEST = "digest"
+_VIRTUAL = "VirtualRanks"
 
-Rule = Callable[[Sequence[Any], int], list[Any]]
-
-_rules: dict[str, Rule] = {}
+_rules: dict[str, Callable[[Sequence[Any], int], list[Any]]] = {}
 
 
-def add_rule(holder: str, rule: Rule) -> None:
-    """Let `reshard` follow a rule for states that are not a loader's.
+def add_rule(holder: str, rule: Callable[[Sequence[Any], int], list[Any]]) -> None:
+    """Let `reshard` follow a rule for states that `seal_whole` has sealed under another name.
 
-    Args:
-        holder: the name that they were sealed under, by `seal_whole`.
-        rule: those of all ranks, and the number of ranks from now on -> the state of each of these.
+    It is given those of all ranks and the number of ranks from now on, and returns a state of each.
     """
     _rules[holder] = rule
 
@@ -71,13 +76,12 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
     world_size = check_count("world_size", world_size)
     if not states:
         raise ValueError("`states` must have the state of each rank, but is empty.")
-    holders = _loaders_in(states[0], ())
-    if not holders:
+    if _first_loader(states[0]) is None:
         raise StateError(
             "the states hold none of a loader: give what its `state_dict()` returned, alone or in "
             "a dict."
         )
-    order = _order([_rank_of(_opened(_at(state, holders[0]))) for state in states])
+    order = _order([_opened(_first_loader(state)) for state in states])
     states = [states[index] for index in order]
     if len(states) == world_size:
         return [copy_state(state) for state in states]
@@ -85,16 +89,7 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 
 
 def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
-    """Return states of loaders, in dicts or not, as those of other ranks.
-
-    Args:
-        states: of each rank, in their order.
-        world_size: number of ranks from now on.
-        place: the name that errors give the states.
-
-    Raises:
-        StateError: see `reshard`.
-    """
+    """Return states in their order, of loaders or what holds them, as those of other ranks."""
     first = states[0]
     if _is_loader(first):
         return _reshard_loader(states, world_size)
@@ -113,7 +108,7 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
         }
         return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
     for rank, one in enumerate(states):
-        if not alike(first, one):
+        if not deep_equal(first, one):
             raise StateError(
                 f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
                 f"is {first!r:.80} on rank 0, and {one!r:.80} on rank {rank}. Reshard the states "
@@ -122,23 +117,114 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     return [first] * world_size  # not copied: it may be a model
 
 
+def batches_per_step(state: Mapping[str, Any]) -> int:
+    """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
+    root = state["root"]
+    return len(root["sources"]) if node_of(root) == _VIRTUAL else 1
+
+
+# --- what a state holds ---------------------------------------------------------------------------
+
+
+def _is_sealed_whole(state: Any) -> bool:
+    return bool(node_of(state)) and {*ENVELOPE, _DIGEST} <= state.keys()
+
+
+def _is_loader(state: Any) -> bool:
+    return _is_sealed_whole(state) and LoaderState.__dataclass_fields__.keys() <= state.keys()
+
+
+def _first_loader(state: Any) -> Any:
+    """Return the first state of a loader that is or is in a state; `None` where there is none."""
+    if _is_loader(state):
+        return state
+    inner = state.values() if isinstance(state, Mapping) else ()
+    return next(filter(None, map(_first_loader, inner)), None)
+
+
+def _without_digest(state: Any, place: str) -> dict[str, Any]:
+    bare = {key: one for key, one in state.items() if key != _DIGEST}
+    if add_digest(bare)[_DIGEST] != state[_DIGEST]:
+        raise StateError(
+            f"`{place}` is damaged: its digest is not that of what was saved. Use an earlier "
+            "checkpoint."
+        )
+    return bare
+
+
+def _opened(state: Any) -> LoaderState:
+    return unseal_whole(state, node_of(state) or "Loader", LoaderState)
+
+
+def _order(loaders: Sequence[LoaderState]) -> list[int]:
+    """Return the indices of the states of all ranks of a job, by rank."""
+    configs = [*map(_place_of, loaders)]
+    found: list[Any] = [one.get("rank") for one in configs]
+    given: list[Any] = [one.get("world_size") for one in configs]
+    if any(type(one) is not int for one in found + given):
+        raise StateError(
+            f"the states must name their ranks, but are of ranks {found} of {given}: they are "
+            "damaged. Use an earlier checkpoint."
+        )
+    size = given[0]
+    if {*given} != {size}:
+        raise StateError(
+            f"the states must be of one job, but are of jobs of {sorted({*given})} ranks."
+        )
+    if missing := [*islice((rank for rank in range(size) if rank not in found), 9)]:
+        raise StateError(
+            f"the states must be those of all {size} ranks, but those of ranks {missing} are "
+            "missing. Use a checkpoint that all ranks have saved."
+        )
+    if len(found) != size:
+        raise StateError(
+            f"the states must be one of each rank, but are of ranks {sorted(found)} of {size}. "
+            "Where several processes read the same data, reshard one state of each rank; a loader "
+            "of one process alone cannot be resharded."
+        )
+    return sorted(range(size), key=found.__getitem__)
+
+
+def _place_of(loader: LoaderState) -> Mapping[str, Any]:
+    """Return a mapping that names which rank has saved the state of a loader, and of how many."""
+    node = "Loader"
+    inner: Any = loader.root
+    while (name := node_of(inner)) == "GroupCollator":
+        node, inner = name, inner.get("source")
+    if name == "RankAligner":
+        return config_of(inner)
+    if name != _VIRTUAL:
+        raise StateError(
+            f"the states cannot be resharded: below the `{node}` must be a `RankAligner`, or a "
+            f"node over one that this library knows, but is {f'a `{name}`' if name else 'none'}. "
+            "Use `ODBDataLoader`, or build the graph so."
+        )
+    hosted = unseal(inner, name, VirtualState, config_of(inner)).sources
+    if not hosted or not all(one.isdecimal() for one in hosted):
+        raise StateError(f"`{name}.sources` must have the numbers of ranks, but is damaged.")
+    size = config_of(inner).get("world_size")
+    return {"rank": min(map(int, hosted)) // len(hosted), "world_size": size}
+
+
+# --- the nodes of a loader, from the last one on --------------------------------------------------
+
+
 def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     found = [_opened(state) for state in states]
-    order = _order([_rank_of(one) for one in found])
-    for rank, place in enumerate(order):
+    for rank, place in enumerate(_order(found)):
         if rank != place:
             raise StateError(
                 f"the state of rank {rank} of a loader is where that of rank {place} should be: "
                 "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
             )
     name = node_of(states[0])
-    check_alike(name, found, ("ended", "left", "next_epoch", "next_weights"))
+    check_same(name, found, "ended", "left", "next_epoch", "next_weights")
     left = found[0].ended or found[0].left
     roots, between_epochs = _reshard_root([one.root for one in found], world_size, left=left)
     if not between_epochs:
-        check_alike(name, found, ("num_yielded",))
+        check_same(name, found, "num_yielded")
     yielded = max(one.num_yielded for one in found)
-    if node_of(found[0].root) == VIRTUAL:  # whose batches are those of several ranks
+    if node_of(found[0].root) == _VIRTUAL:  # whose batches are those of several ranks
         yielded = yielded * len(states) // world_size
     return [seal_whole(name, replace(found[0], root=root, num_yielded=yielded)) for root in roots]
 
@@ -150,12 +236,12 @@ def _reshard_root(
     node = node_of(states[0])
     if node == "RankAligner":
         return reshard_aligner(states, world_size, left=left)
-    if node == VIRTUAL:
-        return rehost(states, world_size, left=left), left
+    if node == _VIRTUAL:
+        return _rehost(states, world_size, left=left), left
     found = opened(states, CollatorState)
     sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
     if not between_epochs:
-        check_alike(node, found, ("step",))
+        check_same(node, found, "step")
     samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
     values = [
         replace(found[0], source=source, samples=own)
@@ -164,93 +250,36 @@ def _reshard_root(
     return sealed_for_ranks(states[0], values), between_epochs
 
 
-def _is_sealed_whole(state: Any) -> bool:
-    """Tell whether a state is one of `seal_whole`."""
-    return bool(node_of(state)) and {*ENVELOPE, _DIGEST} <= state.keys()
-
-
-def _without_digest(state: Any, place: str) -> dict[str, Any]:
-    """Return a sealed state without its digest, which is that of what it holds.
-
-    Raises:
-        StateError: it is not.
-    """
-    bare = {key: one for key, one in state.items() if key != _DIGEST}
-    if add_digest(bare)[_DIGEST] != state[_DIGEST]:
+def _rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[str, Any]]:
+    """Return states of `VirtualRanks` for another number of processes, which host the same ones."""
+    found = opened(states, VirtualState)
+    graphs = [(name, one) for state in found for name, one in state.sources.items()]
+    if len(graphs) % world_size:
         raise StateError(
-            f"`{place}` is damaged: its digest is not that of what was saved. Use an earlier "
-            "checkpoint."
+            f"the states are of {len(graphs)} virtual ranks, which {world_size} ranks cannot host "
+            "alike: their number must divide it."
         )
-    return bare
-
-
-def _is_loader(state: Any) -> bool:
-    """Tell whether a state is that of a `Loader`, by whatever name a subclass has."""
-    return _is_sealed_whole(state) and LoaderState.__dataclass_fields__.keys() <= state.keys()
-
-
-def _loaders_in(state: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return the places of loaders in a state."""
-    if _is_loader(state):
-        return [path]
-    inner = state.items() if isinstance(state, Mapping) else ()
-    return [place for key, one in inner for place in _loaders_in(one, (*path, key))]
-
-
-def _at(state: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        state = state.get(key) if isinstance(state, Mapping) else None
-    return state
-
-
-def _opened(state: Any) -> LoaderState:
-    """Return the state of a loader, once it is known to be whole."""
-    return unseal_whole(state, node_of(state) or "Loader", LoaderState)
-
-
-def _rank_of(state: LoaderState) -> Any:
-    """Return the configuration that says which rank has saved the state of a loader."""
-    node = "Loader"
-    inner: Any = state.root
-    while (name := node_of(inner)) == "GroupCollator":
-        node, inner = name, inner.get("source")
-    if name == VIRTUAL:
-        return process_of(inner)
-    if name != "RankAligner":
-        raise StateError(
-            f"the states cannot be resharded: below the `{node}` must be a `RankAligner`, or a "
-            f"node over one that this library knows, but is {f'a `{name}`' if name else 'none'}. "
-            "Use `ODBDataLoader`, or build the graph so."
+    if not left:
+        check_same(_VIRTUAL, found, "turn")
+        _check_place([one for _, one in graphs], out=found[0].turn, hosted=len(found[0].sources))
+    hosted = len(graphs) // world_size
+    values = [
+        VirtualState(
+            sources=copy_state(dict(graphs[first : first + hosted])),
+            turn=0,
+            samples=0,
+            step_digest=0,
         )
-    return inner.get("config")
+        for first in range(0, len(graphs), hosted)
+    ]
+    return sealed_for_ranks(states[0], values)
 
 
-def _order(configs: Sequence[Any]) -> list[int]:
-    """Return the indices of the states of all ranks, by rank.
-
-    Raises:
-        StateError: a rank is missing, or there are states of several jobs.
-    """
-    known = [one for one in configs if isinstance(one, Mapping) and "rank" in one]
-    found: list[Any] = [one["rank"] for one in known]
-    given: list[Any] = [one.get("world_size") for one in known]
-    if any(type(one) is not int for one in found + given):
-        raise StateError(
-            f"the states must name their ranks, but are of ranks {found} of {given}: they are "
-            "damaged. Use an earlier checkpoint."
-        )
-    sizes = sorted({*given})
-    if len(known) != len(configs) or len(sizes) != 1:
-        raise StateError(f"the states must be of one job, but are of jobs of {sizes} ranks.")
-    if missing := [*islice((rank for rank in range(sizes[0]) if rank not in found), 9)]:
-        raise StateError(
-            f"the states must be those of all {sizes[0]} ranks, but those of ranks {missing} are "
-            "missing. Use a checkpoint that all ranks have saved."
-        )
-    if len(found) != sizes[0]:
-        raise StateError(
-            f"the states must be one of each rank, but are of ranks {sorted(found)} of {sizes[0]}. "
-            "Where several processes read the same data, reshard one state of each rank; a loader "
-            "of one process alone cannot be resharded."
-        )
-    return sorted(range(len(configs)), key=lambda index: found[index])
+def _check_place(graphs: Sequence[Any], *, out: int, hosted: int) -> None:
+    """Check that virtual ranks stand at the same place, between two optimizer steps."""
+    check_same("GroupCollator", opened(graphs, CollatorState), "step")
+    aligners = [graph["source"] for graph in graphs]
+    if any(node_of(one) != "RankAligner" for one in aligners):
+        raise StateError("the states of virtual ranks must hold those of a `RankAligner` each.")
+    for at in opened(aligners, AlignerState):
+        check_between_optimizer_steps(at, config_of(aligners[0]), out=out, hosted=hosted)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odb_nodes._core.atomic_file import replacing
 from odb_nodes._core.checks import check_type
-from odb_nodes._core.notebooks import html_table, html_text
+from odb_nodes._core.files import replacing
+from odb_nodes._core.text import html_table, html_text
 from odb_nodes.monitor.loss_book import SampleLoss
 from odb_nodes.monitor.records import read_run
 from odb_nodes.monitor.reporting.page import (

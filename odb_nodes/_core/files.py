@@ -1,14 +1,19 @@
-"""A file that one process appends to, so that what was written outlives a kill."""
+"""Files that outlive a kill: written whole or not at all, or appended to by one process."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import os
 import sys
+import tempfile
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from odb_nodes._core.processes import deferred_interrupt
 from odb_nodes._core.user_warning import warn_user
 
 if sys.platform == "win32":
@@ -16,12 +21,97 @@ if sys.platform == "win32":
 else:
     import fcntl
 
+_SUFFIX = ".part"
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that takes the place of `path` when this context ends well.
+
+    It is on the disk then, name and all, so that it outlives a loss of power. If it does not end
+    well, the temporary file is gone, and what was at `path` is kept. What killed processes have
+    left is removed first. Errors of writing are an `OSError` whose `filename` is `path`.
+    """
+    _remove_stale(path)
+    file: BinaryIO | None = None
+    try:
+        with deferred_interrupt():  # No interrupt between making the file and knowing of it.
+            file = _open_temporary(path)
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, _mode_of(path))
+            os.replace(file.name, path)
+            sync_folder(path.parent)
+    except BaseException as error:
+        with deferred_interrupt():
+            if file is not None:
+                Path(file.name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can do that."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    with contextlib.suppress(OSError):  # Not every file system can, nor every user.
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _open_temporary(path: Path) -> BinaryIO:
+    while True:
+        handle, name = tempfile.mkstemp(_SUFFIX, f".{path.name}.", path.parent)
+        os.close(handle)
+        # Until it is locked, another save of `path` may take it for a stale one, and remove it.
+        with contextlib.suppress(FileNotFoundError):
+            file = open(name, "r+b")
+            if not _is_held(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
+                return file
+            file.close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the temporary files of `path` that nobody writes any more."""
+    pattern = f".{glob.escape(path.name)}.*{_SUFFIX}"
+    for name in glob.glob(str(Path(glob.escape(str(path.parent))) / pattern)):
+        with contextlib.suppress(OSError), open(name, "r+b") as file:
+            if _is_held(file, wait=False):
+                os.unlink(name)
+
+
+def _is_held(file: BinaryIO, *, wait: bool) -> bool:
+    """Lock a file until it is closed or this process dies; tell whether that was possible."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # It is being written; or this file system has no locks.
+        return False
+    return True
+
+
+def _mode_of(path: Path) -> int:
+    """Return the permissions that a file has, or would have if it were made."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
 _all: weakref.WeakSet[LockedFile] = weakref.WeakSet()
 
 
 class LockedFile:
-    """A file that no other process appends to while it is open. A forked child does not have it.
+    """A file that one process alone appends to while it is open; a forked child does not have it.
 
     Args:
         path: of the file; it and its folder are made when it is opened.
@@ -41,12 +131,7 @@ class LockedFile:
         return self._file is not None
 
     def open(self) -> None:
-        """Open the file; nothing happens where it is open.
-
-        Raises:
-            OSError: it cannot be made.
-            RuntimeError: another process, or another object of this one, has it open.
-        """
+        """Open the file; a `RuntimeError` says that somebody else has it open."""
         if self._file is not None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,30 +154,17 @@ class LockedFile:
         return os.lseek(self._handle, 0, os.SEEK_END)
 
     def write(self, data: bytes) -> None:
-        """Append bytes.
-
-        Raises:
-            OSError: the disk is full, or fails; some of the bytes may have been written. Or the
-                file was deleted: then it is closed, and `open` makes a new one.
-        """
+        """Append bytes, or raise an `OSError`; a file that was deleted is closed by that."""
         self._check_exists()
         if os.write(self._handle, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written.
-
-        Raises:
-            OSError: it cannot.
-        """
+        """Wait until the disk has all that was written."""
         os.fsync(self._handle)
 
     def tail(self, size: int) -> bytes:
-        """Return the last `size` bytes of the file, or all of a shorter one.
-
-        Raises:
-            OSError: the file was deleted, as in `write`.
-        """
+        """Return the last `size` bytes of the file, or all of a shorter one."""
         self._check_exists()
         with self.path.open("rb") as file:
             file.seek(max(0, self.size() - size))
@@ -113,7 +185,7 @@ class LockedFile:
     def close(self) -> None:
         """Let go of the file, and of its lock. Idempotent."""
         if self._file is not None and fcntl is not None:
-            with suppress(OSError):  # a disk without locks
+            with contextlib.suppress(OSError):  # a disk without locks
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # also that of a child just forked
         self.forget()
 
@@ -130,7 +202,7 @@ class LockedFile:
         found = os.fstat(self._handle)
         if found.st_nlink:
             return
-        with suppress(OSError):  # some file systems count no links
+        with contextlib.suppress(OSError):  # some file systems count no links
             if os.path.samestat(found, os.stat(self.path)):
                 return
         self.forget()

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import psutil
 
-from odb_nodes._core.heap import keep_freed_memory
+from odb_nodes._core.processes import keep_freed_memory
 
 
 def faults():

@@ -1,9 +1,14 @@
-"""What objects look like in a notebook."""
+"""Counts with their nouns, and tables and texts for notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and what it counts: "1 sample", "2,000 samples"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def html_table(rows: Sequence[Mapping[str, str]]) -> str:

@@ -1,6 +1,8 @@
-"""Tables of a notebook."""
+"""Counts with their nouns, and tables of a notebook."""
 
-from odb_nodes._core.notebooks import html_table
+import pytest
+
+from odb_nodes._core.text import counted, html_table
 from odb_nodes.tools.length_table import LengthTable
 from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import simulate
@@ -26,3 +28,11 @@ def test_what_is_looked_at_is_a_table():
         html = made._repr_html_()
         assert html.count("<table>") == html.count("</table>") >= 1
         assert all(cell in html for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 samples"), (1, "1 sample"), (2, "2 samples"), (1200, "1,200 samples")],
+)
+def test_a_count_has_its_noun_in_the_right_number(number, words):
+    assert counted(number, "sample") == words

@@ -1,0 +1,89 @@
+"""What a process owns: its threads and workers, Ctrl-C, and the memory that it has freed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from odb_nodes.errors import WorkerError
+
+_CAN_MASK = hasattr(signal, "pthread_sigmask")  # not on Windows
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of `malloc.h`
+_LARGEST_OF_OLD = 32 << 20  # bytes: older versions of glibc refuse more
+
+
+class Owner:
+    """The process that made this object; a forked child has copies, but no threads and workers."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return self._pid == os.getpid()
+
+    def check(self, what: str) -> None:
+        """Raise a `WorkerError` in a forked child."""
+        if not self.is_here:
+            raise WorkerError(
+                f"{what} was started in process {self._pid}; process {os.getpid()}, which was "
+                "forked from it, has none of its threads and workers. Make a loader of its own in "
+                "the child process."
+            )
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Defer Ctrl-C to the end of this context; processes that start within it block the signal."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    missed: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: missed.append((number, frame)))
+    # The mask is for children, which inherit it. It blocks the signal in this thread only, so the
+    # trainer needs the handler as well.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _CAN_MASK else set()
+    try:
+        yield
+    finally:
+        if _CAN_MASK:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+    if missed:
+        before(*missed[-1])
+
+
+def ignore_interrupt() -> None:
+    """Leave Ctrl-C to the trainer; to be called in a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _CAN_MASK:  # processes that the worker starts may want the signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def block_interrupt() -> None:
+    """Block Ctrl-C in this thread, and in what it starts; the main thread handles it."""
+    if _CAN_MASK:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def keep_freed_memory(size_bytes: int) -> None:
+    """Have glibc keep so much freed memory for the next allocations, blocks of that size included.
+
+    It returns large blocks to the system at once otherwise, and the first write to each page of the
+    next one costs several times what the copy into it does. Larger blocks still are: one that lies
+    below a block in use could not be returned, so each process would keep what it has used at most.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        any(mallopt(_M_MMAP_THRESHOLD, size) for size in (size_bytes, _LARGEST_OF_OLD))
+        mallopt(_M_TRIM_THRESHOLD, size_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,6 +20,7 @@ from odb_nodes.contract.state import (
     copy_state,
     frozen,
     seal,
+    source_fields,
     unseal,
 )
 from odb_nodes.errors import SampleError, StateError
@@ -304,6 +305,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not self.__is_checked:  # once after a reset: some ask for a state at each item
             check_saved(name, config, self.STATE, saved)
             self.__is_checked = True
+        declared: Any = self.STATE
+        _check_sources(self, source_fields(declared), vars(saved))
         values = vars(saved) if self._epochs is None else {**vars(saved), **self._epochs.save()}
         return Snapshot(frozen(seal(name, config, values)))
 
@@ -415,6 +418,19 @@ def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
         _check_plain_state(node, state)
         state = Snapshot(copy_state(state))
     return state
+
+
+def _check_sources(node: StatefulNode[Any, Any], names: Iterable[str], saved: Any) -> None:
+    """Make sure that what a node saves of its sources says where they stand."""
+    for name in names:
+        source, state = getattr(node, name, None), saved[name]
+        pairs = [(source, state)]
+        if isinstance(source, dict) and isinstance(state, dict):
+            pairs = [(source.get(key), one) for key, one in state.items()]
+        for one, of_it in pairs:
+            if type(of_it) is not Snapshot:  # else `snapshot` has checked it
+                known = isinstance(one, BaseNode)
+                _check_plain_state(one if known else f"a source of {_name(node)}", of_it)
 
 
 def _check_plain_state(node: object, state: Any) -> None:

@@ -149,17 +149,9 @@ def check_saved(node: str, config: object, declared: Any, saved: object) -> None
     if not isinstance(saved, declared):
         expected = declared.__name__
         raise TypeError(f"`save` of `{node}` must return its `{expected}`, not {saved!r:.80}.")
-    sources = source_fields(declared)
-    values = {
-        name: value if name in sources else copy_state(value) for name, value in vars(saved).items()
-    }
-    for name, value in values.items():
-        if name in sources and not value:
-            raise TypeError(
-                f"`save` of `{node}` returned {value!r:.80} as `{name}`, which must say where a "
-                "source stands: use `snapshot(source)`."
-            )
-        if name not in sources and not _is_plain(value):
+    for name in vars(saved).keys() - source_fields(declared):
+        value = copy_state(getattr(saved, name))
+        if not _is_plain(value):
             raise TypeError(explain_unreadable(value, f"save().{name} of {node}"))
 
 

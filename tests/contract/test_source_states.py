@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, Prefetcher, SamplerWrapper
@@ -10,8 +12,10 @@ from odb_nodes import (
     ParallelProcessor,
     SourceMixer,
     StateError,
+    StatefulNode,
     WindowBucketer,
 )
+from odb_nodes.contract import NodeState, SourceState
 
 DATA = [{"input_ids": [1] * (n % 9 + 1)} for n in range(60)]
 
@@ -58,6 +62,36 @@ GRAPHS = {
     "below a Prefetcher": lambda node: Prefetcher(Mapper(node, dict), 2),
     "in a mixer": lambda node: SourceMixer({"a": node}, {"a": 1}),
 }
+
+
+@dataclass(kw_only=True)
+class PassingState(NodeState):
+    source: SourceState
+
+
+class Passing(StatefulNode):
+    """A node that asks its source by `state_dict`."""
+
+    STATE = PassingState
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def begin_epoch(self):
+        self.source.reset(None)
+
+    def restore(self, state):
+        self.source.reset(state.source)
+
+    def save(self):
+        return PassingState(source=self.source.state_dict())
+
+    def next(self):
+        return next(self.source)
+
+
+GRAPHS |= {"below one's own": Passing, "further below": lambda node: Passing(Mapper(node, dict))}
 
 
 @pytest.mark.parametrize("state", [{}, None], ids=str)

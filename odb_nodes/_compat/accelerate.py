@@ -100,14 +100,6 @@ def without_gathering(accelerator: Any, name: str, reason: str) -> Iterator[None
     """Within this context, an accelerator raises an error where it would wait for other ranks.
 
     Relies on `Accelerator.gather` and `reduce`, which `gather_for_metrics` calls, too.
-
-    Args:
-        accelerator: the accelerator.
-        name: the class of the trainer, for the error.
-        reason: why the others do not come, a clause, and what to do, for the error.
-
-    Raises:
-        RuntimeError: within the context, one of them was called.
     """
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -126,10 +118,6 @@ def noting_gradient_norms(accelerator: Any, note: Callable[[Any], None]) -> Iter
 
     Relies on a `Trainer` asking `Accelerator.clip_grad_norm_` for the norm, which returns it as it
     was before it was clipped. DeepSpeed computes its own, of which nothing is told.
-
-    Args:
-        accelerator: the accelerator.
-        note: is called with each norm, a tensor or a number.
     """
     clip = accelerator.clip_grad_norm_
 

@@ -79,14 +79,7 @@ def loop_progress(checkpoint: MutableMapping[str, Any]) -> MutableMapping[str, A
 
 
 def epochs_processed(progress: MutableMapping[str, Any]) -> int:
-    """Return the epochs that Lightning counts as ended; its own end of a run counts as one.
-
-    Args:
-        progress: what `loop_progress` returned.
-
-    Raises:
-        StateError: the checkpoint has no such counter.
-    """
+    """Return the epochs that Lightning counts as ended; its own end of a run counts as one."""
     try:
         return int(progress[_EPOCHS]["current"]["processed"])
     except KeyError as error:
@@ -104,15 +97,6 @@ def set_progress(
 
     Relies on the names of the counters, and on the loops to resume from `ready` and `completed`.
     The state of the `combined_loader` is deleted: Lightning has read one batch ahead of it.
-
-    Args:
-        progress: what `loop_progress` returned; changed in place.
-        epoch: epochs that have ended.
-        steps: batches of the present epoch that are done; 0 where it has not begun.
-        total_steps: batches of the run that are done.
-
-    Raises:
-        StateError: the counters are not where this version of Lightning is known to have them.
     """
     try:
         epochs, batches = progress[_EPOCHS], progress[_BATCHES]

@@ -24,11 +24,7 @@ OTHER_VERSION = (
 
 
 def import_tuner() -> Any:
-    """Return `llamafactory.train.tuner`, whose `run_exp` is `llamafactory-cli train`.
-
-    Raises:
-        ImportError: LLaMA-Factory, or a package that it needs, is not installed.
-    """
+    """Return `llamafactory.train.tuner`, whose `run_exp` is `llamafactory-cli train`."""
     try:
         return import_module("llamafactory.train.tuner")
     except ImportError as error:
@@ -44,10 +40,6 @@ def changed(parse: Callable[[Any], Any], make: Callable[[Any], Any]) -> Iterator
 
     Relies on `tuner._training_function` to call `get_train_args` of its module once, and on the
     modules in `TRAINERS` to make one trainer each, by the name of its class.
-
-    Args:
-        parse: maps what `get_train_args` returned, five objects, to what is trained with.
-        make: maps a trainer to the one that trains.
     """
     with ExitStack() as stack:
         stack.enter_context(_wrapped(import_tuner(), "get_train_args", parse))

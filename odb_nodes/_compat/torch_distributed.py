@@ -24,9 +24,6 @@ def job_store() -> Any:
 
     A store serves one call at a time, and gloo waits for other ranks within a call. Two threads
     that shared a store, in another order on another rank, would wait for each other.
-
-    Raises:
-        RuntimeError, ValueError: torch.distributed is not initialised, or the store is gone.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     try:
@@ -51,17 +48,7 @@ def abort_groups() -> None:
 
 
 def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return a gloo group of the ranks that meet at `store`, not registered with the job.
-
-    Args:
-        store: the store where the ranks exchange their addresses; no other group may use it.
-        rank: this process's rank in the group.
-        world_size: number of ranks in the group.
-        timeout_s: seconds that connecting may take.
-
-    Raises:
-        RuntimeError: a rank did not connect in time.
-    """
+    """Return a gloo group of the ranks that meet at `store`, not registered with the job."""
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
 
@@ -70,11 +57,6 @@ def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], own: torch.Tenso
 
     It never times out within gloo, which would count on for a call that the caller has given up,
     and close the connection.
-
-    Args:
-        group: the group, from `gloo_group`.
-        parts: one tensor for each rank, to be written; to be kept until the work is done.
-        own: the tensor that this rank sends; to be kept likewise.
     """
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = _FOREVER

@@ -74,9 +74,6 @@ def join_threads(node: BaseNode[Any], timeout_s: float) -> None:
 
     Its own shutdown waits for 0.5 s and then goes on while the thread is still inside of
     `next(source)`, so a slow source loses an item at every reset.
-
-    Raises:
-        TimeoutError: a thread did not come back in time.
     """
     if not isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
         return
@@ -162,11 +159,7 @@ def snapshot_of(prefetcher: Prefetcher[Any]) -> dict[str, Any]:
 
 
 def length_of(node: BaseNode[Any]) -> int:
-    """Return how many items a node yields per epoch.
-
-    Raises:
-        TypeError: it cannot be known before the epoch has ended.
-    """
+    """Return how many items a node yields per epoch."""
     if hasattr(type(node), "__len__"):
         return len(node)  # type: ignore[arg-type]
     if isinstance(node, ParallelMapper) and node.prebatch is not None:

@@ -36,10 +36,6 @@ def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
 
     `Trainer._validate_args` rejects that. Relies on `args.max_steps` being read there, and on no
     decision that outlasts the constructor being made by it.
-
-    Args:
-        trainer: the trainer that is made within the block.
-        args: the `TrainingArguments` that it is given.
     """
     before, args.max_steps = args.max_steps, 1
     try:
@@ -175,13 +171,6 @@ def loading_whole(trainer: Any, checkpoint: str) -> Iterator[None]:
     them: those of mixtures of experts, of ViT, of Qwen2-VL. `from_pretrained` puts these together.
     Relies on the result of `load_state_dict` being given to `Trainer._issue_warnings_after_load`.
     With FSDP, DeepSpeed and adapters of peft it is not: their keys are those of the model.
-
-    Args:
-        trainer: the trainer that loads weights, from the beginning of a run or the best.
-        checkpoint: the folder that it loads.
-
-    Raises:
-        StateError: some weights of the model, or of the checkpoint, have no counterpart.
     """
     trainer._issue_warnings_after_load = partial(_load_rest, trainer, checkpoint)
     try:
@@ -410,10 +399,6 @@ def loss_divisor(trainer: Any, *, is_told: bool) -> int:
 
     Relies on its rule: the number of micro-steps, unless `compute_loss_func` is given, or the model
     was told `num_items_in_batch`, or `loss_is_scaled_for_ga` (of later versions) says otherwise.
-
-    Args:
-        trainer: the trainer.
-        is_told: `num_items_in_batch` is passed, and the loss goes by it.
     """
     is_divided = not is_told and trainer.compute_loss_func is None
     if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:

@@ -111,12 +111,7 @@ _all: weakref.WeakSet[LockedFile] = weakref.WeakSet()
 
 
 class LockedFile:
-    """A file that one process alone appends to while it is open; a forked child does not have it.
-
-    Args:
-        path: of the file; it and its folder are made when it is opened.
-        advice: what to do where another process has it, for the error.
-    """
+    """A file that one process alone appends to; a forked child does not have it."""
 
     def __init__(self, path: Path, advice: str) -> None:
         self.path = path

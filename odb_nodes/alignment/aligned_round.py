@@ -52,13 +52,7 @@ class LossRule:
     def scale_of(
         self, samples: tuple[int, int], targets: tuple[int, int], *, is_filler: bool
     ) -> float:
-        """Return what this rank's mean loss is multiplied by.
-
-        Args:
-            samples: those of this rank in the step, and of all ranks in the optimizer step.
-            targets: likewise.
-            is_filler: whether this rank fills the step.
-        """
+        """Return what this rank's mean loss is multiplied by."""
         if self.scaling == "none" or is_filler:
             return float(not is_filler) / self.batches
         local, total = targets if self.scaling == "exact" else samples
@@ -89,11 +83,7 @@ class AlignedRound:
 
     @classmethod
     def from_bytes(cls, data: bytes | None, tasks: int = 0) -> AlignedRound:
-        """Return the round that `to_bytes` was called on, without its groups.
-
-        Raises:
-            StateError: `data` is no such round.
-        """
+        """Return the round that `to_bytes` was called on, without its groups."""
         integers = np.frombuffer(data or b"", "<i8").astype(np.int64)
         if len(integers) % (_COLUMNS + tasks):
             raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
@@ -133,11 +123,7 @@ class AlignedRound:
         groups: list[list[Sample]],
         filler: Sample | None,
     ) -> None:
-        """Give the groups of the steps after the first `emitted`, as `groups` has returned them.
-
-        Raises:
-            StateError: there is a group for a filler step, or none for another.
-        """
+        """Give the groups of the steps after the first `emitted`, as `groups` has returned them."""
         rest = self._table[emitted:, 0].tolist()
         lacks_filler = filler is None and FILLER in rest
         if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
@@ -156,14 +142,7 @@ class AlignedRound:
     def take(
         self, index: int, rule: LossRule, measure: GroupCostEstimator, **facts: Any
     ) -> AlignedGroup:
-        """Return the group of a step, once.
-
-        Args:
-            index: the index of the step in the round.
-            rule: how the losses become one.
-            measure: names modalities and tasks.
-            facts: the fields of the `StepInfo` that the round does not know.
-        """
+        """Return the group of a step, once."""
         micro_step = index % rule.accumulate
         # Few rows: Python's integers are faster than arrays.
         first = index - micro_step

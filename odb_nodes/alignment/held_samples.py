@@ -17,13 +17,7 @@ HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
 
 
 class HeldSamples:
-    """Groups of samples, of which one after the other is let go of.
-
-    Args:
-        samples: the samples of all groups; or their records, where the source can make them again.
-        sizes: the number of samples of each group.
-        gone: samples at the beginning that are not held any more.
-    """
+    """Groups of samples, of which one after the other is let go of."""
 
     def __init__(
         self, samples: Sequence[Sample] | SampleRecords, sizes: Sequence[int], gone: int = 0
@@ -53,17 +47,7 @@ class HeldSamples:
 def groups_again(
     held: HeldContent, source: BaseNode[list[Sample]], node: str, *, may_differ: bool
 ) -> tuple[list[list[Sample]], int]:
-    """Return the groups of a state, and how many of their samples were made again.
-
-    Args:
-        held: what the state has.
-        source: the node that yielded the groups.
-        node: name of the node that restores itself, for errors.
-        may_differ: whether `strict=False` allows samples that are not what they were.
-
-    Raises:
-        StateError: a sample is not what it was, or cannot be made.
-    """
+    """Return the groups of a state, and how many of their samples were made again."""
     sizes, records_state, payload = held
     made = 0
     if payload is not None:

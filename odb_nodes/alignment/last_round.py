@@ -36,13 +36,7 @@ class _TransferredSample(NamedTuple):
 
 
 class TailBalancer:
-    """Cuts what all ranks have left into the same number of groups; see `planning.levelling`.
-
-    Args:
-        source: the node that forms the groups, which can make samples again by their keys.
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Cuts what all ranks have left into the same number of groups; see `planning.levelling`."""
 
     def __init__(self, source: WindowBucketer, rank: int, world_size: int) -> None:
         self._source, self._rank, self._world_size = source, rank, world_size
@@ -50,12 +44,7 @@ class TailBalancer:
         """Samples that were given to this rank in the last `groups`, but are skipped here."""
 
     def groups(self, rest: list[Sample], where: str) -> Exchanges[tuple[list[list[Sample]], int]]:
-        """Return the groups of this rank, and the steps of the round.
-
-        Args:
-            rest: all samples that this rank has left.
-            where: the place that errors name.
-        """
+        """Return the groups of this rank, and the steps of the round."""
         self.left_out = []
         budget = self._source.limits.of_groups(self._source.budget)
         rest = yield from self._level(rest, budget, where)

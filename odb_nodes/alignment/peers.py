@@ -54,15 +54,7 @@ Exchanges = Generator[Ask, Any, T]
 
 
 class Peers:
-    """Exchanges what the ranks of a process tell with the other ranks of a group.
-
-    Args:
-        process_group: see `resolve_exchange`.
-        timeout_s: seconds until a rank that does not come is an error.
-        message_size: the most integers in the report of a full round.
-        tasks: number of tasks in reports.
-        hosted: virtual ranks of this process, and of each other one; 1 for a rank that is real.
-    """
+    """Exchanges what the ranks of a process tell with the other ranks of a group."""
 
     def __init__(
         self,
@@ -110,21 +102,12 @@ class Peers:
         return resolve_exchange(self._process_group, self._timeout_s)
 
     def check_process(self) -> None:
-        """Check that the connections are of this process.
-
-        Raises:
-            WorkerError: they are of the one that this one was forked from.
-        """
+        """Check that the connections are of this process."""
         if self.are_connected:
             self._owner.check("`RankAligner`")
 
     def begin(self) -> None:
-        """Find out who the other ranks are; they need not be there yet. Ends an interruption.
-
-        Raises:
-            RuntimeError: the job has several ranks, but torch.distributed is not initialised.
-            WorkerError: see `check_process`.
-        """
+        """Find out who the other ranks are; they need not be there yet. Ends an interruption."""
         self.check_process()
         failing, self._failing = self._failing, None
         if failing is not None:
@@ -136,17 +119,7 @@ class Peers:
         self._channel.begin()
 
     def drive(self, ranks: Sequence[Exchanges[T]], where: Callable[[], str]) -> list[T]:
-        """Let the ranks of this process run from exchange to exchange; return what they return.
-
-        Args:
-            ranks: all ranks of this process; one alone must not ask for an exchange where there
-                are more.
-            where: returns the place that others are told where a rank fails.
-
-        Raises:
-            PeerError: another rank failed, left, or did not come.
-            StateError: the ranks do not go on from the same place.
-        """
+        """Let the ranks of this process run from exchange to exchange; return what they return."""
         results: dict[int, T] = {}
         answer: Any = None
         try:
@@ -255,16 +228,7 @@ class Peers:
 
 
 class VirtualTeam:
-    """The virtual ranks of a job that this process hosts: `hosted` of them, next to each other.
-
-    Args:
-        virtual_ranks: number of virtual ranks of the job; a multiple of the number of its ranks.
-        process_group: the ranks of the job; see `resolve_exchange`.
-        timeout_s: seconds until a rank that does not come is an error.
-
-    Raises:
-        ValueError: `virtual_ranks` is not a multiple of the number of ranks.
-    """
+    """The virtual ranks of a job that this process hosts: `hosted` of them, next to each other."""
 
     def __init__(self, virtual_ranks: int, process_group: Any, timeout_s: float) -> None:
         self.rank, self.processes = group_rank(process_group)
@@ -309,11 +273,7 @@ class VirtualRank:
 
 
 def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:
-    """Make sure that the nodes below share their data as the ranks share their steps.
-
-    Raises:
-        RuntimeError: one is another rank, or one of another number of ranks.
-    """
+    """Make sure that the nodes below share their data as the ranks share their steps."""
     for name, config in _sharing_nodes(source).items():
         if (config["rank"], config["world_size"]) != (rank, world_size):
             raise RuntimeError(

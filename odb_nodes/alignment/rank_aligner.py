@@ -90,11 +90,7 @@ class AlignerState(EpochState):
     unemitted_samples: int = 0
 
     def steps(self) -> AlignedRound:
-        """Return the steps of the round, without their groups.
-
-        Raises:
-            StateError: they are damaged.
-        """
+        """Return the steps of the round, without their groups."""
         steps = AlignedRound.from_bytes(self.plan, self.tasks)
         sizes = None if self.held is None else self.held[0]
         wrong_sizes = sizes is not None and len(sizes) != len(steps) - self.emitted + 2

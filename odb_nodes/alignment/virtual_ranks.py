@@ -45,11 +45,6 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 
     State: those of the graphs before the step, and how many of its batches are out. Restoring
     within a step takes it again.
-
-    Args:
-        sources: the last node of each graph, in the order of the virtual ranks.
-        aligners: the `RankAligner` of each graph.
-        team: the virtual ranks of this process.
     """
 
     STATE = VirtualState
@@ -86,11 +81,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
             source.reset(None)
 
     def restore(self, state: VirtualState) -> None:
-        """Go to where each graph stands, and in their step to the batch that is next.
-
-        Raises:
-            StateError: the state is that of another process.
-        """
+        """Go to where each graph stands, and in their step to the batch that is next."""
         self._forget()
         if state.sources.keys() != self.sources.keys():
             raise StateError(
@@ -112,11 +103,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         )
 
     def next(self) -> Batch:
-        """Return the next batch of the step; after `expect_read_ahead` maybe a `DeferredBatch`.
-
-        Raises:
-            StateError: a state was restored within a step, which has other samples now.
-        """
+        """Return the next batch of the step; after `expect_read_ahead` maybe a `DeferredBatch`."""
         if not self._step:
             self._take_step()
         item = self._step[self._turn]

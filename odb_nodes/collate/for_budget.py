@@ -11,11 +11,7 @@ _OF_THE_BUDGET = ("pad_to_multiple_of", "shapes", "max_samples")
 
 
 def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Collate:
-    """Return `collate_fn`, or by default the collate function for the groups of a budget.
-
-    Raises:
-        ValueError: `collate_fn` is one of ours, but of another layout, multiple or shapes.
-    """
+    """Return `collate_fn`, or by default the collate function for the groups of a budget."""
     if budget is None:
         return collate_fn or PaddingCollate()
     packed = budget.layout == "packed"

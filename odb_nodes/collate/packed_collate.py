@@ -87,15 +87,7 @@ class PackedCollate(TokenRows):
         return prepared
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`.
-
-        Raises:
-            TypeError: a sample is no mapping with `input_ids`.
-            SampleError: the samples differ in their keys; a key with a value per token has another
-                length than `input_ids`, values that are not numbers, or `input_ids` that are no
-                integers; an `attention_mask` hides tokens, or `position_ids` do not count from 0;
-                or there are images.
-        """
+        """Return the batch of `samples`."""
         lengths = self.lengths_of(samples)
         total = sum(lengths)
         _, width = fit_shape(1, total, self.shapes, self.pad_to_multiple_of)
@@ -172,13 +164,7 @@ class PackedCollate(TokenRows):
 
 
 def _block_mask(starts: IntArray, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the (1, 1, T, T) mask of causal attention within each sample.
-
-    Args:
-        starts: where each sample begins, and the end of the last one.
-        width: T, tokens in the row, padding included.
-        dtype: dtype of the mask, see `PackedCollate.mask_dtype`.
-    """
+    """Return the (1, 1, T, T) mask of causal attention within each sample."""
     owner = torch.arange(len(starts), width + len(starts))  # each token of padding is alone
     owner[: starts[-1]] = torch.from_numpy(np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
     allowed = (owner[:, None] == owner[None]).tril()[None, None]

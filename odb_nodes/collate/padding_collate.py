@@ -43,15 +43,7 @@ class PaddingCollate(TokenRows):
         check_choice("side", self.side, ("right", "left"))
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`.
-
-        Raises:
-            TypeError: a sample is no mapping with `input_ids`.
-            ValueError: there are more samples than their shape has rows.
-            SampleError: the samples differ in their keys; or a key with a value per token has
-                another length than `input_ids`, values that are not numbers, or `input_ids` that
-                are no integers.
-        """
+        """Return the batch of `samples`."""
         lengths = self.lengths_of(samples)
         shape = self._shape(lengths)
         batch = {

@@ -35,15 +35,7 @@ _INT64 = 2**63
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Checks, converts and joins the values per token of the samples of a group.
-
-    Args:
-        pad_token_id: the value that fills `input_ids`; `labels` are filled with -100, other keys
-            with 0.
-        token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
-        pad_to_multiple_of: tokens; the width of a batch is a multiple of it.
-        shapes: the only shapes of batches, rows and width, from the narrowest up; `()` for any.
-    """
+    """Checks, converts and joins the values per token of the samples of a group."""
 
     pad_token_id: int = 0
     token_keys: tuple[str, ...] = TOKEN_KEYS
@@ -61,12 +53,7 @@ class TokenRows:
 
     @classmethod
     def of(cls: type[Rows], budget: TokenBudget, **options: Any) -> Rows:
-        """Return the collate function for the groups of a budget.
-
-        Args:
-            budget: the budget that the groups are formed under.
-            options: further arguments of the class.
-        """
+        """Return the collate function for the groups of a budget."""
         multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
         return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
 
@@ -75,10 +62,6 @@ class TokenRows:
 
         `ODBDataLoader` calls this in its workers, since lists take long to convert. Anything but a
         mapping is returned as it is, and so is a sample that has nothing to convert.
-
-        Raises:
-            SampleError: values per token are not numbers, `input_ids` no integers, or there are not
-                as many of them.
         """
         if not is_mapping(sample):
             return sample
@@ -99,12 +82,7 @@ class TokenRows:
         return {**sample, **rows} if converted else sample
 
     def lengths_of(self, samples: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the lengths of the samples of a group, in tokens.
-
-        Raises:
-            TypeError: a sample is no mapping with `input_ids`.
-            SampleError: the samples differ in their keys.
-        """
+        """Return the lengths of the samples of a group, in tokens."""
         self.check_mappings(samples)
         if any(sample.keys() != samples[0].keys() for sample in samples):
             raise _differing_keys(samples)
@@ -120,19 +98,7 @@ class TokenRows:
                 )
 
     def join(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> Any:
-        """Return what a batch has under `key`: a tensor of `shape`, one of (n,), or a list.
-
-        Args:
-            key: the key, the same in all samples.
-            values: the samples' values, in their order.
-            lengths: the samples' lengths, in tokens.
-            shape: rows and width of a tensor with a value per token.
-
-        Raises:
-            SampleError: values per token are not numbers, `input_ids` no integers, or there are
-                not as many as tokens; or a number of a sample is no int64, or of a kind that
-                tensors do not have.
-        """
+        """Return what a batch has under `key`: a tensor of `shape`, one of (n,), or a list."""
         if all(map(is_number, values)):
             return _tensor_of(key, values)
         if key not in self.token_keys:

@@ -29,9 +29,6 @@ class BatchChecks:
 
     Only batches of a shape that has not come before are looked at, and of those few are read, so
     that it costs next to nothing.
-
-    Args:
-        budget: the budget of the groups; `None` where it is not known.
     """
 
     def __init__(self, budget: TokenBudget | None) -> None:
@@ -42,13 +39,7 @@ class BatchChecks:
         """Whether the trainer counts the labels of each batch itself."""
 
     def check(self, group: list[Sample], batch: Mapping[str, Any], info: StepInfo) -> None:
-        """Warn of what is wrong with a batch.
-
-        Args:
-            group: the samples that it was made of.
-            batch: what `collate_fn` returned.
-            info: what was planned for the step.
-        """
+        """Warn of what is wrong with a batch."""
         if info.local_samples and not info.optimizer_targets and not info.loss_scale:
             self._check_targets(info)
         ids = batch.get("input_ids", batch.get("inputs_embeds"))

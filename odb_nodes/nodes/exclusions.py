@@ -26,11 +26,7 @@ _ALLOWED = "integers, a mapping of source to integers, or the path of a file of 
 
 
 class ExcludedKeys:
-    """Keys of samples by source. It does not change.
-
-    Args:
-        keys: name of the source, "" where sources have no names -> keys of its samples.
-    """
+    """Keys of samples by source. It does not change."""
 
     def __init__(self, keys: Mapping[str, Iterable[int]] | None = None) -> None:
         found = {source: frozenset(some) for source, some in (keys or {}).items()}
@@ -39,15 +35,7 @@ class ExcludedKeys:
 
     @classmethod
     def of(cls, exclude: Exclude) -> ExcludedKeys:
-        """Return the keys that an `exclude` argument names.
-
-        Args:
-            exclude: keys of source ""; a mapping of source to keys; or the path of a file in JSON
-                Lines, each line a key or `{"source": ..., "key": ...}`. `None` for none.
-
-        Raises:
-            TypeError, ValueError: it is none of these; of a file, names file and line.
-        """
+        """Return the keys that an `exclude` argument names."""
         if isinstance(exclude, cls):
             return exclude
         if isinstance(exclude, (str, os.PathLike)):
@@ -170,11 +158,6 @@ _PATCHES = itemgetter(Sample._fields.index("patches"))
 class ExclusionCounter:
     """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
 
-    Args:
-        budget: the budget that tells which samples are oversize.
-        keys: the keys that are excluded.
-        said: what was warned of in the epochs before: reasons, and `None` for oversize samples.
-
     Attributes:
         budget: likewise; it may become smaller.
         keys: the keys that are excluded.
@@ -234,15 +217,7 @@ class ExclusionCounter:
         return not self.budget.is_oversize(tokens, patches)
 
     def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
-        """Tell whether a sample goes into the pool; count it, and warn of the first of its kind.
-
-        Args:
-            sample: the next one.
-            ordinal: its number in the epoch.
-
-        Raises:
-            SampleError: it is too large, under `oversize="error"`.
-        """
+        """Tell whether a sample goes into the pool; count it, and warn of the first of its kind."""
         if sample in self.keys:
             self.exclude([sample])
             return False
@@ -274,11 +249,7 @@ class ExclusionCounter:
         return not drops
 
     def summary(self, samples: int) -> str:
-        """Return what became of samples beyond the first of each kind; "" if there are none.
-
-        Args:
-            samples: the number of samples of the epoch.
-        """
+        """Return what became of samples beyond the first of each kind; "" if there are none."""
         skipped = sum(self.skipped.values())
         if self.oversize <= 1 and skipped == len(self.skipped):
             return ""
@@ -292,14 +263,7 @@ class ExclusionCounter:
         return f"of the {samples} samples of the epoch, {found}."
 
     def check_not_all(self, samples: int) -> None:
-        """Raise where an epoch had samples, but none came out: the data or the budget is wrong.
-
-        Args:
-            samples: the number of samples of the epoch.
-
-        Raises:
-            SampleError: all of them were left out, beside those that are excluded.
-        """
+        """Raise where an epoch had samples, but none came out: the data or the budget is wrong."""
         samples -= self.excluded
         skipped = sum(self.skipped.values())
         if samples <= 0 or self.dropped + skipped != samples:

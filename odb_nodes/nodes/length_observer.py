@@ -51,11 +51,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         self._position = 0
 
     def __len__(self) -> int:
-        """Return how many samples an epoch has.
-
-        Raises:
-            TypeError: the source does not know its length.
-        """
+        """Return how many samples an epoch has."""
         return length_of(self.source)
 
     def begin_epoch(self) -> None:

@@ -40,10 +40,6 @@ class ReadAhead(BaseNode[T]):
 
     The thread begins with the first `next` after a reset: an iterator that is only asked for its
     state reads nothing, and meets no other rank.
-
-    Args:
-        source: node to read from.
-        depth: items to read ahead.
     """
 
     def __init__(self, source: BaseNode[T], depth: int) -> None:
@@ -66,11 +62,7 @@ class ReadAhead(BaseNode[T]):
         source.reset(initial_state)
 
     def next(self) -> T:
-        """Return the next item.
-
-        Raises:
-            WorkerError: the thread belongs to the process that this one was forked from.
-        """
+        """Return the next item."""
         if not self._reads:
             self._prefetcher.reset(None)
             self._reads, self._owner = True, Owner()
@@ -95,11 +87,7 @@ class ReadAhead(BaseNode[T]):
             raise
 
     def get_state(self) -> dict[str, Any]:
-        """Return the source's state after the last item that was taken.
-
-        Raises:
-            StateError: the last item could not be collated, and would be lost.
-        """
+        """Return the source's state after the last item that was taken."""
         state: dict[str, Any] = copy_state(self._snapshot_of_own())
         return state
 

@@ -15,12 +15,7 @@ from odb_nodes.sample import Sample, Skipped
 
 
 class Snapshots:
-    """Where a source stood before some of its samples, oldest first.
-
-    Args:
-        source: the node whose state is kept.
-        node: name of the node above it, for errors.
-    """
+    """Where a source stood before some of its samples, oldest first."""
 
     def __init__(self, source: BaseNode[Any], node: str) -> None:
         self._source, self._node = source, node
@@ -36,11 +31,7 @@ class Snapshots:
         self.put(ordinal, snapshot(self._source))
 
     def take_if_due(self, ordinal: int, interval: int) -> int:
-        """Keep the present state if the last one kept is an interval old.
-
-        Returns:
-            Samples until the next one is due.
-        """
+        """Keep the present state if the last one kept is an interval old."""
         if ordinal >= self._taken[-1][0] + interval:
             self.put(ordinal, snapshot(self._source))
         return self._taken[-1][0] + interval - ordinal
@@ -54,21 +45,7 @@ class Snapshots:
     def read_again(
         self, start: int, stop: int, wanted: Collection[int], interval: int
     ) -> tuple[dict[int, Sample | Skipped], int]:
-        """Bring the source from sample `start` of the epoch to `stop`; keep states on the way.
-
-        Args:
-            start: the number of the next sample that it yields.
-            stop: the number of the next one afterwards.
-            wanted: numbers of the samples that are asked for.
-            interval: samples between two states.
-
-        Returns:
-            The wanted samples by number, those that are not skipped with it, and how many were
-            processed.
-
-        Raises:
-            StateError: the source has ended before.
-        """
+        """Bring the source from sample `start` of the epoch to `stop`; keep states on the way."""
         is_wanted = [False] * (stop - start)
         for number in wanted:
             is_wanted[number - start] = True
@@ -92,11 +69,7 @@ class Snapshots:
         return found, len(numbers)
 
     def expect_end(self, pulled: int) -> None:
-        """Bring the source to where it had ended: one call after its last sample.
-
-        Raises:
-            StateError: it has more.
-        """
+        """Bring the source to where it had ended: one call after its last sample."""
         try:
             next(self._source)
         except StopIteration:

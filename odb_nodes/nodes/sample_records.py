@@ -74,11 +74,7 @@ class SampleRecords:
 
     @classmethod
     def of(cls, samples: Collection[Sample]) -> SampleRecords:
-        """Return the records of samples.
-
-        Raises:
-            SampleError: a sample has neither an item nor a number.
-        """
+        """Return the records of samples."""
         digests = [sample.digest for sample in samples]
         if None in digests:
             digests = [*map(digest_of, samples)]
@@ -128,11 +124,7 @@ class SampleRecords:
 
     @classmethod
     def from_state(cls, state: RecordsState) -> SampleRecords:
-        """Return what `to_state` was called on.
-
-        Raises:
-            StateError: the parts do not go together.
-        """
+        """Return what `to_state` was called on."""
         try:
             costs, origins = np.frombuffer(state[0] or b"", "<u8"), state[2]
             n = len(costs)
@@ -194,26 +186,14 @@ class SampleRecords:
         return [ItemKey(of[at][0], key, of[at][1], n) for key, at, n in zip(*columns, strict=True)]
 
     def restore(self, source: BaseNode[Any], node: str) -> list[Sample]:
-        """Return the samples, which the source makes again.
-
-        Args:
-            source: the node that yielded them.
-            node: name of the node that restores itself, for errors.
-
-        Raises:
-            StateError: one of them is not what it was, or the source cannot make them.
-        """
+        """Return the samples, which the source makes again."""
         again = with_progress(recall(source, self.items()), len(self))
         return [self.checked(index, sample, node) for index, sample in enumerate(again)]
 
     def checked(
         self, index: int, sample: Sample | Skipped, node: str, name: str = "a sample"
     ) -> Sample:
-        """Return a sample, once it is known to be what it was.
-
-        Raises:
-            StateError: it is not; names it.
-        """
+        """Return a sample, once it is known to be what it was."""
         if isinstance(sample, Skipped):
             raise StateError(
                 f"{node} cannot be restored: {name}{name_of(sample)} was good when saved, but is "
@@ -249,9 +229,6 @@ class PoolLog:
 
     What came since the last state is noted as a part. Parts of like size are joined, so there are
     few, and a sample is copied a few times at most.
-
-    Args:
-        pool: the pool.
     """
 
     def __init__(self, pool: RollingPool[Sample]) -> None:
@@ -259,11 +236,7 @@ class PoolLog:
         self._parts: tuple[tuple[IntArray, SampleRecords], ...] = ()
 
     def pooled(self) -> PooledRecords:
-        """Return the records of the pool as it is now, which a state may keep.
-
-        Raises:
-            SampleError: a sample has neither an item nor a number.
-        """
+        """Return the records of the pool as it is now, which a state may keep."""
         items, oldest = self._pool.items(), self._pool.oldest
         parts = [part for part in self._parts if part[0][-1] >= oldest]
         last = parts[-1][0][-1] if parts else -1
@@ -285,13 +258,7 @@ class PoolLog:
 
 
 class PooledRecords:
-    """The records of the samples that were in a pool at one time: part of a state.
-
-    Args:
-        parts: ordinals and records of samples, which hold those.
-        ordinals: ordinals of the pooled samples, in any order.
-        pulled: samples that were pulled.
-    """
+    """The records of the samples that were in a pool at one time: part of a state."""
 
     def __init__(
         self,
@@ -314,13 +281,7 @@ class PooledRecords:
 
 
 class PooledSamples:
-    """The samples that were in a pool at one time, as a part of a state.
-
-    Args:
-        items: the samples by ordinal, oldest first.
-        encoded: those that are encoded already, by ordinal; what is encoded here serves others.
-        pulled: samples that were pulled.
-    """
+    """The samples that were in a pool at one time, as a part of a state."""
 
     def __init__(self, items: Mapping[int, Sample], encoded: dict[int, bytes], pulled: int) -> None:
         self._items, self._encoded, self._pulled = {**items}, encoded, pulled
@@ -354,23 +315,14 @@ _SCALARS = (int, str, float, bool, type(None))
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return a sample as bytes that `decode_sample` can read, and no code can hide in.
-
-    Raises:
-        SampleError: it holds something else than dicts, lists and tuples of tensors, arrays,
-            numbers and strings.
-    """
+    """Return a sample as bytes that `decode_sample` can read, and no code can hide in."""
     item: Any = sample.item and tuple(map(_interned, sample.item))
     _, *costs = sample._replace(item=item)
     return to_bytes((_encode(data_of(sample)), *map(_interned, costs)))
 
 
 def decode_sample(encoded: bytes) -> Sample:
-    """Return the sample that `encode_sample` was given.
-
-    Raises:
-        StateError: `encoded` is damaged.
-    """
+    """Return the sample that `encode_sample` was given."""
     try:
         data, *costs = from_bytes(encoded)
         sample = Sample(_decode(data), *costs)

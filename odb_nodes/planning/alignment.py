@@ -88,12 +88,7 @@ class CostReport:
 
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
-        """Return the report that a message begins with.
-
-        Args:
-            message: what `to_message` has returned, and anything after it.
-            tasks: number of tasks.
-        """
+        """Return the report that a message begins with."""
         rows, offered, groups, ended, has_filler, *told = message[:HEADER].tolist()
         max_tokens, left, *lengths = told
         columns = COLUMNS + tasks
@@ -139,18 +134,7 @@ def make_report(
     tokens: Callable[[T], int],
     tasks: int = 0,
 ) -> tuple[CostReport, SplitLadder[T]]:
-    """Return what a rank reports for a round, and the ladder that its groups are split by.
-
-    Args:
-        groups: the groups of this rank, in the order they came.
-        most: steps of a full round; the ladder has no more groups than this.
-        ended: whether there are no more groups after these.
-        has_filler: whether the rank has had groups before; needed only if it has none now.
-        may_split: whether to report splits once the rank has `ended`.
-        measure: maps a group to its cost.
-        tokens: maps a sample to its length, by which a group is split.
-        tasks: number of tasks.
-    """
+    """Return what a rank reports for a round, and the ladder that its groups are split by."""
     ladder = SplitLadder(groups, measure, tokens)
     rows = [row_of(one) for one in ladder.costs]
     if ended and may_split:
@@ -179,11 +163,6 @@ class SplitLadder(Generic[T]):
     Each split takes the group of the highest cost that has two samples or more, orders it by
     length, and cuts it in the middle: the shorter half becomes a group of its own, at the end. So
     what a rank splits next follows from costs and numbers of samples, which all ranks are told.
-
-    Args:
-        groups: the groups to split.
-        measure: maps a group to its cost.
-        tokens: maps a sample to its length.
     """
 
     def __init__(
@@ -240,12 +219,6 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
     Groups are matched by cost: the dearest groups of all ranks share a step, so do the second
     dearest, and so on. That minimizes the sum, over steps, of the dearest group of a step. One
     permutation then shuffles the steps.
-
-    Args:
-        reports: the reports of all ranks, in order of rank.
-        uneven: what happens if ranks have different numbers of groups. `"fill"`: ranks with fewer
-            split theirs, then fill. `"stop"`: all ranks end with the first one.
-        key: any integer; decides the permutation.
     """
     if len(reports) == 1:
         return _plan_alone(reports[0])
@@ -280,11 +253,7 @@ def _plan_alone(report: CostReport) -> RoundPlan:
 
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
-    """Return the `totals` of a `RoundPlan`, of steps that are planned already.
-
-    Args:
-        groups: of each rank, the cost of its group of each step.
-    """
+    """Return the `totals` of a `RoundPlan`, of steps that are planned already."""
     rows = [[row_of(group) for group in of_rank] for of_rank in groups]
     return _totals(np.array(rows, dtype=np.int64))
 

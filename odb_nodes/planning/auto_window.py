@@ -75,11 +75,7 @@ class PulledLengths(NamedTuple):
 
 
 def chosen_window(reports: Iterable[Sequence[int]]) -> int:
-    """Return the window that suits what all ranks have pulled; 0 where none has any sample.
-
-    Args:
-        reports: of each rank, what `PulledLengths.report` has returned.
-    """
+    """Return the window that suits what all ranks have pulled; 0 where none has any sample."""
     samples, parts = (sum(column) for column in zip(*reports, strict=True))
     if not samples:
         return 0
@@ -91,10 +87,6 @@ def window_before_ranks_agree(report: Sequence[int], epoch_samples: int | None) 
     """Return the window that a rank chooses by itself in a first round; 0 to leave it as it is.
 
     The groups of that round are formed before ranks tell each other anything.
-
-    Args:
-        report: what the rank has pulled, see `PulledLengths.report`.
-        epoch_samples: samples of its epoch; `None` where that is not known.
     """
     window = chosen_window([report])
     is_short = epoch_samples is not None and epoch_samples <= SHORT_EPOCH_WINDOWS * window
@@ -123,21 +115,12 @@ def shown(window: WindowSize, samples: int) -> str:
 
 
 def parse_window(text: str) -> WindowSize:
-    """Return the window that a command line names.
-
-    Raises:
-        ValueError: it is neither `auto` nor a number of samples.
-    """
+    """Return the window that a command line names."""
     return check_window("window", int(text) if text.lstrip("+-").isdecimal() else text)
 
 
 def check_window(name: str, window: object) -> WindowSize:
-    """Return a window.
-
-    Raises:
-        TypeError: it is no integer, or a bool.
-        ValueError: it is an integer below 1, or another string than `"auto"`.
-    """
+    """Return a window."""
     if isinstance(window, str):
         if window != AUTO:
             raise ValueError(
@@ -154,11 +137,7 @@ _MOST_PADDING = 0.15
 
 
 class PoolCheck:
-    """Looks at the first groups of a pool, and warns if they are padded much for want of samples.
-
-    Args:
-        budget: the budget that groups are formed under.
-    """
+    """Warns where the first groups of a pool are padded much for want of samples."""
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget

@@ -32,12 +32,7 @@ def with_attention(tokens: Tokens, attention_tokens: int | None) -> Tokens:
 
 
 def longest_within(cost: int, attention_tokens: int | None) -> int:
-    """Return the length of the longest row that costs no more than `cost`; 0 where none does.
-
-    Args:
-        cost: tokens, and what attention adds.
-        attention_tokens: see `with_attention`.
-    """
+    """Return the length of the longest row that costs no more than `cost`; 0 where none does."""
     if attention_tokens is None:
         return cost
     # The largest n with n + n * n // c <= cost, that is n * n + c * n < c * (cost + 1).

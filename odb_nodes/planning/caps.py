@@ -38,12 +38,6 @@ def quantiles(costs: IntArray, count: int) -> IntArray:
 def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: int) -> IntArray:
     """Return what a rank tells the others of its pool.
 
-    Args:
-        costs: of the groups that the pool would give, from the highest down.
-        pool_cost: of all pooled samples, without padding.
-        budget_tokens: what a group may cost.
-        count: number of costs to tell.
-
     Returns:
         `budget_tokens`, and the costs from the highest down, (1 + count,) int64; nothing, (0,),
         where the pool is too small for caps.
@@ -56,15 +50,7 @@ def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: in
 
 
 def agreed_caps(offers: list[IntArray]) -> IntArray:
-    """Return the caps that follow from what all ranks offer, from the highest down.
-
-    Args:
-        offers: of each rank, what `offered_costs` has returned.
-
-    Returns:
-        As many as a rank has offered; none, (0,), where no more than half of the ranks offer some,
-        where their budgets differ, or where there is little to gain.
-    """
+    """Return the caps that follow from what all ranks offer, from the highest down."""
     given = [offer for offer in offers if len(offer)]
     if 2 * len(given) <= len(offers) or len({int(offer[0]) for offer in given}) > 1:
         return NO_CAPS

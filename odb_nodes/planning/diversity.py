@@ -18,11 +18,7 @@ _UNIT = 2.0**24
 
 
 def check_diversity(diversity: Any, budget: TokenBudget) -> float:
-    """Return `diversity` as a float.
-
-    Raises:
-        TypeError, ValueError: it is no number in 0..1, or above 0 for packed groups.
-    """
+    """Return `diversity` as a float."""
     weight = check_fraction("diversity", diversity)
     if weight and budget.layout == "packed":
         raise ValueError(

@@ -39,11 +39,7 @@ def tokens_of(sample: Sample) -> int:
 
 
 class BudgetCost:
-    """Maps a group to its cost under a budget: 2**31 - 1 at most, as large as costs may be.
-
-    Args:
-        budget: the budget that the groups are formed under.
-    """
+    """Maps a group to its cost under a budget: 2**31 - 1 at most, as large as costs may be."""
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget
@@ -59,16 +55,7 @@ class BudgetCost:
 
 
 class GroupCostEstimator:
-    """Measures groups: samples, targets, cost and modalities.
-
-    Args:
-        cost_fn: group -> cost of a step with it, an integer in any unit.
-        modalities: name -> function that tells whether a sample has it. `None`: images.
-        tasks: names of the tasks whose targets are counted apart.
-
-    Raises:
-        TypeError, ValueError: names the argument of `RankAligner` that is not valid.
-    """
+    """Measures groups: samples, targets, cost and modalities."""
 
     def __init__(
         self,

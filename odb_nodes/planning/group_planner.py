@@ -69,13 +69,6 @@ class GroupPlanner(Generic[T]):
     epoch before. Each epoch chooses once: ranks together in their first round, or this rank alone
     after its first group. Where ranks choose together and the epoch is short, whose first round is
     a large part of it, each rank first has a window of its own.
-
-    Args:
-        budget: the budget that groups are formed under.
-        window: samples in the pool, or `"auto"`.
-        dearest_first: groups at the beginning of each epoch that are made of the longest samples.
-        diversity: weight of an even mix of tasks in the choice of a group.
-        epoch_samples: returns the samples of an epoch, or `None` where that is not known.
     """
 
     def __init__(

@@ -34,12 +34,7 @@ _TRIES_OF_FIRST_FIT = 2  # which takes 0.1 s for 20,000 of them
 
 
 def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
-    """Tell whether the next round is to be the last, of all that is left.
-
-    Args:
-        reports: those of all ranks for the present round.
-        next_steps: steps of the next one.
-    """
+    """Tell whether the next round is to be the last, of all that is left."""
     left = [report.left for report in reports]
     groups = sum(report.groups for report in reports)
     if len(reports) == 1 or min(left) < 0 or not any(left) or not groups:
@@ -80,9 +75,6 @@ def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int
     Args:
         totals: what all samples of each rank cost, those included that it gives.
         given: what those cost that each rank gives, (n,) int64 each.
-
-    Returns:
-        Of each rank, and each sample that it gives, the rank that receives it.
     """
     kept = [int(total - work.sum()) for total, work in zip(totals, given, strict=True)]
     heap = [(total, rank) for rank, total in enumerate(kept)]
@@ -116,12 +108,7 @@ def shared_out(works: Sequence[IntArray]) -> list[tuple[list[int], list[int]]]:
 
 
 class Rest:
-    """The samples that a rank has for the last round, as they are cut into groups.
-
-    Args:
-        samples: the samples.
-        budget: what a group may cost.
-    """
+    """The samples that a rank has for the last round, as they are cut into groups."""
 
     def __init__(self, samples: Sequence[Sample], budget: TokenBudget) -> None:
         rows = [
@@ -143,9 +130,6 @@ class Rest:
         """Return the indices of the samples of each group: at most `most`, each as cheap as found.
 
         A sample that exceeds the budget on its own is a group.
-
-        Raises:
-            ValueError: `most` is less than `fewest`.
         """
         if most < self.fewest:
             raise ValueError(f"`most` must be at least {self.fewest}, but is {most} instead.")

@@ -12,11 +12,7 @@ from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """How samples become groups, and groups the steps of all ranks. See `ODBDataLoader`.
-
-    Raises:
-        TypeError, ValueError: names the field that is not valid.
-    """
+    """How samples become groups, and groups the steps of all ranks. See `ODBDataLoader`."""
 
     window: WindowSize = AUTO
     round_size: int = 32

@@ -39,9 +39,6 @@ class Packing:
 
     A sample costs its tokens and what attention adds. Where all rows have one shape, its tokens
     alone count: however they fill it, attention adds no more than for one sample as long.
-
-    Args:
-        budget: what a group may cost.
     """
 
     def __init__(self, budget: TokenBudget) -> None:
@@ -129,13 +126,7 @@ class Packing:
 
 
 def _fill(table: IntArray, columns: IntArray, room: _Room) -> _Filling:
-    """Return the one or two samples that fill a room best.
-
-    Args:
-        table: the pool's table, with costs in place of tokens.
-        columns: the columns to choose from, in order of length.
-        room: what the samples must fit into.
-    """
+    """Return the one or two samples that fill a room best."""
     if room.samples < 1:
         return _Filling(0, ())
     costs, patches = table[TOKENS, columns], table[PATCHES, columns]

@@ -28,11 +28,6 @@ class LengthRuns:
     The table is in order of length, so the last sample of a run decides the width of its rows, and
     with it how many rows the budget holds. For each sample there is thus one full run that ends
     with it, and only these are compared, as many as there are samples.
-
-    Args:
-        budget: what a group may cost.
-        diversity: weight, in 0..1, of an even mix of tasks in the choice between runs. Above 0, the
-            tables have a row `TASKS`.
     """
 
     def __init__(self, budget: TokenBudget, diversity: float = 0.0) -> None:
@@ -42,13 +37,7 @@ class LengthRuns:
         self._ladder_rows, self._ladder_widths = ladder.T
 
     def choose(self, table: IntArray, youngest_anchor: int, caps: IntArray = NO_CAPS) -> slice:
-        """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`.
-
-        Args:
-            table: the pooled samples, at least one.
-            youngest_anchor: ordinal of the youngest anchor.
-            caps: what groups may cost, ascending; the run is made to fit one of them.
-        """
+        """Return the best run that holds an anchor: a sample no younger than `youngest_anchor`."""
         first, stop, costs = self._capped(table, caps) if len(caps) else self._full(table)
         total = _sums_before(self._work(table))
         work = total.take(stop) - total.take(first)

@@ -200,19 +200,7 @@ def plan_steps(
     shares_rest: bool = True,
     knows_length: bool = True,
 ) -> Iterator[Step]:
-    """Yield the steps of an epoch whose samples each rank reads in an order of its own.
-
-    Args:
-        samples: what the samples of the data cost.
-        shards: of each rank, the rows of `samples` that it reads, in their order. They are the
-            `data` of the samples in the steps.
-        job: the other options of the job.
-        shares_rest: whether ranks can give samples to others at the end.
-        knows_length: whether a rank knows how much it has left, before it has read all.
-
-    Raises:
-        SampleError: a sample is too long under `oversize="error"`.
-    """
+    """Yield the steps of an epoch whose samples each rank reads in an order of its own."""
     budget = TokenBudget.of(job.budget)
     if budget.oversize == "error" and (is_over := samples.are_oversize(budget)).any():
         first = int(is_over.argmax())
@@ -338,11 +326,7 @@ class _ShardPool:
 
 
 def check_lengths(lengths: npt.ArrayLike) -> IntArray:
-    """Return lengths as (n,) int64.
-
-    Raises:
-        ValueError: they are not one row of integers of at least 1.
-    """
+    """Return lengths as (n,) int64."""
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu" or tokens.min() < 1:
         raise ValueError(

@@ -38,12 +38,7 @@ class Failure:
     worker: str
 
     def explained(self, where: str, *, elsewhere: bool) -> SampleError:
-        """Return the error to raise.
-
-        Args:
-            where: which sample it is.
-            elsewhere: it was processed by a worker.
-        """
+        """Return the error to raise."""
         by = f" It was processed in {self.worker}." if elsewhere else ""
         return SampleError(
             f"item {self.item}, {where}, cannot be processed: {self.error}\nNo batch with it was "
@@ -103,18 +98,7 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class ChunkProcessor:
-    """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
-
-    Args:
-        process_fn: maps an item to a processed sample.
-        seed: number that, with the epoch and an item's key, seeds Python, numpy and torch before
-            the item; `None` seeds nothing.
-        rank: this rank, which counts for items without a key, and for data of its own.
-        world_size: number of ranks.
-        limit_s: seconds that a chunk may take before other threads, which wait for the generators,
-            take it to hang.
-        maker: what makes batches, where workers do; they keep the data of samples for it.
-    """
+    """Applies `process_fn` to the items of a chunk, each under random numbers of its own."""
 
     process_fn: Callable[[Any], Any]
     seed: int | None
@@ -126,15 +110,7 @@ class ChunkProcessor:
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
     ) -> ChunkResult:
-        """Process a chunk in the trainer's process, and put its global generators back after.
-
-        Args:
-            task: the chunk.
-            caught: what ends the chunk with a failure when an item raises it.
-
-        Raises:
-            WorkerError: another thread did not give the generators back.
-        """
+        """Process a chunk in the trainer's process, and put its global generators back after."""
         start = time.perf_counter()
         if self.seed is None:
             results, failure = self._apply(task, caught)

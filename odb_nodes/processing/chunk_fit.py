@@ -16,9 +16,6 @@ class ChunkFit:
 
     A chunk costs a message and two pickles, whatever is in it; one that takes long keeps the next
     batch waiting, while other workers are idle. What is in a chunk decides nothing else.
-
-    Args:
-        options: how processing runs. With a given `chunk_size`, and without workers, it stays.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -49,13 +46,7 @@ class ChunkFit:
         return min(self._ahead, max(self._chunks * self.items, int(most)))
 
     def note(self, items: int, seconds: float, size_bytes: int) -> None:
-        """Note what a chunk has taken.
-
-        Args:
-            items: its items.
-            seconds: that a worker was busy with it.
-            size_bytes: of its results on their way here; 0 where they were not sent.
-        """
+        """Note what a chunk has taken."""
         if not items:
             return
         self._items_seen += items

@@ -42,14 +42,7 @@ class ReadItems:
 
 
 class ChunkReader:
-    """Reads the items of an epoch, or of the rest of one.
-
-    Args:
-        source: where they come from; it has been reset.
-        distance: items from one state of the source to the next: fixed, whatever is in a chunk,
-            since a state must not depend on time.
-        name: name of the node that it reads for, for errors.
-    """
+    """Reads the items of an epoch, or of the rest of one."""
 
     def __init__(self, source: BaseNode[Any], distance: int, name: str) -> None:
         self._source, self._distance, self._name = source, distance, name
@@ -65,14 +58,7 @@ class ChunkReader:
         self._skip(taken, taken)
 
     def select(self, wanted: Sequence[bool]) -> int:
-        """Read of the next `len(wanted)` items only those that are wanted.
-
-        Returns:
-            How many are left out before the first one.
-
-        Raises:
-            StateError: the source has ended before.
-        """
+        """Read of the next `len(wanted)` items only those that are wanted."""
         places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
         first, *later = *places, len(wanted)
         self._skip(first, first)

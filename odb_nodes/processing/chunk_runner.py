@@ -33,13 +33,7 @@ class Submitted(NamedTuple):
 
 
 class ChunkRunner:
-    """Runs chunks with the workers that options ask for. They live from `start` to `close`.
-
-    Args:
-        processor: what is applied to the items of a chunk.
-        options: how to run in parallel.
-        name: name of the node that it works for, for errors.
-    """
+    """Runs chunks with the workers that options ask for. They live from `start` to `close`."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions, name: str) -> None:
         self._processor, self._options, self._name = processor, options, name
@@ -121,11 +115,7 @@ class ChunkRunner:
             self._pool.owner.check(f"`{self._name}`")
 
     def submit(self, task: ChunkTask) -> Submitted:
-        """Queue a chunk.
-
-        Raises:
-            WorkerError: it cannot be sent to a worker, or they were closed.
-        """
+        """Queue a chunk."""
         if self._pool is not None:
             try:
                 return Submitted(task, self._pool.submit(task))
@@ -139,12 +129,7 @@ class ChunkRunner:
         raise WorkerError("the workers were closed: reset the node to start them again.")
 
     def results(self, submitted: Submitted) -> tuple[list[Any], Failure | None]:
-        """Return the good results of a chunk in order, and the failure that ended it early.
-
-        Raises:
-            WorkerError: a worker died, or did not answer in time; the workers are stopped then. Or
-                see `check`.
-        """
+        """Return the good results of a chunk in order, and the failure that ended it early."""
         task, future = submitted
         if future is None:
             self.check()

@@ -16,11 +16,7 @@ __all__ = ["is_picklable", "limit_behind", "open_files_limit", "start_thread"]
 
 
 def start_thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
-    """Start a daemon thread.
-
-    Raises:
-        WorkerError: the system allows no more threads.
-    """
+    """Start a daemon thread."""
     thread = threading.Thread(target=target, args=args, name=f"odb_nodes-{name}", daemon=True)
     try:
         thread.start()

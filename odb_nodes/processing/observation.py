@@ -32,21 +32,7 @@ _IGNORED = np.array(IGNORE_INDEX)  # compares faster than the number
 
 
 def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
-    """Return `data` with its length, supervised tokens and patches; `Skipped` as it is.
-
-    Args:
-        data: a processed sample, or a `SourceItem` of one. By default a mapping whose `input_ids`
-            are a list, an array or a tensor, (L,) or (1, L); `labels` likewise, where present.
-        observe: maps the data to its tokens, or to an `Observation`. By default tokens is L;
-            targets is the number of `labels[1:]` that are not -100; 1 where there is one label for
-            the whole sample (`labels`, `label` or `label_ids` is a number, or holds fractions; the
-            latter two have another length; or there are `start_positions`); or else tokens - 1;
-            patches is the sum of the products of `image_grid_thw`'s rows, or else the first
-            dimension of `pixel_values`.
-
-    Raises:
-        SampleError: there is no sample, or no length, or it is not an integer of at least 1.
-    """
+    """Return `data` with its length, supervised tokens and patches; `Skipped` as it is."""
     if observe is None and type(data) is dict and (text := _observe_text(data)) is not None:
         return text
     if isinstance(data, SourceItem):
@@ -93,11 +79,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
 
 
 def _observe_text(data: dict[Any, Any]) -> Sample | None:
-    """Return what most samples are at once: one with (L,) integers, and no images.
-
-    Returns:
-        The sample; `None` for any other, and for one that is not valid.
-    """
+    """Return what most samples are at once: one with (L,) integers, and no images."""
     ids: Any = data.get("input_ids")
     labels: Any = data.get("labels")
     if type(ids) is list:

@@ -91,11 +91,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._clear()
 
     def __len__(self) -> int:
-        """Return how many items an epoch has.
-
-        Raises:
-            TypeError: the source does not know its length.
-        """
+        """Return how many items an epoch has."""
         return length_of(self.source)
 
     @property
@@ -255,11 +251,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self.runner.interrupt()
 
     def _take_chunk(self) -> None:
-        """Make the results of the next chunk ready, and read further ahead.
-
-        Raises:
-            StopIteration: the source has ended and nothing is in flight.
-        """
+        """Make the results of the next chunk ready, and read further ahead."""
         self.runner.check()
         while not self._reader.has_ended and self._has_room():
             self._read_chunk()
@@ -284,11 +276,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._failure = chunk.read.error
 
     def _until_state(self, count: int) -> int:
-        """Stand at the source's state before the next item, where there is one.
-
-        Returns:
-            Items up to the next state, at most `count`.
-        """
+        """Stand at the source's state before the next item, where there is one."""
         if self._states and self._states[0][0] == self._out:
             self._source_state = self._states.popleft()[1]
             self._taken, self._taken_of = 0, {}

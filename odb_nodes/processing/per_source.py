@@ -34,11 +34,7 @@ class PerSource:
         return False if quiet else None
 
     def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
-        """Return what the function of the item's source makes of it, with the name of the source.
-
-        Raises:
-            SampleError: there is no function for that source.
-        """
+        """Return what the function of the item's source makes of it, with its name."""
         try:
             function = self._functions[routed.source]
         except KeyError:

@@ -41,15 +41,7 @@ _Outbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class ProcessPool:
-    """Worker processes that live until `close`; two threads send chunks and read results.
-
-    Args:
-        processor: what the workers apply to each chunk.
-        options: number of workers, and how they start.
-
-    Raises:
-        WorkerError: a worker or a thread could not be started. None of them is left.
-    """
+    """Worker processes that live until `close`; two threads send chunks and read results."""
 
     # Why each result reaches its future: a worker answers every chunk, in order, with one message,
     # a chunk that is skipped included. So the oldest pending future is that of the next result.
@@ -117,16 +109,7 @@ class ProcessPool:
     def make_batch(
         self, data: Sequence[Any], key: int, info: StepInfo | None
     ) -> Future[BatchResult] | None:
-        """Have the worker make a batch that has the fewest to make; `None` where none lives.
-
-        Args:
-            data: of its samples, a `StoredRow` or anything else.
-            key: what the random numbers are seeded by.
-            info: the `StepInfo`, where the maker wants it.
-
-        Raises:
-            Exception: whatever pickling a sample that no worker keeps raised.
-        """
+        """Have the worker make a batch that has the fewest to make; `None` where none lives."""
         if (worker := self._next_for_batch()) is None:
             return None
         inline = [one for one in data if not isinstance(one, StoredRow)]

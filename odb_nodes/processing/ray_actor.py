@@ -30,15 +30,7 @@ class ChunkActor:
     _processor: ChunkProcessor
 
     def begin(self, index: int, setup: bytes) -> str:
-        """Get ready to process chunks.
-
-        Args:
-            index: number of the worker.
-            setup: the pickled processor and `worker_init_fn`.
-
-        Returns:
-            Why it cannot, or nothing.
-        """
+        """Get ready to process chunks."""
         self._pid = os.getpid()
         doing = "It could not unpickle its work"
         try:
@@ -53,12 +45,7 @@ class ChunkActor:
         return ""
 
     def run(self, task: bytes) -> tuple[ChunkResult, Parts] | str:
-        """Process a pickled chunk.
-
-        Returns:
-            What became of it, without its results, and these, packed, as arrays of bytes. Or why it
-            could not be unpickled.
-        """
+        """Process a pickled chunk."""
         try:
             content = pickle.loads(task)
         except Exception as error:

@@ -67,14 +67,6 @@ class RayPool:
     """Actors that live until `close`; a lost one is replaced, and its chunks are processed again.
 
     An actor takes one CPU of the cluster. Those that find none yet join in as soon as they do.
-
-    Args:
-        processor: what the actors apply to each chunk.
-        options: number of actors, and their `worker_init_fn`.
-
-    Raises:
-        ImportError: Ray is not installed.
-        WorkerError: the thread could not be started, or the work cannot be pickled.
     """
 
     # One thread makes all calls to Ray, and has all the state: what others want, and what Ray
@@ -281,11 +273,7 @@ def _session_of(ray: Any) -> str:
 
 
 def _join(ray: Any) -> tuple[str, bool]:
-    """Connect to Ray, unless this process is.
-
-    Returns:
-        The session, and whether Ray is to be shut down after use.
-    """
+    """Connect to Ray, unless this process is."""
     global _sharers, _started
     with _starting:
         if not ray.is_initialized():

@@ -60,13 +60,7 @@ _BYTE = b"\0"  # that a descriptor travels with
 
 
 class PageFile:
-    """An anonymous file of memory, whose descriptor is closed with this object.
-
-    Args:
-        file: its descriptor, which this object owns from now on.
-        size_bytes: of its content.
-        lease: what lives as long as this object and the mappings that it has made.
-    """
+    """An anonymous file of memory, whose descriptor is closed with this object."""
 
     __slots__ = ("_file", "lease", "size_bytes")
 
@@ -101,12 +95,7 @@ class PageFile:
 
     @classmethod
     def receive(cls, connection: socket.socket, size_bytes: int) -> PageFile:
-        """Return the file whose descriptor is next on a connection.
-
-        Raises:
-            EOFError: the other side has closed the connection, or has died.
-            OSError: the descriptor could not be taken: too many are open.
-        """
+        """Return the file whose descriptor is next on a connection."""
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         data, files, _, _ = socket.recv_fds(connection, 1, 1, flags)
         if not data:
@@ -143,11 +132,7 @@ class PageFile:
                 time.sleep(_RETRY_S)
 
     def pages(self) -> Pages:
-        """Return its memory: a mapping, which has a descriptor, too; a copy where those are few.
-
-        Raises:
-            MemoryError: there is none for a copy.
-        """
+        """Return its memory: a mapping, which has a descriptor, too; a copy where those are few."""
         if self.is_one_of_many:
             return self._read()
         try:
@@ -186,14 +171,7 @@ class _Forks:
 
 
 class Lease:
-    """Gives a file back when nobody reads it any more.
-
-    Args:
-        number: of the file.
-        give_back: takes the number, on any thread; its complement, `~number`, where the file must
-            not be written again. That is so where this process was forked meanwhile: the child may
-            read it.
-    """
+    """Gives a file back when nobody reads it any more."""
 
     __slots__ = ("_forks", "_give_back", "_number")
     _process = _Forks()  # here, since a module loses its names at exit before its objects

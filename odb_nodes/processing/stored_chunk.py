@@ -15,11 +15,7 @@ _numbers = count()
 
 
 class StoredChunk:
-    """The data of samples, packed as a worker has sent them.
-
-    Args:
-        content: the joined parts of the packed data.
-    """
+    """The data of samples, packed as a worker has sent them."""
 
     def __init__(self, content: PageFile | Pages) -> None:
         self.number = next(_numbers)
@@ -48,12 +44,7 @@ class StoredChunk:
 
 
 class StoredRow(StoredData):
-    """The data of one sample of a chunk.
-
-    Args:
-        chunk: the chunk.
-        row: the number of the sample in it.
-    """
+    """The data of one sample of a chunk."""
 
     __slots__ = ("chunk", "row")
 

@@ -18,15 +18,7 @@ _STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
 
 
 class ThreadPool:
-    """Daemon threads that take chunks from one queue; a single thread if chunks are seeded.
-
-    Args:
-        processor: what the threads apply to each chunk.
-        options: number of threads.
-
-    Raises:
-        WorkerError: a thread could not be started.
-    """
+    """Daemon threads that take chunks from one queue; a single thread if chunks are seeded."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         self.owner = Owner()

@@ -94,15 +94,7 @@ Keys = Sequence[ItemKey | None]
 
 
 def pack(items: Sequence[Any], keys: Keys = ()) -> list[memoryview]:
-    """Return `items` as the parts of a message, for `unpack`.
-
-    Args:
-        items: what is sent.
-        keys: of the items that they were made of, where the receiver has them, too.
-
-    Raises:
-        Exception: whatever pickling one of them raised.
-    """
+    """Return `items` as the parts of a message, for `unpack`."""
     return _pickled(_to_columns(items, keys))
 
 
@@ -117,13 +109,7 @@ def pack_facts(items: Sequence[Sample | Skipped], keys: Keys = ()) -> list[memor
 
 
 def unpack_facts(parts: Sequence[Pages], data: Sequence[Any], keys: Keys = ()) -> list[Any]:
-    """Return the items of `pack_facts`.
-
-    Args:
-        parts: of the message.
-        data: what the samples have as their data, at least one for each.
-        keys: see `pack`.
-    """
+    """Return the items of `pack_facts`."""
     return _from_columns(pickle.loads(parts[0], buffers=parts[1:]), keys, data)
 
 
@@ -173,9 +159,6 @@ def receive(connection: socket.socket) -> list[Pages | PageFile]:
 
     Each part has writable memory of its own, so a large array that outlives its chunk keeps only
     itself alive. A joined column lives as long as any sample of it.
-
-    Raises:
-        EOFError: the other side has closed the connection, or has died.
     """
     (count,) = struct.unpack("<q", _read(connection, 8))
     sizes = struct.unpack(f"<{count}q", _read(connection, 8 * count))

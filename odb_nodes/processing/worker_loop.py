@@ -34,12 +34,7 @@ _POLL_S = 0.001  # between two looks, within a chunk, at whether a batch is to b
 
 
 class WorkerLoop:
-    """Processes chunks in order. A batch is made as soon as it is asked for, also within a chunk.
-
-    Args:
-        connection: to the trainer.
-        processor: what it does.
-    """
+    """Processes chunks in order; a batch is made once it is asked for, also within a chunk."""
 
     def __init__(self, connection: socket.socket, processor: ChunkProcessor) -> None:
         self._connection = connection
@@ -60,11 +55,7 @@ class WorkerLoop:
             self._poll.register(connection, select.POLLIN)
 
     def run(self) -> None:
-        """Work until the trainer closes the connection.
-
-        Raises:
-            EOFError, ConnectionError: it has.
-        """
+        """Work until the trainer closes the connection."""
         while True:
             # Everything that has come is read first: the newest generation decides what is stale.
             while not self._waiting or wait([self._connection], 0):

@@ -58,16 +58,7 @@ class Answer(Future[Any]):
 
 
 class WorkerProcess:
-    """One worker process, its socket, and the futures of the chunks sent to it, in order.
-
-    Args:
-        context: how processes start.
-        index: number of this worker.
-        setup: what the worker applies to chunks, and its `worker_init_fn`.
-
-    Raises:
-        WorkerError: it could not be started.
-    """
+    """One worker process, its socket, and the futures of the chunks sent to it, in order."""
 
     def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
         self._index = index

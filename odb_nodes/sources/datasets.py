@@ -41,19 +41,7 @@ def source_of(
     sampler: Iterable[int] | None,
     shard: tuple[int, int],
 ) -> tuple[BaseNode[Any], Any]:
-    """Return the source node, and what its items are looked up in: `None` for nothing.
-
-    Args:
-        dataset: map-style or iterable; or a node, which shares its items over the ranks itself.
-        shuffle: whether to shuffle a map-style dataset, or a `JsonlSource`; `None`: where there is
-            no `sampler`, and the source does not say `shuffle=False`.
-        seed: the seed of the shuffling.
-        sampler: an iterable of indices into a map-style dataset.
-        shard: (index, count) of this rank's shard.
-
-    Raises:
-        TypeError, ValueError: names the argument of `ODBDataLoader` that is not valid.
-    """
+    """Return the source node, and what its items are looked up in: `None` for nothing."""
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise TypeError(
             f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For the records of a "
@@ -118,9 +106,6 @@ def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:
     """Return a dataset, or a dict of them, for one of several ranks in one process.
 
     What keeps a position of its own is copied.
-
-    Raises:
-        TypeError: it is a node, which reads for one rank, or cannot be copied.
     """
     if type(dataset) is dict:
         return {name: dataset_of_rank(one, rank, world_size) for name, one in dataset.items()}
@@ -144,12 +129,7 @@ def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:
 
 
 def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
-    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`.
-
-    Args:
-        loader: the loader of this rank.
-        shard: (index, count) of this rank's shard.
-    """
+    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None and loader.batch_size is None:
         # One of the user's own: torch then has a `sampler` that says nothing.

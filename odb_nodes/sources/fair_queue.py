@@ -11,10 +11,6 @@ class FairQueue:
     Each source has a target: what it should have had when the weights last changed. What it has had
     since then is compared with its weight, so that an item more or less is made up for after the
     change, and the shares do not drift however often the weights change.
-
-    Args:
-        weights: name -> weight.
-        targets: name -> what it should have had at the last change. Default: 0 for each.
     """
 
     def __init__(
@@ -26,12 +22,7 @@ class FairQueue:
         """What each source should have had at the last change."""
 
     def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
-        """Return the source that is next; of equals, the first.
-
-        Args:
-            names: the sources to choose among.
-            had: what each has had so far.
-        """
+        """Return the source that is next; of equals, the first."""
         weights, targets = self.weights, self.targets
         on = [name for name in names if weights[name]]
         return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
@@ -39,13 +30,7 @@ class FairQueue:
     def turn_to(
         self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
     ) -> None:
-        """Choose by weights from now on, which may be others.
-
-        Args:
-            weights: name -> weight; one of `names` has a weight above 0.
-            names: the sources that have items left.
-            had: what each has had so far.
-        """
+        """Choose by weights from now on, which may be others."""
         if weights is self.weights or weights == self.weights:
             return
         targets = self.targets

@@ -106,11 +106,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._it: Iterator[T] | None = None
 
     def __len__(self) -> int:
-        """Return how many items this rank yields in an epoch.
-
-        Raises:
-            TypeError: the iterable does not know its length.
-        """
+        """Return how many items this rank yields in an epoch."""
         if not isinstance(self._iterable, Sized):
             raise TypeError(f"`{type(self._iterable).__name__}` has no length.")
         return len(range(self._offset, len(self._iterable), self._stride))

@@ -103,11 +103,7 @@ class LineIndex:
 
 
 def index_lines(path: Path) -> LineIndex:
-    """Return where the records of a file are: the lines with anything but white space.
-
-    Raises:
-        ValueError: it cannot be decompressed, or has a line that is too long.
-    """
+    """Return where the records of a file are: the lines with anything but white space."""
     starts, blanks, offset = array("q"), array("q"), 0
     progress = SlowProgress(f"bytes of {path} read, to find its records", path.stat().st_size)
     try:

@@ -236,11 +236,7 @@ class JsonlSource(ShardedOrder[Any]):
             ) from error
 
     def _line(self, file: int, record: int) -> bytes:
-        """Return the line of a record.
-
-        Raises:
-            SampleError: no such line is there any more.
-        """
+        """Return the line of a record."""
         path, index = self._paths[file], self._index[file]
         start, stop = index.span(record)
         # A line begins where another ends, which is not read of what cannot go back.

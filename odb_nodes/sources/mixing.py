@@ -58,11 +58,7 @@ def check_rules(by: Unit, stop: Stop) -> None:
 def checked_weights(
     weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
 ) -> dict[str, float]:
-    """Return the weights of sources in their order, once they are known to be valid.
-
-    Raises:
-        TypeError, ValueError: they are not.
-    """
+    """Return the weights of sources in their order, once they are known to be valid."""
     check_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
         check_weight(f"weights[{name!r}]", weight)
@@ -81,12 +77,7 @@ def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: S
 
 
 def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping[str, Any]) -> None:
-    """Raise unless `given` has something for every source, and for no other.
-
-    Raises:
-        TypeError: it is no mapping.
-        ValueError: it has other names.
-    """
+    """Raise unless `given` has something for every source, and for no other."""
     if not isinstance(given, Mapping):
         raise TypeError(f"`{option}` must be a dict by name of the source, but is {given!r}.")
     if given.keys() != sources.keys():

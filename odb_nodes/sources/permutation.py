@@ -20,10 +20,6 @@ class Permutation:
     A balanced Feistel network over the next larger power of four. Results outside the range are
     encrypted again until they fall into it (Black and Rogaway, "Ciphers with Arbitrary Finite
     Domains", 2002). Only integer arithmetic decides the result, and no library's version.
-
-    Args:
-        size: number of elements.
-        seed: any integer.
     """
 
     def __init__(self, size: int, seed: int) -> None:

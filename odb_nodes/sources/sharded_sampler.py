@@ -72,11 +72,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         self._go_to(0)
 
     def restore(self, state: SamplerState) -> None:
-        """Go to an index of the epoch.
-
-        Raises:
-            StateError: the epoch has fewer.
-        """
+        """Go to an index of the epoch."""
         self._share = Share(self._rank, self._world_size, state)
         if state.position > len(self):
             raise StateError(

@@ -33,13 +33,7 @@ class ShareState(EpochState):
 
 
 class Share:
-    """The numbers that a rank takes: some that are named, then every `world_size`-th one.
-
-    Args:
-        rank: the rank.
-        world_size: number of ranks.
-        state: a state that says so; by default, the rank takes every `world_size`-th one.
-    """
+    """The numbers that a rank takes: some that are named, then every `world_size`-th one."""
 
     def __init__(self, rank: int, world_size: int, state: ShareState | None = None) -> None:
         self._rank, self._world_size = rank, world_size
@@ -92,11 +86,6 @@ def dealt(left: Sequence[Left], world_size: int, size: int) -> list[ShareState]:
 
     What none of the ranks has come to is dealt out in turn. What comes before that, since some
     ranks have read less than others, is named.
-
-    Args:
-        left: what each rank has not read.
-        world_size: number of ranks from now on.
-        size: how many numbers there are.
     """
     start = max(one.start for one in left)
     behind = [np.arange(one.start + rank, start + rank, len(left)) for rank, one in enumerate(left)]

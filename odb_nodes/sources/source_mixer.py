@@ -96,11 +96,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._clear()
 
     def __len__(self) -> int:
-        """Return how many items an epoch has.
-
-        Raises:
-            TypeError: it is not known: `stop` is not "all_exhausted", or a source does not know.
-        """
+        """Return how many items an epoch has."""
         if self._stop != "all_exhausted":
             raise TypeError(f'the length of an epoch is not known where `stop` is "{self._stop}".')
         return sum(map(length_of, self.sources.values()))

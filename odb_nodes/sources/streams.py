@@ -21,17 +21,8 @@ def is_stream(dataset: Any) -> bool:
 class Stream:
     """A stream that begins each epoch anew; it resumes by reading again what came before.
 
-    Args:
-        dataset: an `IterableDataset` of `datasets`.
-        rank: this process's rank, in `range(world_size)`.
-        world_size: number of ranks that share the stream. Each reads whole shards of its own where
-            their number is a multiple of it.
-
     Attributes:
         split: whether each rank reads shards of its own.
-
-    Raises:
-        ValueError: the stream was split over ranks already.
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:

@@ -30,10 +30,6 @@ class Channel:
     given up can meet any message of the others. And each carries its *generation*, which a rank
     counts up whenever it begins anew, so every rank sees what met, and a rank whose hello met an
     older message says hello again.
-
-    Args:
-        exchange: the exchange that carries the messages.
-        capacity: integers that a message must be able to carry; it may carry more.
     """
 
     def __init__(self, exchange: Exchange, capacity: int) -> None:
@@ -57,16 +53,7 @@ class Channel:
         self.agreed = False
 
     def agree(self, config: Mapping[str, Any]) -> None:
-        """Make sure, after `begin`, that all ranks go on from the same place.
-
-        Args:
-            config: what must be equal on all ranks, as JSON data by name. The fields of a mapping
-                in it are compared one by one.
-
-        Raises:
-            StateError: the ranks differ; the same error on all of them, with fields and values.
-            PeerError: a rank failed, or did not come.
-        """
+        """Make sure, after `begin`, that all ranks go on from the same place."""
         text = json.dumps(config, sort_keys=True, default=str).encode()
         digest = int.from_bytes(hashlib.sha1(text).digest()[:7], "little")
         rows = self._greet(_HELLO, np.array([digest]), "the first exchange after a reset")
@@ -83,15 +70,7 @@ class Channel:
             )
 
     def gather(self, payload: IntArray, where: str) -> IntArray:
-        """Return the payloads of all ranks: (n,) int64 -> (world_size, capacity) int64.
-
-        Args:
-            payload: up to `capacity` integers; the rest of a row is 0.
-            where: what this exchange is for, in errors.
-
-        Raises:
-            PeerError: a rank failed, left, or did not come.
-        """
+        """Return the payloads of all ranks: (n,) int64 -> (world_size, capacity) int64."""
         rows = self._send(_ROUND, payload, where)
         self._raise_failures(rows)
         if left := self._ranks_that(rows[:, _KIND] == _HELLO):
@@ -102,15 +81,7 @@ class Channel:
         return rows[:, _HEADER:]
 
     def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
-        """Return the bytes of all ranks, in as many rounds as the longest needs.
-
-        Args:
-            data: bytes of this rank, of any length.
-            where: what this exchange is for, in errors.
-
-        Raises:
-            PeerError: a rank failed, left, or did not come.
-        """
+        """Return the bytes of all ranks, in as many rounds as the longest needs."""
         sizes = self.gather(np.array([len(data)]), where)[:, 0].tolist()
         integers = _as_integers(data)
         parts = [

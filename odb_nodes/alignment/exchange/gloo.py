@@ -44,11 +44,6 @@ class GlooExchange:
 
     The group itself may be in use meanwhile, with any backend and on any thread. The connections
     are made once, serve all epochs, and close with this object.
-
-    Args:
-        process_group: the process group whose ranks take part. Each rank must make its exchanges
-            over it in the same order.
-        timeout_s: seconds until a call gives up.
     """
 
     # Why calls meet: gloo matches the n-th all-gather of a group on one rank with the n-th on every
@@ -181,12 +176,7 @@ class GlooExchange:
             self._idle.release()
 
     def _await(self, work: Any, deadline: float) -> None:
-        """Wait in slices until a call is done, since gloo itself cannot be interrupted.
-
-        Raises:
-            PeerError: the call failed, `deadline` has passed, or another rank has failed.
-            Interrupted: `interrupt` was called; the call stays pending.
-        """
+        """Wait in slices until a call is done, since gloo itself cannot be interrupted."""
         next_look = time.monotonic() + _POLL_S
         while True:
             self._check_interrupted()
@@ -280,12 +270,7 @@ class GlooExchange:
         return [self._call("get", f"{what}/{rank}", limit_s=self._grace_s).decode() for rank in of]
 
     def _call(self, name: str, *arguments: Any, limit_s: float) -> Any:
-        """Call the store; see `BoundedStore.call`.
-
-        Raises:
-            StoreLost: it does not answer.
-            Interrupted: `interrupt` was called.
-        """
+        """Call the store; see `BoundedStore.call`."""
         return self._store.call(name, *arguments, limit_s=limit_s, check=self._check_interrupted)
 
     def _check_interrupted(self) -> None:

@@ -13,12 +13,7 @@ from odb_nodes.errors import PeerError, StateError
 
 
 class InProcessHub:
-    """Where the ranks of one process meet.
-
-    Args:
-        world_size: number of ranks.
-        timeout_s: seconds until a call gives up.
-    """
+    """Where the ranks of one process meet."""
 
     def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
         self.world_size = world_size

@@ -12,15 +12,7 @@ from odb_nodes.alignment.exchange.gloo import GlooExchange
 
 
 def group_rank(process_group: Any) -> tuple[int, int]:
-    """Return this process's rank in a process group, and the number of ranks in it.
-
-    Args:
-        process_group: a process group, a 1-d `DeviceMesh`, an `Exchange` or a `VirtualRank`; `None`
-            for all ranks of the job.
-
-    Raises:
-        ValueError: this rank is not one of the group's.
-    """
+    """Return this process's rank in a process group, and the number of ranks in it."""
     place = getattr(process_group, "rank", None), getattr(process_group, "world_size", None)
     if isinstance(process_group, Exchange) or all(type(one) is int for one in place):
         return process_group.rank, process_group.world_size
@@ -37,17 +29,7 @@ def group_rank(process_group: Any) -> tuple[int, int]:
 
 
 def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
-    """Return the exchange among the ranks of `process_group`.
-
-    Args:
-        process_group: a process group of any backend, a 1-d `DeviceMesh`, or an `Exchange`; `None`
-            for all ranks of the job.
-        timeout_s: seconds until an exchange gives up.
-
-    Raises:
-        RuntimeError: the job has several ranks, but torch.distributed is not initialised.
-        ValueError: this rank is not one of the group's.
-    """
+    """Return the exchange among the ranks of `process_group`."""
     if isinstance(process_group, Exchange):
         return process_group
     _, world_size = group_rank(process_group)

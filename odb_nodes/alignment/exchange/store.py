@@ -26,14 +26,7 @@ class StoreLost(Exception):
 
 
 class BoundedStore:
-    """A connection to the store of the job, of its own.
-
-    Args:
-        limit_s: seconds that connecting may take.
-
-    Raises:
-        StoreLost: the store does not answer.
-    """
+    """A connection to the store of the job, of its own."""
 
     # Why threads: in C++, a call into the store of a host that is stopped never returns, and one of
     # a host that is gone returns when the timeout of the whole job is over. So each call has a
@@ -53,17 +46,7 @@ class BoundedStore:
     def call(
         self, name: str, *arguments: Any, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Any:
-        """Call a method of the store, and return what it returns.
-
-        Args:
-            name: of the method.
-            arguments: its arguments.
-            limit_s: seconds that it may take.
-            check: is called now and then; what it raises ends the wait, but not the call.
-
-        Raises:
-            StoreLost: the store failed, or did not answer in time.
-        """
+        """Call a method of the store, and return what it returns."""
         return self._answer(self.begin(name, *arguments), limit_s, check)
 
     def begin(self, function: str | Callable[..., Any], *arguments: Any) -> Call:
@@ -74,12 +57,7 @@ class BoundedStore:
         return call
 
     def make_group(self, prefix: str, rank: int, world_size: int, limit_s: float) -> Any:
-        """Return the gloo group of the ranks that meet below a prefix; see `compat.gloo_group`.
-
-        Raises:
-            RuntimeError: a rank did not connect in time.
-            StoreLost: the store did not answer in time.
-        """
+        """Return the gloo group of the ranks that meet below a prefix; see `compat.gloo_group`."""
         store = dist.PrefixStore(prefix, self._store)
         call = self.begin(compat.gloo_group, store, rank, world_size, limit_s)
         if not call.done.wait(limit_s + _LATE_S):
@@ -97,11 +75,6 @@ class BoundedStore:
 
 class Call:
     """A call on a daemon thread of its own.
-
-    Args:
-        before: the call that has to end first, if there is one.
-        function: what is called.
-        arguments: its arguments.
 
     Attributes:
         done: is set once `result` returns at once.
@@ -149,11 +122,7 @@ def settle_calls(limit_s: float) -> None:
 
 
 def answer_of(call: Call) -> Any:
-    """Return the result of a call of the store that is done.
-
-    Raises:
-        StoreLost: the call raised.
-    """
+    """Return the result of a call of the store that is done."""
     try:
         return call.result()
     except Exception as error:  # of any kind: it is another process that is gone

@@ -42,11 +42,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]  # typer has no name of its o
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command, and return its exit code; without one, show the help.
-
-    Args:
-        arguments: of the command line.
-    """
+    """Run a command, and return its exit code; without one, show the help."""
     try:
         app = _make_app()
         code = app(args=arguments or ["--help"], prog_name="odb-nodes", standalone_mode=False)

@@ -84,14 +84,6 @@ class Data:
     """The data that a command line names and, where they are a loader's, its options.
 
     What the command line gives itself comes before an option of the loader.
-
-    Args:
-        what: what the command line says of them.
-        table: the lengths, where `what` names none.
-
-    Raises:
-        OSError, TypeError, ValueError: the data cannot be read; the message says what to do.
-        ImportError: they need a package that is not installed.
     """
 
     def __init__(self, what: DataOptions, table: LengthTable | None = None) -> None:
@@ -178,11 +170,7 @@ class Data:
         return cli.weights_of(given) or (self._options and self._options.weights)
 
     def table(self) -> LengthTable:
-        """Return the lengths of the data, and save them where that is asked for.
-
-        Raises:
-            OSError, TypeError, ValueError, SampleError: the data cannot be read.
-        """
+        """Return the lengths of the data, and save them where that is asked for."""
         what = self._what
         if self._table is None:
             self._table = self._observed() if what.lengths is None else _loaded(what.lengths)
@@ -215,22 +203,13 @@ def _loaded(path: Path) -> LengthTable:
 
 
 class _Tokenization:
-    """Makes a sample of an item: tokenizes a field of it, unless it has `input_ids`.
-
-    Args:
-        tokenize: text or messages -> token ids; `None` where there is no tokenizer.
-        field: the field; `None` for the first of `messages` and `text` that an item has.
-    """
+    """Makes a sample of an item: tokenizes a field of it, unless it has `input_ids`."""
 
     def __init__(self, tokenize: Any, field: str | None) -> None:
         self._tokenize, self._field = tokenize, field
 
     def __call__(self, item: Any) -> Any:
-        """Return the sample of an item; `Skipped` where its text has no token.
-
-        Raises:
-            ValueError: there is no tokenizer, or the item lacks the field, or holds None there.
-        """
+        """Return the sample of an item; `Skipped` where its text has no token."""
         if not isinstance(item, Mapping) or ("input_ids" in item and self._field is None):
             return item
         fields = _FIELDS if self._field is None else (self._field,)

@@ -55,16 +55,7 @@ def _window(text: str) -> Any:
 def check_outputs(
     outputs: Mapping[str, str | Path | None], inputs: Sequence[str | Path | None], *, force: bool
 ) -> None:
-    """Check the files that a command writes, before any work is done for them.
-
-    Args:
-        outputs: option -> its file, or `None`.
-        inputs: what the command reads: files, folders, patterns; or `None`.
-        force: whether files that exist are replaced.
-
-    Raises:
-        BadParameter: one cannot be written, or something would be lost; names the option.
-    """
+    """Check the files that a command writes, before any work is done for them."""
     taken: list[str | Path] = []
     for one in inputs:
         if one is not None:
@@ -136,11 +127,7 @@ Weight = Annotated[
 
 
 def weights_of(given: list[str] | None) -> dict[str, float] | None:
-    """Return the weights that a command line names, each as `source=weight`.
-
-    Raises:
-        ValueError: one is something else.
-    """
+    """Return the weights that a command line names, each as `source=weight`."""
     weights = {}
     for text in given or ():
         name, equals, weight = text.rpartition("=")

@@ -84,12 +84,7 @@ def follow(scheduler: LRScheduler, position: Callable[[], float]) -> LambdaLR:
 
 
 def at_positions(scheduler: LambdaLR, position: Callable[[int], float]) -> LambdaLR:
-    """Return a schedule of the same shape that stands at `position(n)` after n steps.
-
-    Args:
-        scheduler: a schedule; do not use it any more.
-        position: a function of the number of steps that returns a position in steps of `scheduler`.
-    """
+    """Return a schedule of the same shape that stands at `position(n)` after n steps."""
 
     def moved(shape: Callable[[Any], float]) -> Callable[[int], float]:
         return lambda step: shape(position(step))

@@ -27,14 +27,7 @@ S = TypeVar("S", bound=NodeState)
 
 
 def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: str) -> str:
-    """Return the remedy for a state that does not fit the arguments, under a `Trainer`.
-
-    Args:
-        names: a clause that says what the trainer calls the arguments of the loader.
-        load: the framework's function that loads weights alone.
-        leave_out: the argument that asks the trainer to resume.
-        smaller: a clause that says where a trainer has `change_budget`.
-    """
+    """Return the remedy for a state that does not fit the arguments, under a `Trainer`."""
     return (
         f"Under a `Trainer` there is no `strict=False`, and {smaller}. "
         "Resume with the arguments and data that the "
@@ -46,21 +39,7 @@ def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: 
 def load_saved_states(
     folder: str | os.PathLike[str], rank: int, world_size: int, remedy: str
 ) -> tuple[list[Any], bool]:
-    """Return the state that this rank saved, or those of another number of ranks.
-
-    Args:
-        folder: the folder of the checkpoint.
-        rank: this rank.
-        world_size: number of ranks.
-        remedy: why a checkpoint may have no state of a loader, and what to do then.
-
-    Returns:
-        See `saved_states`.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, or has no state of a loader.
-        StateError: see `load_rank_state`.
-    """
+    """Return the state that this rank saved, or those of another number of ranks."""
     try:
         return saved_states(folder, rank, world_size)
     except FileNotFoundError:
@@ -72,19 +51,7 @@ def load_saved_states(
 def resharded_run(
     runs: Sequence[S], rank: int, world_size: int, alike: Sequence[str], **own: Any
 ) -> S:
-    """Return the position of a run on one rank, out of those of another number of ranks.
-
-    Args:
-        runs: its position on each rank that there was, in their order, with fields `loader`, which
-            may be None, and `monitor`.
-        rank: the rank that goes on.
-        world_size: number of ranks that go on.
-        alike: names of the fields that must be equal.
-        own: values of the other fields.
-
-    Raises:
-        StateError: they are of different places, or the loader cannot be resharded.
-    """
+    """Return the position of a run on one rank, out of those of another number of ranks."""
     check_same("the run", runs, *alike)
     positions: Sequence[Any] = runs
     if positions[0].loader is not None:
@@ -96,15 +63,7 @@ def resharded_run(
 
 
 def begin_or_resume(loader: ODBDataLoader, remedy: str) -> Iterator[Any]:
-    """Return `iter(loader)`.
-
-    Args:
-        loader: a loader that may have loaded a state.
-        remedy: what to do where the state does not fit; one sentence or more.
-
-    Raises:
-        StateError: the state does not fit the arguments or the data of `loader`.
-    """
+    """Return `iter(loader)`."""
     try:
         return iter(loader)
     except StateError as error:

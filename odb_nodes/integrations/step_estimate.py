@@ -33,16 +33,7 @@ _MOST_SIMULATED = 20_000
 def check_can_estimate(
     dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
 ) -> None:
-    """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so.
-
-    Args:
-        dataset: the dataset to train on.
-        remedy: a sentence that says what to do instead.
-        what: what it would be looked at for, a clause.
-
-    Raises:
-        TypeError: it is not map-style with a length, but iterable, a node, or a dict of datasets.
-    """
+    """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
     is_map_style = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
     if not is_map_style or isinstance(dataset, (Mapping, BaseNode, IterableDataset)):
         raise TypeError(
@@ -61,13 +52,6 @@ def look_at(
     """Return some samples of a map-style dataset, drawn at random and processed.
 
     The global random generators stay as they were.
-
-    Args:
-        dataset: the dataset.
-        process_fn: item of the dataset -> processed sample.
-        observe: processed sample -> its tokens; see `LengthObserver`.
-        looked_at: most samples.
-        rng: draws them.
     """
     picked = rng.permutation(len(dataset))[:looked_at]
     with preserved_rngs():

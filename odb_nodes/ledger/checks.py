@@ -42,17 +42,7 @@ def check_keys(
     is_complete: bool,
     is_damaged: bool,
 ) -> Findings:
-    """Return which keys of an epoch have several fates, or none.
-
-    Args:
-        entries: the samples of the epoch.
-        size: samples of the data, of each source where there are several; `None`: not known.
-        is_complete: whether the whole epoch was recorded, so that none may be missing.
-        is_damaged: whether files are, so that names of sources may be others than they were.
-
-    Raises:
-        ValueError: `size` is a number, but there are several sources.
-    """
+    """Return which keys of an epoch have several fates, or none."""
     found = Findings()
     names = entries.names
     numbers = np.flatnonzero(np.bincount(entries.sources, minlength=len(names.sources)))

@@ -83,12 +83,7 @@ class Entries:
 
 
 def entries_of(stretches: Sequence[Stretch], names: Names) -> Entries:
-    """Return the samples of an epoch.
-
-    Args:
-        stretches: of the epoch.
-        names: numbers that are known; others are added.
-    """
+    """Return the samples of an epoch."""
     chunks = list(_chunks(stretches))
     heads = [block.attempt.heads[block.indices] for block in chunks]
     counts = [(head["samples"] + head["left_out"]).astype(np.int64) for head in heads]

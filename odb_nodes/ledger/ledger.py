@@ -174,12 +174,7 @@ class Ledger:
         return start + (encoder.end() if ended and encoder is not None else b"")
 
     def _begin(self, info: StepInfo, lost: StepInfo | None) -> tuple[bytes, Encoder]:
-        """Return the header of an attempt, in a file that is made where there is none.
-
-        Args:
-            info: its first step.
-            lost: the first step before it that could not be written; `None` where none was lost.
-        """
+        """Return the header of an attempt, in a file that is made where there is none."""
         self._file.open()
         if end := resumed(self._file.tail(END_BYTES)):
             self._file.replace(self._file.size() - len(end), end)

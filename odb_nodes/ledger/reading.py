@@ -80,12 +80,7 @@ def place(at: int) -> str:
 
 
 def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
-    """Return the files of a ledger, in the order of the ranks.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: see `RankFile`; or `folder` is a file.
-    """
+    """Return the files of a ledger, in the order of the ranks."""
     if os.path.isfile(folder):
         raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
     paths = sorted(Path(folder).glob("rank-*.ledger"))
@@ -100,18 +95,12 @@ def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
 class RankFile:
     """What the file of one rank says.
 
-    Args:
-        path: the file.
-
     Attributes:
         rank: whose file it is, by its name.
         data: its bytes.
         attempts: in the order in which they were written.
         problems: where it was changed or damaged.
         notes: where a record was torn by the end of the process that wrote it.
-
-    Raises:
-        ValueError: the name is not that of a ledger's file, or it is of a later version.
     """
 
     def __init__(self, path: Path) -> None:

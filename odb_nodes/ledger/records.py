@@ -158,12 +158,7 @@ def resumed(end: bytes) -> bytes | None:
 
 
 class Encoder:
-    """Turns the steps of one attempt into records, each chained to the one before.
-
-    Args:
-        crc: of the header.
-        world_size: number of ranks.
-    """
+    """Turns the steps of one attempt into records, each chained to the one before."""
 
     def __init__(self, crc: int, world_size: int) -> None:
         self._crc = crc

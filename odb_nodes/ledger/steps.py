@@ -50,10 +50,6 @@ def read_steps(
     """Return what is recorded of some steps of an epoch: step -> the record of each rank.
 
     A step that a rank has no record of is left out.
-
-    Raises:
-        FileNotFoundError: there is no ledger in the folder.
-        StateError: it is damaged, or has a gap.
     """
     files = rank_files(folder)
     ranks = records_by_rank(files)

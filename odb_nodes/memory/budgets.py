@@ -27,20 +27,7 @@ def budget_of(
     patch_share: float,
     **fields: Any,
 ) -> TokenBudget:
-    """Return the largest budget none of whose batches is predicted to take more.
-
-    Args:
-        fit: what a batch takes.
-        usable_bytes: most bytes that a batch may take with the margin.
-        widths: tokens of the narrowest and of the widest shape that was measured.
-        patch_share: share of what is left beside the constant part that patches get, where they
-            take memory.
-        fields: further fields of the budget.
-
-    Raises:
-        TypeError: one of `fields` is no field of a budget, or is what the fit decides.
-        ValueError: not even the smallest batch fits, or the fit does not grow with the batch.
-    """
+    """Return the largest budget none of whose batches is predicted to take more."""
     _check_fields(fields)
     if fit.token_bytes == fit.square_bytes == 0:
         raise ValueError(
@@ -79,12 +66,7 @@ def _check_fields(names: Iterable[str]) -> None:
 
 
 def mean_patch_share(fit: Fit, shapes: NDArray[np.float64]) -> float:
-    """Return the share of patches in what the shapes that have some take beyond the constant part.
-
-    Args:
-        fit: what a batch takes.
-        shapes: (N, 3) rows, width in tokens, patches.
-    """
+    """Return the share of patches in what shapes that have some take beyond the constant part."""
     rows, widths, patches = shapes[shapes[:, 2] > 0].T
     patch_bytes = fit.patch_bytes * patches
     token_bytes = rows * widths * (fit.token_bytes + fit.square_bytes * widths)

@@ -98,11 +98,7 @@ class GuardContext:
         meter: MemoryMeter | None = None,
         memory: MemoryModel | None = None,
     ) -> GuardContext:
-        """Return the context of the batches of a loader.
-
-        Raises:
-            TypeError, ValueError: an argument of `OomGuard` is not valid.
-        """
+        """Return the context of the batches of a loader."""
         check_type("loader", loader, ODBDataLoader | Loader, _remedy_of(loader))
         nodes = [*walk(loader.root)]
         if any(isinstance(node, VirtualRanks) for node in nodes):
@@ -139,14 +135,7 @@ class GuardContext:
         )
 
     def meet(self, holder: str) -> None:
-        """Meet the other ranks, and compare what all must have in common.
-
-        Args:
-            holder: the class that the options are given to, for errors.
-
-        Raises:
-            PeerError, StateError: see `Channel.agree`.
-        """
+        """Meet the other ranks, and compare what all must have in common."""
         aligner = self.aligner
         if aligner is None:
             return
@@ -189,23 +178,12 @@ class GuardContext:
             self.notice.leave()
 
     def raise_told(self, error: BaseException) -> None:
-        """Raise what another rank has told, if any has; it is why this one has failed.
-
-        Raises:
-            StepMemoryError: memory ran out on another rank, in a step that all compute together.
-            PeerError: another rank failed.
-        """
+        """Raise what another rank has told, if any has; it is why this one has failed."""
         if self.notice is not None and (told := self.notice.read()) is not None:
             raise told from error
 
     def note(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
-        """Count and log that memory ran out, and ask for a smaller budget.
-
-        Args:
-            failed: what ran out of memory.
-            remedy: what is done about it, for the log.
-            shrinks: whether to ask, where `shrink` is given.
-        """
+        """Count and log that memory ran out, and ask for a smaller budget."""
         self.ooms += 1
         logger.warning(
             "rank %d ran out of memory in step %d of epoch %d, with %d samples, %d tokens: %s",

@@ -55,11 +55,6 @@ class EdgeSearch:
 
     What has been measured shortens both: the peaks of two batches of a width, or the model of those
     of other widths, say where the edge is, and the next trial is made there.
-
-    Args:
-        trials: runs the steps.
-        limit_bytes: most bytes that a step may take.
-        max_trials: most steps.
     """
 
     def __init__(self, trials: Trials, limit_bytes: int, max_trials: int) -> None:
@@ -71,13 +66,6 @@ class EdgeSearch:
         """Return the edge of each width, as far as the trials suffice.
 
         The first trial does not count: in it, the optimizer may only begin to have its state.
-
-        Args:
-            widths: tokens of rows, ascending, each once.
-
-        Raises:
-            ShapeTooLargeError: one row of a width does not fit.
-            ValueError: the peaks do not grow with the batch.
         """
         self._try(Edge(widths[0]), 1)
         *between, widest = widths

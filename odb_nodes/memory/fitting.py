@@ -63,10 +63,6 @@ def fit_peaks(shapes: Floats, peaks: Floats) -> Fit:
 
     Points at the floor are left out: as many of the lowest peaks as are about equal although their
     shapes differ, and above what the others tell; one alone where these agree much better.
-
-    Args:
-        shapes: (N, 3) rows, width in tokens, patches.
-        peaks: (N,) bytes, above 0.
     """
     order = np.argsort(peaks, kind="stable")
     design, peaks = _design(shapes[order]), peaks[order]
@@ -90,13 +86,7 @@ def fit_peaks(shapes: Floats, peaks: Floats) -> Fit:
 
 
 def _margin(largest_under: float, points: int, used: int) -> float:
-    """Return the margin of a fit of `used` terms to so many points.
-
-    Args:
-        largest_under: largest relative error of a point that took more than was fitted.
-        points: points above the floor.
-        used: terms of the fit.
-    """
+    """Return the margin of a fit of `used` terms to so many points."""
     if points <= used:
         return UNKNOWN_MARGIN  # the fit goes through all points: it has no errors to judge it by
     scatter = sqrt(points / (points - used))  # points scatter less about a fit that they made
@@ -133,12 +123,7 @@ def _errors(design: Floats, peaks: Floats, left_out: int) -> Floats:
 
 
 def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
-    """Return the non-negative least-squares fit in relative errors, (4,).
-
-    Args:
-        design: (N, 4); a column of zeros gets 0.
-        peaks: (N,), above 0.
-    """
+    """Return the non-negative least-squares fit in relative errors, (4,)."""
     # It is the best of the free fits of all subsets of the columns that have no negative term.
     # (Lawson and Hanson, Solving Least Squares Problems, 1974, find that subset step by step.)
     scale = design.max(axis=0)

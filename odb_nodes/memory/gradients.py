@@ -22,12 +22,7 @@ ranks together, in collectives within forward and backward."""
 
 
 def kind_of(model: nn.Module) -> Kind:
-    """Return who computes a step of a model.
-
-    Raises:
-        TypeError: it is no `nn.Module`, or one whose backward is not torch's, or one that has a DDP
-            model within.
-    """
+    """Return who computes a step of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an `nn.Module`, but is `{type(model).__name__}` instead.")
     if has_own_backward(model):
@@ -58,15 +53,7 @@ def has_own_backward(model: nn.Module) -> bool:
 
 
 def check_is_whole(model: nn.Module, *, among_ranks: bool) -> None:
-    """Check that a model that this rank computes alone is not a part of a DDP model.
-
-    Args:
-        model: a plain module.
-        among_ranks: whether other ranks train beside this one.
-
-    Raises:
-        TypeError: a DDP model has it, or has a part of it.
-    """
+    """Check that a model that this rank computes alone is not a part of a DDP model."""
     if not among_ranks:
         return
     own = {id(one) for one in model.parameters()}
@@ -85,11 +72,7 @@ def check_is_whole(model: nn.Module, *, among_ranks: bool) -> None:
 
 
 def check_has_all(model: nn.Module, loss: torch.Tensor) -> None:
-    """Check that a loss trains no parameter but those of a model.
-
-    Raises:
-        TypeError: it does.
-    """
+    """Check that a loss trains no parameter but those of a model."""
     own = {id(one) for one in model.parameters()}
     others = [
         tuple(one.shape)

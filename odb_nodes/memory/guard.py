@@ -117,10 +117,6 @@ class OomGuard:
         Where the loader raises between the batches of an optimizer step, those that came before
         are kept for the next `iter`, which goes on with the step if the loader does. Warns, once,
         of a step that is left without its `backward`.
-
-        Raises:
-            StateError: the loader stands within an optimizer step, whose batches before are gone.
-            StepMemoryError: memory ran out on another rank, see `GuardedStep.backward`.
         """
         self._context.collator.keep_samples()
         batches = iter(self._loader)

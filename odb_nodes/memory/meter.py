@@ -91,12 +91,7 @@ class CudaMeter:
 
 
 def check_share(name: str, value: Any) -> float:
-    """Return a share as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not above 0 and at most 1.
-    """
+    """Return a share as a float."""
     check_type(name, value, int | float)
     if isinstance(value, bool) or not 0 < value <= 1:
         raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value!r} instead.")
@@ -104,20 +99,12 @@ def check_share(name: str, value: Any) -> float:
 
 
 def check_bytes(name: str, value: object) -> int:
-    """Return a number of bytes, 1 or more, as an int.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """Return a number of bytes, 1 or more, as an int."""
     return check_count(name, value, maximum=MOST_BYTES)
 
 
 def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
-    """Return a meter, which is the argument of that name.
-
-    Raises:
-        TypeError: it has no `reset`, `peak_bytes` or `limit_bytes`.
-    """
+    """Return a meter, which is the argument of that name."""
     if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
         raise TypeError(
             f"`{name}` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "

@@ -32,17 +32,8 @@ class FailureNotice:
     the text. Collectives of a GPU are waited for only where the loop needs what comes of them, so
     there a rank stays inside until its loop is over.
 
-    Args:
-        ranks: the numbers in the job of the ranks that compute together. Each of them makes its
-            notices in the same order.
-        rank: the number of this one.
-        timeout_s: see above.
-
     Attributes:
         told: what another rank has left, as soon as it is found.
-
-    Raises:
-        StoreLost: the store of the job does not answer.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:

@@ -37,13 +37,7 @@ class Part:
 
 
 class StepParts:
-    """The batches of an optimizer step of this rank, and the parts that they are computed in.
-
-    Args:
-        batches: samples and `StepInfo` of each.
-        rule: how the losses of all ranks and micro-steps become one.
-        cost: samples -> what computing them at once costs.
-    """
+    """The batches of an optimizer step of this rank, and the parts that they are computed in."""
 
     def __init__(
         self,
@@ -76,11 +70,7 @@ class StepParts:
             yield Part(number, filler, _of_filler(info), self._cost(filler), False, place)
 
     def halve(self, cost: int) -> bool:
-        """Halve each part that costs so much, or more.
-
-        Returns:
-            Whether there was one that has two samples or more.
-        """
+        """Halve each part that costs so much, or more."""
         halved = False
         for number, parts in enumerate(self._parts):
             self._parts[number] = []
@@ -127,11 +117,7 @@ class StepParts:
         return Part(number, samples, self._kept(number), self._cost(samples), is_whole)
 
     def loss_factor(self, left_out: Sequence[tuple[int, int]]) -> float:
-        """Return what the gradients are multiplied by, where samples were left out on any rank.
-
-        Args:
-            left_out: samples and targets that were left out of each batch, on all ranks together.
-        """
+        """Return what the gradients are multiplied by, where samples were left out on any rank."""
         before = self._infos[0]
         after = _without(before, *map(sum, zip(*left_out, strict=True)))
         if self._rule.scaling == "none":
@@ -143,11 +129,7 @@ class StepParts:
         return old / new if new else 0.0
 
     def infos(self, left_out: Sequence[tuple[int, int]]) -> list[StepInfo]:
-        """Return the `StepInfo` of each batch as it was computed.
-
-        Args:
-            left_out: see `loss_factor`.
-        """
+        """Return the `StepInfo` of each batch as it was computed."""
         samples, targets = map(sum, zip(*left_out, strict=True))
         done = []
         for number, (all_samples, all_targets) in enumerate(left_out):

@@ -45,10 +45,6 @@ class StepBatch(NamedTuple):
 class PartwiseStep:
     """The batches of an optimizer step, which are computed in order.
 
-    Args:
-        context: what the steps of the loop have in common.
-        batches: the batches, of this rank.
-
     Attributes:
         infos: the `StepInfo` of each batch; after `settle`, without the samples that were left out.
         parts: the parts that the batches are computed in.
@@ -79,14 +75,6 @@ class PartwiseStep:
 
         Where memory runs out, all gradients are cleared, each batch that costs as much as what has
         failed is halved, and the step is computed again from its first batch; so until it fits.
-
-        Args:
-            number: the number of the batch in the step.
-            model: the model, whose gradients are those of the batches before.
-            run: see `Run`.
-
-        Raises:
-            StepMemoryError: a sample does not fit into memory alone.
         """
         context, again = self._context, range(number, number + 1)
         if number == 0:
@@ -105,11 +93,7 @@ class PartwiseStep:
             raise
 
     def agree(self) -> list[tuple[int, int]]:
-        """Return samples and targets that were left out of each batch, on all ranks together.
-
-        Raises:
-            PeerError: another rank failed, or did not come.
-        """
+        """Return samples and targets that were left out of each batch, on all ranks together."""
         own = np.array(self.parts.skipped(), np.int64)
         if (channel := self._context.channel) is not None:
             rows = channel.gather(own.ravel(), self.where)
@@ -121,17 +105,7 @@ class PartwiseStep:
         self._context.split_steps += len(self.parts) > len(self._batches)
 
     def settle(self, left_out: Sequence[tuple[int, int]]) -> bool:
-        """End the step: count it, and correct what is known of its batches.
-
-        Args:
-            left_out: what `agree` returned after the last batch.
-
-        Returns:
-            Whether samples were left out, on any rank.
-
-        Raises:
-            StepMemoryError: steps of many samples in a row had none that fits. So on all ranks.
-        """
+        """End the step: count it, and correct what is known of its batches."""
         self.count()
         is_changed = any(samples for samples, _ in left_out)
         self._check_trains(left_out)
@@ -163,11 +137,7 @@ class PartwiseStep:
 
     @contextmanager
     def together(self, part: Part) -> Iterator[None]:
-        """Within this context all ranks compute a part, which cannot be taken back.
-
-        Raises:
-            StepMemoryError: memory ran out, on any rank.
-        """
+        """Within this context all ranks compute a part, which cannot be taken back."""
         notice = self._context.notice
         if notice is not None:
             if notice.told is not None:

@@ -22,11 +22,6 @@ class RunMeter:
     its state. Nor does it from packed rows under a budget with `attention_tokens`: their attention
     grows with the lengths of the samples within, which rows and width do not tell.
 
-    Args:
-        meter: what measures. It is entered for each measurement.
-        model: learns from each measurement; `None` for none.
-        budget: the budget of the batches, which says their shapes.
-
     Attributes:
         peak_share: largest peak so far, as a share of the meter's limit.
     """

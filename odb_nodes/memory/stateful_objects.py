@@ -34,9 +34,6 @@ def find_stateful(roots: Iterable[Any]) -> list[Any]:
     From a function these are the variables that it closes over, its defaults, and the global names
     that it uses, unless it is a library's; from a method and other objects their attributes; from
     containers their first 1,000 elements. The search goes to the nearest 100,000 objects.
-
-    Returns:
-        Instances of `STATEFUL`, and leaf tensors that require gradients; each once.
     """
     found = []
     waiting = deque(roots)

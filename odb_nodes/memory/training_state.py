@@ -33,15 +33,6 @@ class TrainingState:
     """Weights, buffers, gradients, states of optimizers and others, and the random generators.
 
     It is kept on the CPU, so that it takes no memory of the device whose memory is measured.
-
-    Args:
-        roots: functions and objects from which models, optimizers, schedulers and generators are
-            found, see `find_stateful`.
-        states: models, optimizers and others to keep beside them. What is of no kind that is known
-            must have `state_dict` and `load_state_dict`.
-
-    Raises:
-        TypeError: one of `states` has no state.
     """
 
     def __init__(self, roots: Iterable[Any], states: Sequence[Any] = ()) -> None:
@@ -93,11 +84,7 @@ class TrainingState:
 
     @contextmanager
     def computed_gradients(self) -> Iterator[dict[int, bool]]:
-        """Tell, of each weight that requires one, whether a gradient is computed in this block.
-
-        Yields:
-            The answers by the id of the weight.
-        """
+        """Tell, of each weight that requires one, whether a gradient is computed in this block."""
         weights = {id(weight): weight for weight in self._parameters if weight.requires_grad}
         computed = dict.fromkeys(weights, False)
 
@@ -143,11 +130,7 @@ class TrainingState:
 
 @contextmanager
 def unchanged_training(roots: Iterable[Any], states: Sequence[Any] = ()) -> Iterator[TrainingState]:
-    """Keep what the steps in this block change, and put it back at its end, however it ends.
-
-    Raises:
-        RuntimeError: an optimizer makes a step that was not found. Its weights have not changed.
-    """
+    """Keep what the steps in this block change, and put it back at its end, however it ends."""
     kept = TrainingState(roots, states)
 
     def check_known(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

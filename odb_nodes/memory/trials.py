@@ -57,16 +57,7 @@ class Trial:
 
 
 class Trials:
-    """Runs steps of training with batches of given shapes, and keeps what came of it.
-
-    Args:
-        train_step: makes one step of training with a batch.
-        make_batch: returns a batch of a shape.
-        meter: measures the peak.
-        state: what the steps change; its values are put back after each trial.
-        patches_per_row: image patches of each row.
-        bar: shows how many steps are done, and what came of the last one.
-    """
+    """Runs steps of training with batches of given shapes, and keeps what came of it."""
 
     def __init__(
         self,
@@ -85,17 +76,7 @@ class Trials:
         self._is_seen = False
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
-        """Make one step with a batch of a shape.
-
-        Args:
-            rows: rows of the batch.
-            width: tokens of each row.
-            most_patches: most image patches of the batch; `None` for no limit.
-
-        Raises:
-            ValueError: see `check_seen`.
-            Exception: what `train_step` or `make_batch` raised, if it is not that memory ran out.
-        """
+        """Make one step with a batch of a shape."""
         patches = rows * self.patches_per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
@@ -148,11 +129,7 @@ class Trials:
             self._bar.update()
 
     def check_seen(self) -> None:
-        """Check that the meter has seen something of the trials.
-
-        Raises:
-            ValueError: no trial took more than was taken before its batch was made.
-        """
+        """Check that the meter has seen something of the trials."""
         if not self._is_seen:
             trial = self.done[-1]
             raise ValueError(

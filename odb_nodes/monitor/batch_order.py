@@ -42,11 +42,7 @@ class BatchOrder:
         self._warn(f"{step} of epoch {end.epoch}")
 
     def note(self, info: StepInfo) -> None:
-        """Note that a batch is told. Warn, once, where others are missing before it.
-
-        Raises:
-            ValueError: it was told before, or comes from another loader.
-        """
+        """Note that a batch is told. Warn, once, where others are missing before it."""
         last, yielded = self._last, self._yielded
         where = f"step {info.step} of epoch {info.epoch}"
         if yielded is not None and _place(info) > _place(yielded):

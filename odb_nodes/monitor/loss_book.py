@@ -68,16 +68,7 @@ class SampleLoss(NamedTuple):
 
 
 class LossBook:
-    """Appends the losses of samples to the file of a rank.
-
-    Args:
-        folder: of the run.
-        rank: this rank.
-
-    Raises:
-        OSError: the file cannot be made.
-        RuntimeError: another process, or another monitor of this one, writes the same file.
-    """
+    """Appends the losses of samples to the file of a rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = LockedFile(
@@ -86,13 +77,7 @@ class LossBook:
         self._file.open()
 
     def write(self, samples: Sequence[SampleLoss], before: int, step: int) -> None:
-        """Append the losses of some steps.
-
-        Args:
-            samples: of one epoch.
-            before: optimizer steps before them.
-            step: the last of them.
-        """
+        """Append the losses of some steps."""
         if not samples:
             return
         sources = sorted({(one.source, one.rank != ALL_RANKS) for one in samples})

@@ -12,12 +12,7 @@ _CAPACITY = 512  # integers of a message
 
 
 class Meeting:
-    """Gathers the shares of all ranks.
-
-    Args:
-        process_group: the ranks, as for `RankAligner`.
-        timeout_s: seconds until a rank that does not come is an error.
-    """
+    """Gathers the shares of all ranks."""
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
         self._process_group, self._timeout_s = process_group, timeout_s
@@ -37,15 +32,7 @@ class Meeting:
             self._channel.begin()
 
     def meet(self, place: Mapping[str, Any]) -> None:
-        """Find out which rank this is; make sure that all stand alike.
-
-        Args:
-            place: what must be the same on all ranks.
-
-        Raises:
-            PeerError: a rank failed, or did not come.
-            StateError: the ranks differ.
-        """
+        """Find out which rank this is; make sure that all stand alike."""
         if self.rank is None:
             # Not before the first record: only then is the process group sure to be there.
             exchange = resolve_exchange(self._process_group, self._timeout_s)
@@ -57,15 +44,7 @@ class Meeting:
             self._channel.agree({"Monitor": place})
 
     def gather(self, share: Share, where: str) -> Sequence[Share]:
-        """Return the shares of all ranks, on rank 0; none on the others.
-
-        Args:
-            share: what this rank has counted.
-            where: what this is for, in errors.
-
-        Raises:
-            PeerError: a rank failed, left, or did not come.
-        """
+        """Return the shares of all ranks, on rank 0; none on the others."""
         if self._channel is None:
             return [share]
         parts = self._channel.gather_bytes(share.to_bytes(), where)

@@ -143,10 +143,6 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
     - `data_wait_share`: share of the time spent waiting for batches, mean over ranks.
     - `real_tokens_per_step`, `samples_per_step`: per optimizer step, all ranks together.
     - `real_tokens_per_s`, `samples_per_s`: per second, all ranks together.
-
-    Args:
-        sums: what `sum_rows` returned, with `optimizer_steps`, `seconds`, and the `rank_seconds` of
-            all ranks.
     """
     samples, real, padded = sums["samples"], sums["tokens"], sums["padded_tokens"]
     steps, seconds = max(sums["optimizer_steps"], 1), max(sums["seconds"], 1 / _MICROSECONDS)

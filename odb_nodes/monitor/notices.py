@@ -30,13 +30,7 @@ class Notices:
         self._waited_s = 0.0  # for data, in all records
 
     def look(self, shares: Sequence[Share], totals: Totals, watched: Watched | None) -> None:
-        """Warn of what holds the run up.
-
-        Args:
-            shares: what each rank has counted for the record.
-            totals: the same together.
-            watched: the loader of this rank, if it is known.
-        """
+        """Warn of what holds the run up."""
         self._waited_s += totals.sums["data_wait_s"]
         loss = totals.totals.get("loss", 0.0)
         self._note(
@@ -51,12 +45,7 @@ class Notices:
             self._look_at_sources(shares[0], watched)
 
     def look_at_epoch(self, epoch: int, totals: Totals) -> None:
-        """Warn of tasks that an epoch had nothing of.
-
-        Args:
-            epoch: its number.
-            totals: what was counted in it.
-        """
+        """Warn of tasks that an epoch had nothing of."""
         counts = {name: count for name, count in totals.sums.items() if name.startswith("samples/")}
         for task in (name.removeprefix("samples/") for name, count in counts.items() if not count):
             self._note(

@@ -36,11 +36,7 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, loss: Any, weight: Any, losses: Any, grad_norm: Any, lr: Any, values: Any) -> Told:
-        """Return what the arguments of `Monitor.step` tell.
-
-        Raises:
-            TypeError, ValueError: one is not valid; names it.
-        """
+        """Return what the arguments of `Monitor.step` tell."""
         return cls(
             None if loss is None else _number("loss", loss),
             not_negative("loss_weight", weight),

@@ -40,13 +40,6 @@ class JsonlWriter:
     """Appends records to a file. A disk that is full warns once and leaves a gap.
 
     So does a file that is deleted; it is made anew.
-
-    Args:
-        folder: where the file is; made if need be.
-
-    Raises:
-        OSError: the file cannot be made.
-        RuntimeError: another process, or another monitor of this one, writes the same file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -207,11 +200,7 @@ def _is_later(attempt: Record) -> bool:
 
 
 def _check_numbers(record: Record, place: str) -> None:
-    """Check that a record has numbers where its kind has them.
-
-    Raises:
-        ValueError: it has something else: only who changes the file writes that.
-    """
+    """Check that a record has numbers where its kind has them."""
     if record["kind"] not in _KEYS or (record["kind"] == ATTEMPT and _is_later(record)):
         return
     fields = {name: record[name] for name in _NUMBERS if name in record}

@@ -24,13 +24,6 @@ def reshard_monitor(states: Sequence[Mapping[str, Any]], world_size: int) -> lis
 
     What was counted since the last record is of ranks that are no more: it counts in the record of
     the epoch, and the next record of steps begins after it. Losses of samples are dealt.
-
-    Args:
-        states: those of all ranks that have saved, in their order.
-        world_size: number of ranks from now on.
-
-    Raises:
-        StateError: a state is damaged, or they are of different steps.
     """
     holder = node_of(states[0]) or HOLDER
     found = [unseal_whole(state, holder, MonitorState) for state in states]

@@ -21,11 +21,7 @@ _LEFT_OUT = ("exclude", "process_group")  # keys of samples, of which there may 
 
 
 def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the user's own settings as JSON data; text in place of other values.
-
-    Raises:
-        TypeError, ValueError: it has names that are no strings, or cannot be written as JSON.
-    """
+    """Return a copy of the user's own settings as JSON data; text in place of other values."""
     remedy = 'Pass values by name, such as {"lr": 1e-4}, or `vars(args)`.'
     check_type("config", config, Mapping | None, remedy)
     check_named("config", config or {})

@@ -13,20 +13,12 @@ FOLDER = "tensorboard"
 
 
 def import_tensorboard() -> Any:
-    """Return torch's writer of TensorBoard's files.
-
-    Raises:
-        ImportError: TensorBoard is not installed; says how to.
-    """
+    """Return torch's writer of TensorBoard's files."""
     return import_extra("torch.utils.tensorboard", "tools").SummaryWriter
 
 
 class TensorBoardWriter:
-    """Writes each of the `scalars` of a record; a `RecordWriter`.
-
-    Args:
-        folder: the folder of the run; the files are in `tensorboard` in it.
-    """
+    """Writes each of the `scalars` of a record; a `RecordWriter`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER

@@ -19,14 +19,7 @@ AnyLoader = ODBDataLoader | Loader[Any]
 
 
 class Watched:
-    """The loader that a monitor watches.
-
-    Args:
-        loader: the loader of this rank.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """The loader that a monitor watches."""
 
     def __init__(self, loader: AnyLoader) -> None:
         check_type("loader", loader, ODBDataLoader | Loader)
@@ -57,12 +50,7 @@ class Watched:
         return self.loader.samples_done / total if total else 1.0  # type: ignore[union-attr]
 
     def bar(self, first: Any, *, is_shown: bool) -> Bar:
-        """Return a progress bar of the epoch.
-
-        Args:
-            first: the first batch, which is not counted yet.
-            is_shown: whether to show one.
-        """
+        """Return a progress bar of the epoch."""
         info, total = first[STEP_INFO_KEY], self._total()
         done = self._done_before(info) if total else 0
         options = {"initial": done, "unit": "sample", "leave": True}
@@ -85,12 +73,7 @@ class Watched:
 
 
 class RunProgress:
-    """Shows how far a run is: by a bar in a terminal, under `watch`, and elsewhere by lines.
-
-    Args:
-        is_on: whether to show anything.
-        process_group: the ranks, of which the first one shows it.
-    """
+    """Shows how far a run is: by a bar in a terminal, under `watch`, and elsewhere by lines."""
 
     def __init__(self, is_on: bool, process_group: Any) -> None:
         self._is_on, self._process_group = is_on, process_group
@@ -123,13 +106,7 @@ class RunProgress:
         self._figures = shown
 
     def update(self, info: StepInfo, step: int, watched: Watched | None) -> None:
-        """Show that a batch is done.
-
-        Args:
-            info: its `StepInfo`.
-            step: optimizer steps of the run so far.
-            watched: its loader, if it is known.
-        """
+        """Show that a batch is done."""
         if self._bar is not None:
             self._bar.set_postfix({"step": str(step)} | self._figures, refresh=False)
             self._bar.update(info.local_samples)

@@ -59,13 +59,7 @@ class Share:
 
 
 class Window:
-    """Counts the micro-steps of this rank. Values on a device stay there until `share`.
-
-    Args:
-        share: what was counted before, which is added to.
-        samples: the losses of samples that were read before, which are added to; None for a window
-            that keeps none.
-    """
+    """Counts the micro-steps of this rank. Values on a device stay there until `share`."""
 
     def __init__(self, share: Share, samples: list[SampleLoss] | None = None) -> None:
         self._share = share
@@ -82,13 +76,7 @@ class Window:
         return len(self._share.rows) // COLUMNS
 
     def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> None:
-        """Count a micro-step.
-
-        Args:
-            batch: the batch, whose shape counts.
-            info: its `StepInfo`.
-            wait_s: seconds of waiting for it.
-        """
+        """Count a micro-step."""
         share, ids = self._share, batch.get("input_ids")
         padded = info.local_padded_tokens
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
@@ -131,11 +119,7 @@ class Window:
             self._values.append((name, value, weight))
 
     def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
-        """Add the losses of the samples of a batch, also by their tasks.
-
-        Raises:
-            ValueError: they are of fewer samples.
-        """
+        """Add the losses of the samples of a batch, also by their tasks."""
         count = len(info.keys)
         if len(losses.sums) < count:
             raise ValueError(
@@ -186,11 +170,7 @@ class Window:
         self._share.peaks[name] = _larger(self._share.peaks.get(name, value), value)
 
     def share(self, seconds: float) -> Share:
-        """Return all that was counted; waits for devices that values are on.
-
-        Args:
-            seconds: duration of what was counted.
-        """
+        """Return all that was counted; waits for devices that values are on."""
         share, values = self._share, self._values
         numbers = to_floats([value for _, value, _ in values])
         for (name, _, weight), number in zip(values, numbers, strict=True):

@@ -43,16 +43,7 @@ _WRITERS: dict[str, Callable[[Path], RecordWriter]] = {
 
 
 class Writers:
-    """Writes the records of a run, on rank 0. Files are made with the first record.
-
-    Args:
-        folder: of the run.
-        kinds: names of writers, and writers of the user.
-
-    Raises:
-        ImportError: TensorBoard is asked for, and not installed.
-        TypeError, ValueError: an argument is not valid.
-    """
+    """Writes the records of a run, on rank 0. Files are made with the first record."""
 
     def __init__(self, folder: Path, kinds: Sequence[str | RecordWriter]) -> None:
         check_type("writers", kinds, tuple | list, 'Pass `("jsonl",)`, say.')
@@ -71,23 +62,11 @@ class Writers:
         self._attempt: Record | None = None
 
     def begin(self, attempt: Record) -> None:
-        """Let the next record begin an attempt.
-
-        Args:
-            attempt: what else is to be known of it.
-        """
+        """Let the next record begin an attempt."""
         self._attempt = {"kind": ATTEMPT, "version": VERSION, **attempt}
 
     def write(self, record: Record) -> None:
-        """Write a record.
-
-        Args:
-            record: without its time.
-
-        Raises:
-            OSError: a file cannot be made.
-            RuntimeError: another process writes into the folder.
-        """
+        """Write a record."""
         now = {"time_s": time.time()}
         if not self._writers:
             self._writers = [

@@ -19,16 +19,7 @@ _CAPACITY = 2  # integers of a message
 
 
 class StepMeeting:
-    """Makes sure that all ranks end the same optimizer step, with the same settings.
-
-    Args:
-        name: whose steps these are, for errors.
-        process_group: the ranks that meet; `None` for all of the job.
-        timeout_s: seconds until a rank that does not come is an error on the others.
-
-    Raises:
-        TypeError, ValueError: an argument is not valid.
-    """
+    """Makes sure that all ranks end the same optimizer step, with the same settings."""
 
     def __init__(
         self, name: str, process_group: dist.ProcessGroup | None, timeout_s: float
@@ -46,16 +37,7 @@ class StepMeeting:
             self._channel.begin()
 
     def agree(self, settings: Mapping[str, Any]) -> None:
-        """Make sure, once after `begin`, that the settings are the same on all ranks.
-
-        Args:
-            settings: by name, as JSON data.
-
-        Raises:
-            PeerError: a rank did not come.
-            RuntimeError: the job has several ranks, but torch.distributed is not initialised.
-            StateError: the ranks differ; the same error on all of them.
-        """
+        """Make sure, once after `begin`, that the settings are the same on all ranks."""
         if self._channel is None:
             # Not before the first step: only then is the process group sure to be there.
             exchange = resolve_exchange(self._process_group, self._timeout_s)
@@ -69,12 +51,7 @@ class StepMeeting:
                 raise StateError(f"{error} {remedy}") from None
 
     def meet(self, info: StepInfo) -> None:
-        """Make sure, after `agree`, that all ranks end the same step.
-
-        Raises:
-            PeerError: a rank was lost, or did not come.
-            StateError: the ranks end different steps; the same error on all of them.
-        """
+        """Make sure, after `agree`, that all ranks end the same step."""
         assert self._channel is not None
         where = f"`{self._name}.step` of epoch {info.epoch}, step {info.step}"
         rows = self._channel.gather(np.array([info.epoch, info.step]), where)[:, :_CAPACITY]

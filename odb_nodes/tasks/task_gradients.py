@@ -20,21 +20,9 @@ __all__ = ["TaskGradients"]
 class TaskGradients:
     """Adds up, task by task, the gradients of the sums of losses.
 
-    Args:
-        weights: whose tasks they are of.
-        parameters: what the gradients are with respect to; those that are not trained are left out.
-        names: the class that this is for, its argument `parameters`, and its method that batches
-            are added by, for errors.
-        process_group: the ranks that train together; `None` for all of the job.
-        timeout_s: seconds until a rank that does not come is an error on the others.
-
     Attributes:
         parameters: those that are trained.
         info: of the last batch of the optimizer step; `None` before the first.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: no parameter is trained, one is there twice, or one is sharded.
     """
 
     def __init__(
@@ -55,12 +43,7 @@ class TaskGradients:
         self._sums: torch.Tensor | None = None
 
     def follow(self, info: StepInfo) -> None:
-        """Note the next batch of the optimizer step.
-
-        Raises:
-            RuntimeError: it is not the next, or the optimizer step before was not ended.
-            TypeError: it is no `StepInfo`.
-        """
+        """Note the next batch of the optimizer step."""
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         last, method = self.info, self._method
         if last is not None and (info.epoch, info.step) == (last.epoch, last.step):
@@ -85,14 +68,7 @@ class TaskGradients:
         self.info = info
 
     def add(self, losses: torch.Tensor, info: StepInfo, position_ids: torch.Tensor | None) -> None:
-        """Add the gradients of a batch; its graph is kept.
-
-        Raises:
-            RuntimeError: see `follow`; or `backward` has freed the graph.
-            TypeError: an argument is of another type.
-            ValueError: see `TaskWeights.loss`; or the losses of a task use no parameter, or have
-                no graph.
-        """
+        """Add the gradients of a batch; its graph is kept."""
         self.follow(info)
         if self._sums is None:
             size, first = self._elements + 1, self.parameters[0]
@@ -136,16 +112,7 @@ class TaskGradients:
         return torch.cat([*flat, total.detach()[None]])
 
     def end(self, settings: Mapping[str, Any]) -> StepInfo:
-        """End an optimizer step on this rank, and return the `StepInfo` of its last batch.
-
-        Args:
-            settings: what must be equal on all ranks; they compare it the first time.
-
-        Raises:
-            PeerError: a rank did not come to compare.
-            RuntimeError: batches of the optimizer step were not added on this rank.
-            StateError: the ranks differ.
-        """
+        """End an optimizer step on this rank, and return the `StepInfo` of its last batch."""
         info, method = self.info, self._method
         if info is None:
             raise RuntimeError(
@@ -167,16 +134,9 @@ class TaskGradients:
     def take(self, info: StepInfo) -> torch.Tensor:
         """Return what was added on all ranks, and begin anew. All ranks call it, after `end`.
 
-        Args:
-            info: what `end` returned.
-
         Returns:
             (tasks, elements of the parameters + 1), at least float32: gradient of a task's sum of
             losses, and in the last column that sum. Tasks are in the order of the weights.
-
-        Raises:
-            PeerError: a rank was lost, or did not come.
-            StateError: the ranks end different steps.
         """
         sums, self._sums = self._sums, None
         assert sums is not None
@@ -196,12 +156,7 @@ class TaskGradients:
 
 
 def _trained(parameters: Any, option: str) -> list[torch.nn.Parameter]:
-    """Return those that are trained.
-
-    Raises:
-        TypeError: something else than parameters is there.
-        ValueError: none is trained, one is there twice, or one is sharded.
-    """
+    """Return those that are trained."""
     remedy = "Pass `module.parameters()`, or a list such as `[module.weight]`."
     check_type(option, parameters, Iterable, remedy)
     if isinstance(parameters, torch.Tensor):

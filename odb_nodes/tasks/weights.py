@@ -179,11 +179,7 @@ class TaskWeights(Mapping[str, float]):
         self.set(weights)
 
     def _known(self, info: StepInfo) -> tuple[str, ...]:
-        """Return the task of each sample.
-
-        Raises:
-            ValueError: one of them, or of another rank's, has no weight.
-        """
+        """Return the task of each sample."""
         unknown = {*info.row_tasks, *info.task_targets} - {*self}
         if unknown:
             raise ValueError(
@@ -215,11 +211,7 @@ def _check_types(losses: Any, info: Any, position_ids: Any) -> None:
 def _sums_of_samples(
     losses: torch.Tensor, samples: int, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the sum of the losses of each sample, (samples,).
-
-    Raises:
-        ValueError: the shape of `losses` is none for as many samples.
-    """
+    """Return the sum of the losses of each sample, (samples,)."""
     if position_ids is None:
         if losses.ndim not in (1, 2) or len(losses) != samples:
             raise ValueError(

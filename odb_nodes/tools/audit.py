@@ -53,16 +53,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.au
 
 
 def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | None) -> int:
-    """Audit a ledger, print a report, and return the exit code.
-
-    Args:
-        folder: the folder that the ranks have written to.
-        sizes: samples of the data, or of each source of it; `None` where nobody knows.
-        steps: number of first steps of each epoch whose digest is printed; `None` for none.
-
-    Raises:
-        OSError, ValueError: there is no ledger in the folder, or `sizes` does not fit it.
-    """
+    """Audit a ledger, print a report, and return the exit code."""
     from odb_nodes.ledger import audit  # which takes seconds: the help needs no torch
 
     found = audit(folder, sizes)
@@ -80,11 +71,7 @@ def _print_audit(folder: str, sizes: int | dict[str, int] | None, steps: int | N
 
 
 def _sizes_of(given: Sequence[str] | None) -> int | dict[str, int] | None:
-    """Return the sizes that a command line names, each as `N` or `source=N`.
-
-    Raises:
-        ValueError: one is neither.
-    """
+    """Return the sizes that a command line names, each as `N` or `source=N`."""
     sizes: dict[str, int] = {}
     for text in given or ():
         name, _, number = text.rpartition("=")

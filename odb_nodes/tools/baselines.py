@@ -116,13 +116,7 @@ class Baselines:
 
 
 def grouped_by_length(lengths: IntArray, order: IntArray, batch_size: int) -> IntArray:
-    """Return the order of `LengthGroupedSampler` of transformers.
-
-    Args:
-        lengths: tokens of each sample.
-        order: a random permutation of the samples.
-        batch_size: samples of an optimizer step on one rank.
-    """
+    """Return the order of `LengthGroupedSampler` of transformers."""
     batches = max(1, min(len(lengths) // (4 * batch_size), _MOST_MEGABATCHES))
     size = batches * batch_size
     parts = [order[start : start + size] for start in range(0, len(order), size)]

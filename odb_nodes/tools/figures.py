@@ -76,25 +76,14 @@ def shapes_of_steps(steps: Iterable[Step], budget: TokenBudget) -> BatchShapes:
 
 
 def shapes_of_lengths(steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> BatchShapes:
-    """Return the shapes of batches in the layout of a budget.
-
-    Args:
-        steps: of each step, of each rank, the lengths of its samples; a rank may have none.
-        budget: the layout, and what widths are rounded up to.
-    """
+    """Return the shapes of batches in the layout of a budget."""
     return _stacked([_shape(lengths, budget) for lengths in step] for step in steps)
 
 
 def shapes_of_rows(
     steps: Iterable[Sequence[Sequence[int]]], lengths: NDArray[np.int64], multiple: int
 ) -> BatchShapes:
-    """Return the shapes of padded batches.
-
-    Args:
-        steps: of each step, of each rank, the numbers of its samples.
-        lengths: tokens of each sample.
-        multiple: what widths are rounded up to a multiple of.
-    """
+    """Return the shapes of padded batches."""
     plain = TokenBudget(multiple, pad_to_multiple_of=multiple)
     known = lengths.tolist()
     return _stacked(

@@ -10,16 +10,7 @@ __all__ = ["histogram"]
 
 
 def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
-    """Return edges that are evenly spaced by ratio, and how many lengths are between them.
-
-    Args:
-        lengths: tokens of each sample, one or more.
-        bins: the most bins; fewer where the lengths are close together.
-
-    Returns:
-        The edges, (n + 1), from the shortest length to one above the longest; the number of lengths
-        from each edge up to, but not including, the next one, (n).
-    """
+    """Return edges that are evenly spaced by ratio, and how many lengths are between them."""
     edges = np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(np.int64)
     edges = np.unique(edges)
     counts, _ = np.histogram(lengths, edges)

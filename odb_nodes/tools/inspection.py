@@ -184,12 +184,7 @@ def _loaders(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and state of each node, from the last one of the graph to the sources.
-
-    Args:
-        state: the state of a node, or what holds it.
-        source: name of the source that it belongs to, with a dot.
-    """
+    """Yield name and state of each node, from the last one of the graph to the sources."""
     if not isinstance(state, dict):
         return
     if "node" in state:

@@ -116,15 +116,7 @@ class _Rows:
         keys: list[int | None] | None = None,
         size: int | None = None,
     ) -> None:
-        """Add the samples of one dataset.
-
-        Args:
-            dataset: the dataset, or what was drawn of it.
-            options: how to process it.
-            name: its name.
-            keys: keys of what was drawn; `None` where the samples know theirs.
-            size: number of samples of the whole dataset; `None` where it is what is read.
-        """
+        """Add the samples of one dataset."""
         read: Counter[str] = Counter()  # samples of each source
         node = sample_node(dataset, options, _nothing)
         try:
@@ -160,11 +152,7 @@ class _Rows:
             self.read(dataset, replace(options, sampler=places), name, size=len(dataset))
 
     def table(self, made_by: Mapping[str, str]) -> LengthTable:
-        """Return the table.
-
-        Raises:
-            ValueError: it has no sample that is not skipped.
-        """
+        """Return the table."""
         columns = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 5).T
         if not columns[0].any():
             raise ValueError("`dataset` must have a sample that is not skipped, but has none.")

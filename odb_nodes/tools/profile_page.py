@@ -57,20 +57,7 @@ def render_page(
     efficiencies: Mapping[str, Sequence[Level]],
     histograms: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> str:
-    """Return the page.
-
-    Args:
-        about: which table it is of.
-        heading: what the comparisons are of.
-        lengths: rows of the first table.
-        why: what the mark of a comparison means.
-        comparisons: rows of the second one.
-        efficiencies: of the comparisons on each number of ranks.
-        histograms: name, edges and counts of each picture.
-
-    Raises:
-        ImportError: the extra `tools` is not installed.
-    """
+    """Return the page."""
     jinja2 = import_extra("jinja2", "tools")
     figures = [
         bars(

@@ -16,12 +16,7 @@ RANK_FILE = re.compile(r"(.*)rank(\d+)-of-(\d+)\.pt")
 
 
 def states_in(folder: Path) -> list[Any]:
-    """Return the state of each rank, in their order.
-
-    Raises:
-        OSError: there is no such folder.
-        StateError: it has not one state of each rank, or a file is damaged.
-    """
+    """Return the state of each rank, in their order."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder `{folder}`: pass the folder of a checkpoint, with a file per rank."

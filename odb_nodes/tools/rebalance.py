@@ -23,15 +23,7 @@ Batches = list[list[int]]
 def rebalanced_batches(
     lengths: Sequence[int], *, batch_size: int, world_size: int, accumulate: int, seed: int
 ) -> Iterator[Batches]:
-    """Yield the batch of each rank, step by step, in its first epoch.
-
-    Args:
-        lengths: tokens of each sample.
-        batch_size: samples of a batch, on average.
-        world_size: number of ranks.
-        accumulate: batches of an optimizer step, which are balanced together.
-        seed: seed of the order; the `Trainer` leaves it at 42.
-    """
+    """Yield the batch of each rank, step by step, in its first epoch."""
     groups = world_size * accumulate
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
     per_step = batch_size * groups
@@ -51,14 +43,7 @@ def rebalanced_batches(
 
 
 class _Split:
-    """Splits samples, longest first, into groups of about the same cost, by hill climbing.
-
-    Args:
-        lengths: tokens of each sample, descending.
-        groups: number of groups.
-        world_size: number of groups that share a step.
-        per_step: samples of a full optimizer step.
-    """
+    """Splits samples, longest first, into groups of about the same cost, by hill climbing."""
 
     def __init__(self, lengths: list[int], groups: int, world_size: int, per_step: int) -> None:
         self._lengths, self._groups, self._world_size = lengths, groups, world_size

@@ -226,15 +226,7 @@ def _with_info(
     rank: int,
     index: int,
 ) -> tuple[list[Sample], StepInfo]:
-    """Return the samples of a rank at a step of an optimizer step, and its `StepInfo`.
-
-    Args:
-        graph: that of the rank.
-        groups: rank -> step of the optimizer step -> samples.
-        records: step of the optimizer step -> rank -> its record.
-        rank: the rank.
-        index: of the step in its optimizer step.
-    """
+    """Return the samples of a rank at a step of an optimizer step, and its `StepInfo`."""
     group, record = groups[rank][index], records[index][rank]
     facts: dict[str, Any] = {
         "epoch": record.epoch,

@@ -40,14 +40,7 @@ class Level(NamedTuple):
 
 
 def levels(groups: Mapping[str, Sequence[Level]], *, axis: str, title: str, text: str) -> str:
-    """Return groups of bars below one another, over one axis from 0 to 1.
-
-    Args:
-        groups: name -> its bars.
-        axis: what is measured.
-        title: what is shown.
-        text: what is to be seen, in words, for readers that cannot see it.
-    """
+    """Return groups of bars below one another, over one axis from 0 to 1."""
     scale, y = _WIDTH - _NAMES - 100, _TOP + 6
     grid: list[str] = []
     parts: list[str] = []
@@ -81,15 +74,7 @@ def levels(groups: Mapping[str, Sequence[Level]], *, axis: str, title: str, text
 def bars(
     counts: Sequence[float], labels: Sequence[str], *, axes: tuple[str, str], title: str, text: str
 ) -> str:
-    """Return a bar for each count, from left to right.
-
-    Args:
-        counts: the heights, not negative.
-        labels: one for the left edge of each bar, and one for the right edge of the last.
-        axes: what is on the horizontal axis, and what on the other one.
-        title: what is shown.
-        text: what is to be seen, in words, for readers that cannot see it.
-    """
+    """Return a bar for each count, from left to right."""
     height, step = 160, (_WIDTH - _LEFT) / len(counts)
     scale = height / (max(counts) or 1)
     parts = []
@@ -118,13 +103,7 @@ def bars(
 
 
 def heat_map(values: NDArray[np.float64], *, title: str, text: str) -> str:
-    """Return a cell for each value, darker the higher it is: rows of ranks, columns of steps.
-
-    Args:
-        values: (rows, columns) between 0 and 1.
-        title: what is shown.
-        text: what is to be seen, in words, for readers that cannot see it.
-    """
+    """Return a cell for each value, darker the higher it is: rows of ranks, columns of steps."""
     rows, columns = values.shape
     tall, step = max(4, min(18, 480 // rows)), (_WIDTH - _LEFT) / columns
     parts = []

@@ -33,16 +33,7 @@ _COUNTS = ("steps", "samples", "real_tokens", "padded_tokens", "filler_slots")
 
 @dataclass(frozen=True, kw_only=True)
 class TableEpoch:
-    """The first epoch of a job whose samples cost what a table says.
-
-    Args:
-        table: what they cost.
-        shuffle: whether an epoch shuffles the sources that are no streams.
-        weights: how its sources are mixed, as for an `ODBDataLoader`.
-        most_drawn: of a table that has not all samples of the dataset, how many are drawn from its
-            rows to stand for all; more where many ranks have large windows.
-        least_windows: how many windows each rank then has at least.
-    """
+    """The first epoch of a job whose samples cost what a table says."""
 
     table: LengthTable
     shuffle: bool = True
@@ -91,11 +82,7 @@ class TableEpoch:
         )
 
     def report(self, job: SimulationOptions) -> SimulationReport:
-        """Return the report of the steps, with the counts of the whole dataset.
-
-        Raises:
-            ValueError: there is no step, or there are more ranks than samples.
-        """
+        """Return the report of the steps, with the counts of the whole dataset."""
         report = SimulationReport.of(self.steps(job), TokenBudget.of(job.budget))
         factor = self.table.num_samples / len(self.order(job)[0])
         counts: Any = {name: round(getattr(report, name) * factor) for name in _COUNTS}
@@ -145,11 +132,7 @@ def _shards(
 
 
 class _InOrder:
-    """An iterable that knows its length, but is no sequence.
-
-    Args:
-        rows: what it yields.
-    """
+    """An iterable that knows its length, but is no sequence."""
 
     def __init__(self, rows: list[int]) -> None:
         self._rows = rows

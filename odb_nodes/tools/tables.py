@@ -8,11 +8,7 @@ __all__ = ["markdown_table"]
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Return rows as a table in markdown whose columns are aligned, numbers to the right.
-
-    Args:
-        rows: title -> cell, all with the titles of the first one.
-    """
+    """Return rows as a table in markdown whose columns are aligned, numbers to the right."""
     columns = []
     for title in rows[0]:
         cells = [row[title] for row in rows]

@@ -35,16 +35,7 @@ class Timeline:
 
     @classmethod
     def of(cls, steps: Iterable[Step], budget: TokenBudget, window: int) -> Timeline:
-        """Return the costs of steps.
-
-        Args:
-            steps: the group of each rank, of each step.
-            budget: the budget that the groups were formed under.
-            window: samples that wait on each rank.
-
-        Raises:
-            ValueError: there is no step.
-        """
+        """Return the costs of steps."""
         costs = [
             [budget.cost([sample.tokens for sample in group]) if group else 0 for group in step]
             for step in steps

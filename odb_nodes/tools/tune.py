@@ -199,11 +199,7 @@ def _limit(
 def _budgets(
     limit: TokenBudget, table: LengthTable, world_size: int, tokens_per_step: int | None
 ) -> Iterator[tuple[TokenBudget, int]]:
-    """Yield budgets within the limit, each with the batches of an optimizer step.
-
-    Raises:
-        ValueError: there is none that holds the longest sample.
-    """
+    """Yield budgets within the limit, each with the batches of an optimizer step."""
     if not (longest := int(table.tokens.max())):
         raise ValueError(
             f"`limit` must hold a sample, but drops them all: raise it from {limit.tokens} tokens."

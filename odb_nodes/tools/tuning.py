@@ -91,13 +91,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulator:
-    """Plans an epoch for a choice, and measures it; may be sent to another process.
-
-    Args:
-        epoch: the samples.
-        job: the options that are not chosen.
-        step_time: what a micro-step takes.
-    """
+    """Plans an epoch for a choice, and measures it; may be sent to another process."""
 
     epoch: TableEpoch
     job: SimulationOptions

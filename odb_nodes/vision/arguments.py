@@ -25,17 +25,7 @@ def check_tokenizer(name: str, value: Any) -> None:
 
 
 def check_image_processor(name: str, value: Any, remedy: str) -> None:
-    """Raise an error where `value` cannot cut images into patches.
-
-    Args:
-        name: the argument's name.
-        value: the argument's value.
-        remedy: a sentence that says where to get one that can.
-
-    Raises:
-        TypeError: it is no image processor, or one that makes no patches.
-        ValueError: its `size` has no bounds.
-    """
+    """Raise an error where `value` cannot cut images into patches."""
     needed = ("__call__", *PATCHES)
     if isinstance(value, type) or not all(hasattr(value, one) for one in needed):
         rule = f"an image processor with {', '.join(f'`{one}`' for one in PATCHES)}"

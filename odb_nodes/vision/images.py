@@ -117,18 +117,7 @@ class ImageReader:
             )
 
     def __call__(self, source: ImageSource) -> Image:
-        """Return the image, RGB, in its final size.
-
-        Args:
-            source: a path, the bytes of a file, or a Pillow image, which is left as it is. Of an
-                animation, the first frame is taken, or the one that a Pillow image stands at.
-
-        Raises:
-            ImageError: it cannot be used; has the reason.
-            SampleError: it is none of these, or a URL.
-            OSError: the file is there, but cannot be read.
-            ImportError: Pillow is not installed.
-        """
+        """Return the image, RGB, in its final size."""
         pillow = import_extra("PIL.Image", "vision")
         url = isinstance(source, str) and _URL.match(source)
         if url or not isinstance(source, (str, os.PathLike, bytes, pillow.Image)):
@@ -185,11 +174,7 @@ class ImageReader:
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> IO[bytes]:
-    """Return the file of an image.
-
-    Raises:
-        ImageError: there is none.
-    """
+    """Return the file of an image."""
     if isinstance(source, bytes):
         return io.BytesIO(source)
     try:
@@ -199,11 +184,7 @@ def _open(source: str | os.PathLike[str] | bytes) -> IO[bytes]:
 
 
 def _identify(file: IO[bytes]) -> Image:
-    """Return the image that a file has, not yet decoded.
-
-    Raises:
-        ImageError: it is in no format that Pillow knows.
-    """
+    """Return the image that a file has, not yet decoded."""
     pillow = import_extra("PIL.Image", "vision")
     _leave_warnings_to_errors()
     try:

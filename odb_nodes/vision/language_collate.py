@@ -65,15 +65,7 @@ class VisionLanguageCollate(StepImages):
             )
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`, which may have images or not.
-
-        Raises:
-            TypeError, ValueError, SampleError: as `PaddingCollate`.
-            SampleError: `pixel_values` and `image_grid_thw` of a sample differ in their number of
-                patches, or its image tokens are more or fewer than these make; there is no
-                `image_processor` where one is needed, or it makes other patches than that of the
-                processor would.
-        """
+        """Return the batch of `samples`, which may have images or not."""
         self.check_mappings(samples)
         texts = list(map(self._text_of, samples))
         if any(TYPE_KEY in text for text in texts):
@@ -153,11 +145,7 @@ class VisionLanguageCollate(StepImages):
 
 
 def _check_tokens(sample: Mapping[str, Any], patches: int, per_token: int | None) -> int | None:
-    """Return the number of patches per image token; `None` if it is not known.
-
-    Raises:
-        SampleError: the image tokens of the sample are more or fewer than its patches make.
-    """
+    """Return the number of patches per image token; `None` if it is not known."""
     if TYPE_KEY not in sample:
         return per_token  # the model alone knows which tokens are an image's
     tokens = int(np.count_nonzero(row_of(TYPE_KEY, sample[TYPE_KEY]) == 1))

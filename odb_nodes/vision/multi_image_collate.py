@@ -84,15 +84,7 @@ class MultiImageCollate(StepImages):
                 )
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`.
-
-        Raises:
-            TypeError, ValueError, SampleError: as `PaddingCollate`.
-            SampleError: an image is not (C, H, W) or (C, H, W, D), or not of as many dimensions as
-                `resize`, or has no pixels, a graph, or other than real numbers; or images differ in
-                their dimensions, C or dtype; or a sample has a key that this function makes. Names
-                the sample.
-        """
+        """Return the batch of `samples`."""
         self.check_mappings(samples)
         self._check_keys(samples)
         batch = super().__call__(list(map(self._text_of, samples)))

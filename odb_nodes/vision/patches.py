@@ -47,12 +47,7 @@ def settings_of(image_processor: Any) -> dict[str, str]:
 
 
 def check_settings(image_processor: Any, expected: Mapping[str, str]) -> None:
-    """Raise a `SampleError` unless an image processor makes the patches that are expected.
-
-    Args:
-        image_processor: the image processor of the collate function.
-        expected: `settings_of` the image processor that the samples were processed for.
-    """
+    """Raise a `SampleError` unless an image processor makes the patches that are expected."""
     found = settings_of(image_processor)
     if found == dict(expected):
         return

@@ -109,10 +109,6 @@ class VisionLanguageProcessor:
             `images` instead of `pixel_values`: a list of (H, W, 3) uint8, and `image_settings`: how
             patches are to be made of them, as strings. And what `keep` names. Or `Skipped`,
             by `bad_images`.
-
-        Raises:
-            SampleError: an image cannot be used, the record is not as described above, or no
-                message is the assistant's; names the record's `id`.
         """
         if not isinstance(record, Mapping):
             raise SampleError(

@@ -15,9 +15,6 @@ class StepImages(PaddingCollate):
     """Pads text, and follows what the ranks have agreed on about the images of a step.
 
     Where towers are sharded, a rank without images would leave those with some waiting.
-
-    Args:
-        modality: the name of images among the `StepInfo.modalities`.
     """
 
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values",)
@@ -27,11 +24,7 @@ class StepImages(PaddingCollate):
     modality: str = "image"
 
     def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
-        """Return the batch of `samples`, with images where any rank has some in this step.
-
-        Raises:
-            ValueError: this rank has images, but the step's `modalities` do not say so.
-        """
+        """Return the batch of `samples`, with images where any rank has some in this step."""
         self.check_mappings(samples)
         dummy = self._dummy()
         found, agreed = any(map(self._has_images, samples)), self.modality in info.modalities

@@ -29,15 +29,7 @@ def check_size(name: str, size: Sequence[int]) -> None:
 
 
 def images_of(found: Any, dimensions: int | None) -> list[Array]:
-    """Return the images of a sample.
-
-    Args:
-        found: its `pixel_values`: images or volumes, or one array of them; `None` for none.
-        dimensions: those of a size that each must have; `None` for 2 or 3.
-
-    Raises:
-        SampleError: one of them is no image or volume.
-    """
+    """Return the images of a sample."""
     images = [] if found is None else list(map(_array_of, found))
     allowed = (2, 3) if dimensions is None else (dimensions,)
     for image in images:
@@ -54,11 +46,7 @@ def images_of(found: Any, dimensions: int | None) -> list[Array]:
 
 
 def _array_of(image: Any) -> Array:
-    """Return an image as an array.
-
-    Raises:
-        SampleError: it has a graph, or is not of real numbers.
-    """
+    """Return an image as an array."""
     if isinstance(image, torch.Tensor) and image.requires_grad:
         raise SampleError(
             "an image of `pixel_values` must have no graph, which a batch would lose. Make it "
@@ -77,11 +65,7 @@ def _array_of(image: Any) -> Array:
 
 
 def check_alike(images: Sequence[list[Array]]) -> None:
-    """Raise a `SampleError` unless all images of a group can be in one tensor.
-
-    Args:
-        images: those of each sample.
-    """
+    """Raise a `SampleError` unless all images of a group can be in one tensor."""
     first: Array | None = None
     for index, of_sample in enumerate(images):
         for image in of_sample:
@@ -111,10 +95,6 @@ def resized(image: Array, size: Size) -> Array:
 
     Bilinear with antialiasing, or trilinear, which torch has no antialiasing for. Computed in
     floating point; integers and booleans are rounded to the nearest.
-
-    Args:
-        image: (C, H, W) or (C, H, W, D).
-        size: the size that it gets.
     """
     if image.shape[1:] == size:
         return image
@@ -128,15 +108,7 @@ def resized(image: Array, size: Size) -> Array:
 
 
 def padded(images: Sequence[list[Array]], most: int) -> Array:
-    """Return the images of all rows in one array, padded with 0 in number and size.
-
-    Args:
-        images: those of each row, at least one in all, as `check_alike` wants them.
-        most: images of a row of the array.
-
-    Returns:
-        (rows, most, C, largest H, largest W), of volumes also largest D.
-    """
+    """Return the images of all rows in one array, padded with 0 in number and size."""
     every = [image for of_row in images for image in of_row]
     largest = [max(lengths) for lengths in zip(*(image.shape[1:] for image in every), strict=True)]
     pixels = np.zeros((len(images), most, every[0].shape[0], *largest), every[0].dtype)

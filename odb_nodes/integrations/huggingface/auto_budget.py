@@ -53,11 +53,7 @@ def meter_of(args: Any, config: ODBConfig) -> MemoryMeter | None:
 
 
 def check_auto(trainer: Any, config: ODBConfig) -> None:
-    """Reject a trainer whose budget cannot be found.
-
-    Raises:
-        ValueError: says why, and what to do.
-    """
+    """Reject a trainer whose budget cannot be found."""
     if not config.finds_budget:
         return
     args, model = trainer.args, trainer.model
@@ -95,11 +91,7 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
 
 
 def saved_budget(state: Any) -> TokenBudget:
-    """Return the budget that the state of a loader was saved under.
-
-    Raises:
-        StateError: it has none.
-    """
+    """Return the budget that the state of a loader was saved under."""
     for _, config in sealed_configs(state):
         if f"{BUDGET}tokens" in config:
             given = {name: value for name, value in config.items() if name.startswith(BUDGET)}
@@ -114,14 +106,6 @@ def find_for(trainer: Any) -> tuple[TokenBudget, MemoryModel]:
 
     Each rank tries steps on its own, without the others, and the ranks agree on the smallest. The
     trainer and all that training changes are afterwards as they were, bitwise.
-
-    Args:
-        trainer: an `ODBTrainerMixin`, before its loop: the model is in no wrappers of ranks.
-
-    Raises:
-        ShapeTooLargeError: one sample does not fit.
-        TypeError, ValueError: the dataset cannot be looked at, or has images.
-        PeerError, StateError: another rank failed, did not come, or has another configuration.
     """
     channel = Channel(resolve_exchange(None, trainer.odb.timeout_s), 2)
     channel.begin()
@@ -183,9 +167,6 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     """Return samples by the width of their rows, up to four of those that are seen, in its order.
 
     They are the shortest, and of those that are longer the first, the last, and one between.
-
-    Raises:
-        TypeError, ValueError: there are none to be seen, or they have images.
     """
     dataset, options = given_dataset(trainer), loader_options(trainer)
     check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')

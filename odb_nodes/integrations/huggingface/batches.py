@@ -30,11 +30,6 @@ class TrainBatches:
     Epochs are counted here, not by the `Trainer`, whose own count assumes that all have the same
     number of steps. For the same reason there is no `set_epoch`, and `len()` is an error. An
     `iter()` continues an epoch that has not ended.
-
-    Args:
-        loader: this rank's loader.
-        samples_per_epoch: samples of an epoch on all ranks; None where it is not known.
-        epochs: number of epochs after which the run ends; may be a fraction. None for no end.
     """
 
     def __init__(
@@ -104,28 +99,14 @@ class TrainBatches:
     def go_to(
         self, epoch: int, samples: int, loader: dict[str, Any], *, change_budget: bool
     ) -> None:
-        """Make the next `iter()` continue from a position.
-
-        Args:
-            epoch: number of epochs that have ended.
-            samples: samples of all ranks that are done in the present epoch.
-            loader: state of the loader.
-            change_budget: whether the budget may be smaller than in the state.
-
-        Raises:
-            StateError: see `ODBDataLoader.load_state_dict`.
-        """
+        """Make the next `iter()` continue from a position."""
         self.loader.load_state_dict(loader, change_budget=change_budget)
         self._begin_epoch(epoch)
         self.samples = samples
 
 
 def make_batches(trainer: Any) -> TrainBatches:
-    """Return the batches of a run, from its beginning.
-
-    Raises:
-        ValueError: the trainer has no `train_dataset`, or no budget yet.
-    """
+    """Return the batches of a run, from its beginning."""
     args, dataset = trainer.args, given_dataset(trainer)
     if trainer.odb_budget is None:
         raise ValueError(
@@ -141,11 +122,7 @@ def make_batches(trainer: Any) -> TrainBatches:
 
 
 def given_dataset(trainer: Any) -> Any:
-    """Return the dataset to train on.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the dataset to train on."""
     if trainer.train_dataset is None:
         raise ValueError("`train_dataset` must be given to train, but is None.")
     return trainer.train_dataset

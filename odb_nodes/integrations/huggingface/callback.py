@@ -13,11 +13,7 @@ from odb_nodes.memory.failures import free_memory
 
 
 class RunCallback(TrainerCallback):
-    """Keeps the run of a trainer and the state of the `Trainer` in step.
-
-    Args:
-        trainer: an `ODBTrainerMixin`.
-    """
+    """Keeps the run of a trainer and the state of the `Trainer` in step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -25,11 +21,7 @@ class RunCallback(TrainerCallback):
         self._has_stepped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Show the epochs that were asked for, not those that bound the loop.
-
-        Raises:
-            StateError: the checkpoint is put together from several.
-        """
+        """Show the epochs that were asked for, not those that bound the loop."""
         self._run.check_step(state.global_step)
         self._has_stepped = False
         self._run.meter.take()  # The time of all set-up is not the first steps'.

@@ -15,11 +15,7 @@ from odb_nodes.integrations.huggingface.config import ODBConfig
 
 
 def check_trainer(trainer: Any, config: ODBConfig) -> None:
-    """Reject arguments of a trainer that dynamic batching would ignore or break.
-
-    Raises:
-        TypeError, ValueError: names the argument and what to do.
-    """
+    """Reject arguments of a trainer that dynamic batching would ignore or break."""
     check_type("odb", config, ODBConfig)
     args = trainer.args
     if args.n_gpu > 1:
@@ -83,14 +79,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
 
 
 def check_overrides(kinds: Iterable[type]) -> None:
-    """Reject a class of trainers that makes its own batches, since they would not be used.
-
-    Args:
-        kinds: the classes that follow `ODBTrainerMixin` in the method resolution order.
-
-    Raises:
-        ValueError: one of them overrides `get_train_dataloader`.
-    """
+    """Reject a class of trainers that makes its own batches, since they would not be used."""
     kinds = [*kinds]
     for kind in kinds:
         if "get_train_dataloader" in vars(kind) and kind is not Trainer:
@@ -105,17 +94,7 @@ def check_overrides(kinds: Iterable[type]) -> None:
 
 @contextmanager
 def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
-    """Let a trainer be made for epochs of a dataset without a length, given `steps_per_epoch`.
-
-    Args:
-        trainer: the trainer that is made within the `with` block.
-        odb: the `ODBConfig` of the trainer.
-        dataset: the training dataset, or None where it is not known.
-        given: all arguments that the trainer is made with.
-
-    Raises:
-        ValueError: neither `max_steps` nor `steps_per_epoch` was given.
-    """
+    """Let a trainer be made for epochs of a dataset without a length, given `steps_per_epoch`."""
     args = next((one for one in given if isinstance(one, TrainingArguments)), None)
     has_steps = args is not None and args.max_steps > 0
     if dataset is None or has_steps or compat.has_length(dataset):

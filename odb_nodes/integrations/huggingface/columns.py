@@ -35,9 +35,6 @@ def training_collate(trainer: Any) -> Any:
 
     The trainer's own gets the columns that the stock `Trainer` gives it; one of the `ODBConfig`
     gets all of a sample. What either makes of them stays in the batch.
-
-    Raises:
-        ValueError: that of the `ODBConfig` is for another budget.
     """
     config, columns = trainer.odb, compat.sample_columns(trainer)
     given = given_collate(trainer)
@@ -68,11 +65,7 @@ class Stacking:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of `samples`.
-
-        Raises:
-            ValueError: they cannot be stacked.
-        """
+        """Return the batch of `samples`."""
         try:
             return self._collate(samples)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -83,12 +76,7 @@ class Stacking:
 
 
 class _KeepColumns:
-    """A collate function that is somebody else's, which may draw random numbers.
-
-    Args:
-        collate: the collate function.
-        columns: keys of samples.
-    """
+    """A collate function that is somebody else's, which may draw random numbers."""
 
     def __init__(self, collate: Any, columns: set[str]) -> None:
         self._collate, self._columns = collate, columns
@@ -140,11 +128,7 @@ def _without(batch: MutableMapping[str, Any], keys: set[str]) -> MutableMapping[
 
 
 class ModelKeys:
-    """What a model gets of a batch of our own collate functions, which pass on all columns.
-
-    Args:
-        trainer: the trainer of one run, whose model may come before its first batch.
-    """
+    """What a model gets of a batch of our own collate functions, which pass on all columns."""
 
     def __init__(self, trainer: Any) -> None:
         given = given_collate(trainer)

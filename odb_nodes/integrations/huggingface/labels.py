@@ -10,15 +10,7 @@ from odb_nodes.collate import PaddingCollate
 
 
 def rename_labels(batch: dict[str, Any], taken: set[str]) -> dict[str, Any]:
-    """Return a batch whose `label` or `label_ids` is `labels`, as the default collator has it.
-
-    Args:
-        batch: the batch.
-        taken: names of the arguments of the model; what it takes by its old name keeps it.
-
-    Raises:
-        ValueError: the samples have lists of different lengths there.
-    """
+    """Return a batch whose `label` or `label_ids` is `labels`, as the default collator has it."""
     for key in ("label", "label_ids"):
         if key not in batch or key in taken or "labels" in batch:
             continue
@@ -38,20 +30,11 @@ def rename_labels(batch: dict[str, Any], taken: set[str]) -> dict[str, Any]:
 
 
 class RenamingCollate:
-    """Pads as training does, with the labels by the name that models take; for evaluation.
-
-    Args:
-        collate: a collate function of ours.
-        taken: names of the arguments of the model.
-    """
+    """Pads as training does, with the labels by the name that models take; for evaluation."""
 
     def __init__(self, collate: PaddingCollate, taken: set[str]) -> None:
         self._collate, self._taken = collate, taken
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Return the batch of `samples`.
-
-        Raises:
-            TypeError, ValueError, SampleError: see `PaddingCollate` and `rename_labels`.
-        """
+        """Return the batch of `samples`."""
         return rename_labels(self._collate(samples), self._taken)

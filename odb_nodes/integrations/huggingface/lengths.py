@@ -36,21 +36,13 @@ def observe_of(trainer: Any) -> Any:
 
 
 class ObserveTokens:
-    """Counts `input_ids`, and says what to do in a trainer whose samples have none.
-
-    Args:
-        trainer: the name of the trainer's class.
-    """
+    """Counts `input_ids`, and says what to do in a trainer whose samples have none."""
 
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
 
     def __call__(self, sample: Any) -> Observation:
-        """Return the tokens of a sample.
-
-        Raises:
-            SampleError: it has no `input_ids`.
-        """
+        """Return the tokens of a sample."""
         if isinstance(sample, Mapping) and "input_ids" in sample:
             return Observation(len(flatten_row("input_ids", sample["input_ids"])))
         keys = sorted(map(str, sample)) if isinstance(sample, Mapping) else []

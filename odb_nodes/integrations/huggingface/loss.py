@@ -34,13 +34,7 @@ def labels_of(batch: Mapping[str, Any], names: Sequence[str] = ()) -> torch.Tens
 def count_targets(
     batch: Mapping[str, Any], *, shift: bool, names: Sequence[str] = ()
 ) -> int | None:
-    """Return over how many targets a mean loss of the batch is, or None where it has no labels.
-
-    Args:
-        batch: a batch with labels, (B, T) or (B,) integers, or floating of any shape.
-        shift: whether the first label of a row of labels per token is no target.
-        names: further keys that may hold labels, such as the `label_names` of a `Trainer`.
-    """
+    """Return over how many targets a mean loss of the batch is, or None where it has no labels."""
     labels = labels_of(batch, names)
     if labels is None:
         return None
@@ -61,12 +55,7 @@ def give_targets(batch: MutableMapping[str, Any]) -> None:
 
 
 def sample_with_targets(batch: Mapping[str, Any], *, shift: bool) -> dict[str, Any] | None:
-    """Return a batch of one sample that has targets.
-
-    Returns:
-        None where the samples of the batch cannot be told apart, since not every value is a tensor
-        with one row per sample, or where no sample has targets.
-    """
+    """Return a batch of one sample that has targets."""
     rows = {len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim}
     if len(rows) != 1 or not all(isinstance(v, torch.Tensor) and v.ndim for v in batch.values()):
         return None
@@ -84,14 +73,7 @@ def find_normalizer(
     targets: int,
     shift: bool,
 ) -> Normalizer:
-    """Find out whether a loss is divided by the number of targets that it is told.
-
-    Args:
-        loss_of: a deterministic function (batch, number of targets to tell) -> loss.
-        batch: a batch with targets.
-        targets: the number of targets to tell first; then twice and four times as many.
-        shift: whether the first label of a row is no target.
-    """
+    """Find out whether a loss is divided by the number of targets that it is told."""
     sample = sample_with_targets(batch, shift=shift)
     one, two, four = (loss_of(sample or batch, targets * times) for times in (1, 2, 4))
     # Always computed, so that all ranks make the same number of collective calls.

@@ -17,13 +17,7 @@ from odb_nodes.step_info import StepInfo
 
 
 class RunMonitor:
-    """Tells a monitor of each optimizer step of a run.
-
-    Args:
-        monitor: the monitor, or the folder of one.
-        trainer: the trainer that runs.
-        loader: the loader of the run.
-    """
+    """Tells a monitor of each optimizer step of a run."""
 
     def __init__(
         self, monitor: Monitor | str | os.PathLike[str], trainer: Any, loader: ODBDataLoader
@@ -36,12 +30,7 @@ class RunMonitor:
         self._ooms = 0
 
     def begin(self, saved: dict[str, Any] | None, step: int) -> None:
-        """Go to where the run stands.
-
-        Args:
-            saved: the state of the monitor; None where there is none.
-            step: optimizer steps of the run so far.
-        """
+        """Go to where the run stands."""
         if saved is None:
             self._monitor.reset(step)
         else:
@@ -73,14 +62,7 @@ class RunMonitor:
     def record(
         self, step: TakenStep, batches: Sequence[Any], infos: Sequence[StepInfo], ooms: int
     ) -> None:
-        """Record the optimizer step that is done.
-
-        Args:
-            step: what the `Trainer` was given.
-            batches: its batches as they were computed.
-            infos: the `StepInfo` of each.
-            ooms: how often memory ran out on this rank, in the whole run.
-        """
+        """Record the optimizer step that is done."""
         # The last one of its own ends the step: those that repeat it come before.
         numbers = [*range(step.own - 1), *range(step.own, len(infos)), step.own - 1]
         for number in numbers[:-1]:

@@ -14,13 +14,7 @@ DATASETS = ("train_dataset", "eval_dataset")  # They may be long lists, and no l
 
 
 def loss_of(twin: Any, batch: Mapping[str, Any], items: int) -> float:
-    """Return the loss of a batch without gradients, and leave the generators as they were.
-
-    Args:
-        twin: a `twin_of` the trainer, whose model is on its device.
-        batch: the batch.
-        items: the `num_items_in_batch` to tell.
-    """
+    """Return the loss of a batch without gradients, and leave the generators as they were."""
     model, device = twin.model_wrapped, twin.args.device
     model.eval()  # The `Trainer` sets it to training at each step.
     inputs, told = send_to_device(dict(batch), device), torch.tensor(items, device=device)

@@ -53,9 +53,6 @@ class TrainBatches:
 
     It has neither `len()` nor `state_dict`: Lightning would take the length for exact, and save the
     state after a batch that it has not trained on.
-
-    Args:
-        loader: this rank's loader.
     """
 
     def __init__(self, loader: ODBDataLoader) -> None:
@@ -92,11 +89,7 @@ class TrainBatches:
         self.end = End(last, self.loader.state_dict())
 
     def take(self) -> Fetched:
-        """Return the oldest batch that was not taken yet.
-
-        Raises:
-            RuntimeError: there is none, since Lightning trains on batches of another loader.
-        """
+        """Return the oldest batch that was not taken yet."""
         if not self._waiting:
             raise RuntimeError(
                 "Lightning trains on a batch that was not read from `ODBCallback.batches`. Return "

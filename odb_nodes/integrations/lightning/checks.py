@@ -11,11 +11,7 @@ from odb_nodes.integrations.lightning.run import Run
 
 
 def check_trainer(trainer: Any) -> None:
-    """Reject arguments of a trainer that would silently change the steps or the data.
-
-    Raises:
-        ValueError: names the argument and what to do.
-    """
+    """Reject arguments of a trainer that would silently change the steps or the data."""
     if trainer.overfit_batches:
         raise ValueError(
             f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "
@@ -41,14 +37,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_one_loader(loaders: Any) -> None:
-    """Reject several loaders, each of which would give a part of every batch.
-
-    Args:
-        loaders: what `train_dataloader` has returned.
-
-    Raises:
-        ValueError: `loaders` is a list, a tuple or a dict.
-    """
+    """Reject several loaders, each of which would give a part of every batch."""
     if isinstance(loaders, (list, tuple, Mapping)):
         raise ValueError(
             f"`train_dataloader` must return one `callback.batches(loader)`, but returned a "
@@ -58,15 +47,7 @@ def check_one_loader(loaders: Any) -> None:
 
 
 def check_optimizer_step(trainer: Any, run: Run) -> None:
-    """Check that the optimizer has stepped exactly where the loader ends an optimizer step.
-
-    Args:
-        trainer: the trainer.
-        run: its run, whose current batch was trained on.
-
-    Raises:
-        RuntimeError: the optimizer stepped elsewhere, or on losses that were not weighed.
-    """
+    """Check that the optimizer has stepped exactly where the loader ends an optimizer step."""
     if run.current is None or trainer.fast_dev_run:
         return
     info, has_stepped = run.current.info, run.has_stepped
@@ -91,11 +72,7 @@ def check_optimizer_step(trainer: Any, run: Run) -> None:
 
 
 def check_epoch_end(trainer: Any) -> None:
-    """Check that the run ends, where an epoch was left before its end.
-
-    Raises:
-        RuntimeError: the run goes on.
-    """
+    """Check that the run ends, where an epoch was left before its end."""
     is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
     if not (is_over or trainer.fast_dev_run):
         raise RuntimeError(
@@ -106,14 +83,7 @@ def check_epoch_end(trainer: Any) -> None:
 
 
 def check_states(states: Any) -> list[Any]:
-    """Return the states of all ranks in a checkpoint.
-
-    Args:
-        states: what the checkpoint has under the key of `ODBCallback`; None where it has nothing.
-
-    Raises:
-        StateError: there are none. What each one holds is not checked here.
-    """
+    """Return the states of all ranks in a checkpoint."""
     if states is None:
         raise StateError(
             "the checkpoint has no state of a loader: it was saved without `ODBCallback`. To begin "

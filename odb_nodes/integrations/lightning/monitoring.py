@@ -16,9 +16,6 @@ class RunMonitor:
 
     Lightning saves checkpoints within an optimizer step, too, which resume before it. So nothing of
     a step is told before its end: the state of the monitor is that of the checkpoint.
-
-    Args:
-        monitor: the monitor.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -32,13 +29,7 @@ class RunMonitor:
         self._lr: float | None = None
 
     def begin(self, saved: dict[str, Any] | None, step: int, loader: ODBDataLoader) -> None:
-        """Go to where the run stands.
-
-        Args:
-            saved: the state of the monitor; None where there is none.
-            step: optimizer steps of the run so far.
-            loader: the loader of the run.
-        """
+        """Go to where the run stands."""
         self._clear()
         if saved is None:
             self._monitor.reset(step)

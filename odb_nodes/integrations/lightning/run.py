@@ -42,22 +42,14 @@ class RunState(NodeState):
     monitor: dict[str, Any] | None = None
 
     def put_into(self, progress: MutableMapping[str, Any]) -> None:
-        """Make the progress of Lightning's loops in a checkpoint agree with this position.
-
-        Raises:
-            StateError: this version of Lightning has it under other names.
-        """
+        """Make the progress of Lightning's loops in a checkpoint agree with this position."""
         compat.set_progress(
             progress, epoch=self.epoch, steps=self.steps, total_steps=self.total_steps
         )
 
 
 def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
-    """Return the position of a rank, out of those of all ranks, however many have saved them.
-
-    Raises:
-        StateError: they cannot be resharded.
-    """
+    """Return the position of a rank, out of those of all ranks, however many have saved them."""
     if len(runs) == world_size:
         return runs[rank]
     before = runs[rank % len(runs)]
@@ -73,12 +65,7 @@ def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> Ru
 
 
 class Run:
-    """Follows a run from its start, or from the position of a checkpoint.
-
-    Args:
-        trainer: the Lightning `Trainer` that runs.
-        start: the position that the run begins at.
-    """
+    """Follows a run from its start, or from the position of a checkpoint."""
 
     def __init__(self, trainer: Any, start: RunState) -> None:
         self._trainer = trainer
@@ -95,15 +82,7 @@ class Run:
         self._optimizer_steps = 0  # before the current batch
 
     def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
-        """Make the next batch the current one, and return it.
-
-        Args:
-            batches: the batches that the trainer iterates.
-            batch_idx: number of the batch in the epoch, by the trainer's count.
-
-        Raises:
-            StateError: the loader's count differs.
-        """
+        """Make the next batch the current one, and return it."""
         if self.current is None:
             self._set_rngs()
         self._settled = self.settle()

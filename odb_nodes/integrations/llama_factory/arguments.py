@@ -118,11 +118,7 @@ class DynamicBatches:
 
 
 class _PackedText:
-    """Packs text, in rows that have empty columns for media.
-
-    Args:
-        collate: the collate function for rows without these columns.
-    """
+    """Packs text, in rows that have empty columns for media."""
 
     draws_random_numbers = False
 
@@ -130,11 +126,7 @@ class _PackedText:
         self._collate = collate
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`.
-
-        Raises:
-            ValueError: a sample has media.
-        """
+        """Return the batch of `samples`."""
         for name in _MEDIA:
             if any(sample.get(name) for sample in samples):
                 raise ValueError(
@@ -146,11 +138,7 @@ class _PackedText:
 
 
 class _Arguments:
-    """Several objects or mappings, read as one.
-
-    Args:
-        holders: the objects or mappings.
-    """
+    """Several objects or mappings, read as one."""
 
     def __init__(self, holders: tuple[Any, ...]) -> None:
         self._holders = holders

@@ -48,14 +48,7 @@ def main(args: Mapping[str, Any] | None = None) -> None:
 
 
 class _DynamicRun:
-    """What is changed of a run of LLaMA-Factory.
-
-    Args:
-        odb: fields of `ODBConfig`, as a YAML file has them; None for none.
-
-    Raises:
-        TypeError, ValueError: it is no mapping, or has a name that `ODBConfig` does not have.
-    """
+    """What is changed of a run of LLaMA-Factory."""
 
     def __init__(self, odb: Any) -> None:
         check_type(ODB_KEY, odb, Mapping | None, "Give it fields of `ODBConfig`: `window: 1024`.")

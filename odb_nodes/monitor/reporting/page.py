@@ -62,11 +62,7 @@ _OF_RANKS = ("rank_wait_share", "rank_balance")  # of several
 
 
 def make_page(runs: Sequence[RunSummary]) -> str:
-    """Return the HTML of a report.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Return the HTML of a report."""
     jinja2 = import_extra("jinja2", "tools")
     names = [run.name for run in runs]
     found: str = (

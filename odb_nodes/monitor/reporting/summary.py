@@ -170,12 +170,7 @@ class RunSummary:
 
 
 def thinned(points: Sequence[tuple[float, float]], bins: int) -> list[tuple[float, float]]:
-    """Return the lowest and the highest point of each part of a curve, so that no peak is lost.
-
-    Args:
-        points: (x, y), in order of x.
-        bins: number of parts.
-    """
+    """Return the lowest and the highest point of each part of a curve, so that no peak is lost."""
     if len(points) <= 2 * bins:
         return [*points]
     kept = []

@@ -78,14 +78,7 @@ class Axis:
 
 
 def line_chart(title: str, text: str, x_label: str, curves: Sequence[Curve]) -> str:
-    """Return a picture of curves over one another.
-
-    Args:
-        title: what it is.
-        text: what is to be seen in it, in words.
-        x_label: what x is.
-        curves: the curves.
-    """
+    """Return a picture of curves over one another."""
     x_axis = Axis.linear(x for curve in curves for x, _ in curve.points)
     y_axis = Axis.linear(y for curve in curves for _, y in curve.points)
     marks = []
@@ -111,14 +104,7 @@ def line_chart(title: str, text: str, x_label: str, curves: Sequence[Curve]) -> 
 def scatter(
     title: str, text: str, labels: tuple[str, str], dots: Sequence[tuple[Curve, float]]
 ) -> str:
-    """Return a picture of dots over two logarithmic axes.
-
-    Args:
-        title: what it is.
-        text: what is to be seen in it, in words.
-        labels: what x and y are.
-        dots: a curve of one point each, and its radius in pixels.
-    """
+    """Return a picture of dots over two logarithmic axes."""
     x_axis = Axis.log(curve.points[0][0] for curve, _ in dots)
     y_axis = Axis.log(curve.points[0][1] for curve, _ in dots)
     marks = [
@@ -131,15 +117,7 @@ def scatter(
 
 
 def svg(content: str, size: tuple[int, int], *, title: str, text: str, attributes: str = "") -> str:
-    """Return a picture with its title, and with words for readers that cannot see it.
-
-    Args:
-        content: its elements.
-        size: width and height, in pixels.
-        title: what it is.
-        text: what is to be seen in it, in words.
-        attributes: further attributes of its element.
-    """
+    """Return a picture with its title, and with words for readers that cannot see it."""
     width, height = size
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}. '

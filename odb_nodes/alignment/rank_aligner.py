@@ -30,7 +30,7 @@ from odb_nodes.contract.node import call_member, check_node, recalls, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
-from odb_nodes.planning.alignment import CostReport, Uneven, plan_round
+from odb_nodes.planning.alignment import CostReport, RoundPlan, Uneven, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import (
     BudgetCost,
@@ -417,28 +417,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
-        at = self._at
+        at, epoch = self._at, self._epochs.epoch
         settings = RoundSettings(*at.settings)
-        most = self._round_steps(at.round)
-        where = f"round {at.round} of epoch {self._epochs.epoch} (from step {at.step})"
-        self._where = where
+        self._where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
         if self._pool is not None:
             filler = [] if self._filler is None else [self._filler]
             self._pool.release([*(self._planner.ahead or []), *filler])
-        if settings.is_last and self._balancer is not None:
-            yield from self._agree()
-            rest = self._planner.read_rest(settings)
-            left_out = [*self._left_out_ahead, *self._groups.take_left_out()]
-            ahead: list[LeftOut] = []
-            groups, most = yield from self._balancer.groups(rest, where)
-            left_out += self._balancer.left_out
-        else:
-            groups = self._planner.read(most, settings)
-            left_out = [*self._left_out_ahead, *self._groups.take_left_out()]
-            self._planner.read_ahead(groups, most)
-            ahead = self._groups.take_left_out()
-            if self._planner.ahead is None:  # The source has ended.
-                left_out, ahead = [*left_out, *ahead], []
+        groups, most, left_out, ahead = yield from self._read_groups(settings, where)
         report = self._planner.report(
             groups, most, self._offered, has_filler=self._filler is not None
         )
@@ -446,28 +431,55 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         yield from self._agree()
         reports: Sequence[CostReport] = yield Ask(report, where, steps=most)
         if not at.step and not any(one.groups for one in reports):
-            epoch = self._epochs.epoch
             raise SampleError(
                 f"no rank has a sample in epoch {epoch}. {blame_sources(self.source)}"
             )
-        key = hash_ints(self._seed, self._epochs.epoch, at.round)
-        plan = plan_round(reports, uneven=self.uneven, key=key)
         if groups:
             self._filler, at.filler = best_filler(groups), None
         if self.uneven == "fill":
             yield from self._share_filler(reports, where)
-        self._steps = AlignedRound.of(plan, self.rank)
-        splits = plan.splits[self.rank]
-        self._steps.fill(self._planner.groups(splits), self._filler)
-        at.last, at.emitted, at.plan = plan.last, 0, self._steps.to_bytes()
-        at.drained = self._planner.ahead is None
-        next_steps = self._round_steps(at.round + 1)
-        at.settings = next_settings(reports, settings, next_steps).to_state()
+        key = hash_ints(self._seed, epoch, at.round)
+        self._stand_at(plan_round(reports, uneven=self.uneven, key=key))
+        at.settings = next_settings(reports, settings, self._round_steps(at.round + 1)).to_state()
         at.left_out = [*at.left_out, *left_out]
         self._left_out_ahead = ahead
-        if self.uneven == "stop" and plan.last:
+        if self.uneven == "stop" and at.last:
             self._drop(groups[len(self._steps) :])
-        self._stand()
+        at.source = snapshot(self.source)
+        self._hold()
+        if not len(self._steps):
+            self._end_round()
+
+    def _read_groups(
+        self, settings: RoundSettings, where: str
+    ) -> Exchanges[tuple[list[list[Sample]], int, list[LeftOut], list[LeftOut]]]:
+        """Return the groups of the next round, its steps, and what it and the one after leave out.
+
+        The state stays that of before, should the exchange fail.
+        """
+        if settings.is_last and self._balancer is not None:
+            yield from self._agree()
+            rest = self._planner.read_rest(settings)
+            left_out, ahead = self._groups.take_left_out(), list[LeftOut]()
+            groups, most = yield from self._balancer.groups(rest, where)
+            left_out += self._balancer.left_out
+        else:
+            most = self._round_steps(self._at.round)
+            groups = self._planner.read(most, settings)
+            left_out = self._groups.take_left_out()
+            self._planner.read_ahead(groups, most)
+            ahead = self._groups.take_left_out()
+            if self._planner.ahead is None:  # The source has ended.
+                left_out, ahead = [*left_out, *ahead], []
+        return groups, most, [*self._left_out_ahead, *left_out], ahead
+
+    def _stand_at(self, plan: RoundPlan) -> None:
+        """Stand before the first step of a plan."""
+        at = self._at
+        self._steps = AlignedRound.of(plan, self.rank)
+        self._steps.fill(self._planner.groups(plan.splits[self.rank]), self._filler)
+        at.last, at.emitted, at.plan = plan.last, 0, self._steps.to_bytes()
+        at.drained = self._planner.ahead is None
 
     def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
         """Give ranks that never had a sample one of another rank's to fill with."""
@@ -497,13 +509,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
                 f"are not emitted in epoch {self._epochs.epoch}."
             )
-
-    def _stand(self) -> None:
-        """Keep what a state has of the samples that are held, or end a round without a step."""
-        self._at.source = snapshot(self.source)
-        self._hold()
-        if self._at.emitted == len(self._steps):
-            self._end_round()
 
     def _hold(self) -> None:
         at = self._at

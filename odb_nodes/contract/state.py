@@ -32,6 +32,7 @@ _ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _EARLIER = "Use an earlier checkpoint."
 _PLAIN = frozenset({int, str, bytes, float, bool, NoneType})
+_WRITTEN = _PLAIN - {bytes}  # by JSON
 
 SourceState = Annotated[dict[str, Any], "of a source"]
 """What `snapshot` or `state_dict()` of another node returned."""
@@ -296,31 +297,32 @@ def _check_digest(state: Mapping[str, Any], node: str) -> None:
 
 
 def _digest(state: Any) -> int:
-    """Return a CRC-32 of a state, which depends on its values alone, not on the order of keys."""
-    try:
-        text = _CANONICAL.encode(state)
-    except TypeError:  # keys that JSON does not have, or that cannot be sorted
-        text = _CANONICAL.encode(_with_text_keys(state))
-    return zlib.crc32(text.encode())
+    """Return a CRC-32 of the values of a state and their types, whatever the order of keys."""
+    return zlib.crc32(_encode(_canonical(state)).encode())
 
 
-def _describe(value: Any) -> Any:
-    """Return what tells a value that JSON does not have from any other of its type."""
-    if isinstance(value, bytes):
+_encode = json.JSONEncoder(sort_keys=True).encode
+
+
+def _canonical(value: Any) -> Any:
+    """Return what JSON writes differently for each value: it has no tuples, and no other keys."""
+    kind = type(value)
+    if kind is bytes:
         return ["bytes", len(value), zlib.crc32(value)]
+    if kind in _PLAIN:
+        return value
+    if kind is dict or isinstance(value, Mapping):
+        return {
+            key if type(key) is str else f"not text: {key!r}": (
+                one if type(one) in _WRITTEN else _canonical(one)
+            )
+            for key, one in value.items()
+        }
+    if kind in (list, tuple):
+        return [
+            kind.__name__,
+            *(one if type(one) in _WRITTEN else _canonical(one) for one in value),
+        ]
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(value).data)]
-    if isinstance(value, Mapping):
-        return dict(value)
-    return type(value).__qualname__  # no plain data, which no file would hold
-
-
-_CANONICAL = json.JSONEncoder(sort_keys=True, default=_describe)
-
-
-def _with_text_keys(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {repr(key): _with_text_keys(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_text_keys(item) for item in value]
-    return value
+    return kind.__qualname__  # no plain data, which no file would hold

@@ -88,3 +88,12 @@ def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
     sparse, dense = torch.ones(3)[::2][:1], torch.ones(1)
     assert sparse.stride() != dense.stride()
     assert add_digest({"row": sparse})["digest"] == add_digest({"row": dense})["digest"]
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [((1, 2), [1, 2]), ({1: 2}, {"1": 2}), (1, True), (1, 1.0), (b"1", "1"), ([b"1"], [b"2"])],
+)
+def test_a_digest_tells_values_of_other_types_apart(value, other):
+    digests = [add_digest({"x": [one]})["digest"] for one in (value, other)]
+    assert digests[0] != digests[1]

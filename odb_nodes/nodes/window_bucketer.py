@@ -433,7 +433,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self.replayed_samples += processed
         if records is not None and wanted:
             samples = [
-                records.checked(index, again[number], name, f"sample {number} of the epoch")
+                records.checked(index, again[number], name)
                 for index, number in enumerate(records.keys.tolist())
             ]
             samples = [

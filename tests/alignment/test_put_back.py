@@ -1,4 +1,4 @@
-"""Planned samples that go back into the pool, of a source without keys: what states hold of them."""
+"""Planned samples that go back into the pool, of a source without keys: what states hold then."""
 
 import pytest
 from aligned_ranks import epoch_of, ids_of, shard

@@ -52,18 +52,13 @@ class ChunkActor:
             return f"{doing}:\n{traceback.format_exc()}"
         return ""
 
-    def run(self, task: bytes) -> tuple[ChunkResult, Parts] | str:
+    def run(self, task: bytes) -> tuple[ChunkResult, Parts]:
         """Process a pickled chunk.
 
         Returns:
-            What became of it, without its results, and these, packed, as arrays of bytes. Or why it
-            could not be unpickled.
+            What became of it, without its results, and these, packed, as arrays of bytes.
         """
-        try:
-            content = pickle.loads(task)
-        except Exception as error:
-            return f"it cannot be unpickled by a worker: {type(error).__name__}: {error}"
-        result = self._processor.run_packed(content)
+        result = self._processor.run_pickled(task)
         if os.getpid() != self._pid:  # `process_fn` has forked, and this is the child
             os._exit(0)
         failure = result.failure

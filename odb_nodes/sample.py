@@ -149,7 +149,7 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-def name_of(sample: Sample | Skipped) -> str:
+def name_of(sample: Sample | Skipped | ItemKey) -> str:
     """Return source and key of a sample in brackets, after a space; "" where none is known."""
     known = [f"source {sample.source!r}"] if sample.source else []
     if sample.key is not None:

@@ -190,10 +190,9 @@ class SampleRecords:
         again = with_progress(recall(source, self.items()), len(self))
         return [self.checked(index, sample, node) for index, sample in enumerate(again)]
 
-    def checked(
-        self, index: int, sample: Sample | Skipped, node: str, name: str = "a sample"
-    ) -> Sample:
+    def checked(self, index: int, sample: Sample | Skipped, node: str) -> Sample:
         """Return a sample, once it is known to be what it was."""
+        name = f"sample {self.keys[index]} of the epoch" if self.are_numbered else "a sample"
         if isinstance(sample, Skipped):
             raise StateError(
                 f"{node} cannot be restored: {name}{name_of(sample)} was good when saved, but is "

@@ -422,8 +422,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self.replayed_samples += processed
         if numbers:
             samples = [
-                records.checked(index, again[number], name, f"sample {number} of the epoch")
-                for index, number in enumerate(numbers)
+                records.checked(index, again[number], name) for index, number in enumerate(numbers)
             ]
             self._floor, self._floor_until = min(numbers), state.pulled
         # One that is `Skipped` now is named where the groups are made.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.recipe import BatchMaker
 from odb_nodes.processing.shared_pages import size_of
 from odb_nodes.processing.transport import pack, pack_facts
-from odb_nodes.sample import ItemKey, Sample, Skipped, key_columns, keys_of
+from odb_nodes.sample import ItemKey, Sample, Skipped, key_columns, keys_of, name_of
 
 _KNOWN = (Sample, Skipped)
 
@@ -88,12 +89,14 @@ class ChunkResult:
         seconds: that it has taken.
         content: the data of its samples, packed, where workers are to collate them; `results` are
             without it then.
+        unread: why the worker could not unpickle it.
     """
 
     results: Any
     failure: Failure | None
     seconds: float = 0.0
     content: Any = None
+    unread: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,14 @@ class ChunkProcessor:
             with own_rngs(self.limit_s):
                 results, failure = self._apply(task, caught)
         return ChunkResult(results, failure, time.perf_counter() - start)
+
+    def run_pickled(self, task: Any) -> ChunkResult:
+        """Process a chunk that was pickled, and pack the results for transport."""
+        try:
+            chunk: ChunkTask = pickle.loads(task)
+        except Exception as error:
+            return ChunkResult([], None, unread=f"{type(error).__name__}: {error}")
+        return self.run_packed(chunk)
 
     def run_packed(self, task: ChunkTask) -> ChunkResult:
         """Process a chunk in a worker process, and pack the results for transport."""
@@ -194,6 +205,16 @@ class ChunkProcessor:
         assert self.seed is not None
         owner = 0 if world_size == self.world_size else 1 + self.rank
         return hash_ints(self.seed, epoch, owner, zlib.crc32(source.encode()))
+
+
+def describe_unread(task: ChunkTask, dumps: Callable[[Any], bytes]) -> str:
+    """Name the item of a chunk that cannot be unpickled from what `dumps` makes of it."""
+    for item, key in zip(task.items, task.keys, strict=True):
+        try:
+            pickle.loads(dumps(item))
+        except Exception:
+            return f"item {_show(item)}{'' if key is None else name_of(key)}"
+    return "it"
 
 
 def _describe(item: Any, error: BaseException) -> Failure:

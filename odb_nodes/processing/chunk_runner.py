@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 from odb_nodes._core.processes import deferred_interrupt
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Failure
+from odb_nodes.processing.chunk import (
+    ChunkProcessor,
+    ChunkResult,
+    ChunkTask,
+    Failure,
+    describe_unread,
+)
 from odb_nodes.processing.chunk_fit import ChunkFit
 from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
+from odb_nodes.processing.ray_pool import RayPool
 from odb_nodes.processing.recipe import BatchMaker, BatchResult
 from odb_nodes.processing.shared_pages import CAN_SHARE
 from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
@@ -147,6 +154,11 @@ class ChunkRunner:
             if isinstance(pool, ThreadPool):
                 self._fit.note(len(task.items), result.seconds, 0)
                 return result.results, result.failure
+            if result.unread and isinstance(pool, (ProcessPool, RayPool)):
+                raise WorkerError(
+                    f"{describe_unread(task, pool.dumps)} cannot be unpickled by a worker: "
+                    f'{result.unread}. Let the source yield plain data, or use `method="thread"`.'
+                )
             stored = result.content
             parts = result.results if stored is None else [*result.results, stored]
             self._fit.note(len(task.items), result.seconds, sum(map(len, parts)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from odb_nodes.processing.chunk import ChunkResult, ChunkTask
+from odb_nodes.processing.chunk import ChunkResult
 from odb_nodes.processing.recipe import BatchResult, Recipe
 
 __all__ = ["Message", "Reply"]
@@ -13,17 +13,19 @@ __all__ = ["Message", "Reply"]
 
 @dataclass(frozen=True)
 class Message:
-    """What the trainer tells a worker; the parts that belong to its order come with it.
+    """What the trainer tells a worker; the parts that belong to it follow.
 
     Attributes:
         generation: chunks of an older one are to be skipped.
-        order: what is to be done, if anything.
+        recipe: of a batch to make, if any.
+        has_task: whether a chunk comes with it, as a part: its items may not be readable.
         forgotten: chunks that no further batch is made of.
         free: files of the worker that nobody reads any more.
     """
 
     generation: int
-    order: ChunkTask | Recipe | None
+    recipe: Recipe | None
+    has_task: bool
     forgotten: Sequence[int] = ()
     free: Sequence[int] = ()
 

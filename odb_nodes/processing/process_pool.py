@@ -29,7 +29,7 @@ from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.recipe import INLINE, BatchResult, Recipe
 from odb_nodes.processing.shared_pages import join_parts
 from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
-from odb_nodes.processing.transport import mapped, pack, receive
+from odb_nodes.processing.transport import dumps, mapped, pack, receive
 from odb_nodes.processing.worker_process import Answer, WorkerProcess, kill
 from odb_nodes.step_info import StepInfo
 
@@ -87,6 +87,8 @@ class ProcessPool:
         # At exit, multiprocessing sends SIGTERM, which workers ignore, and waits for ever.
         self._at_exit = Finalize(None, kill, args=(self._workers,), exitpriority=10)
 
+    dumps = staticmethod(dumps)
+
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
@@ -100,10 +102,11 @@ class ProcessPool:
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk with the next worker in turn."""
         worker = self._workers[next(self._sequence) % len(self._workers)]
-        head = worker.message(self._generation, task)
+        head = worker.message(self._generation, has_task=True)
+        packed = dumps(task)
         answer = worker.expect()
         # A thread sends it: the full socket of a worker that hangs must not block the trainer.
-        self._outbox.put(partial(worker.send, [head]))
+        self._outbox.put(partial(worker.send, [head, packed]))
         return answer
 
     def make_batch(
@@ -147,7 +150,7 @@ class ProcessPool:
         """Skip queued chunks that no worker has begun."""
         self._generation += 1
         for worker in self._workers:
-            self._outbox.put(partial(worker.send, [worker.message(self._generation, None)]))
+            self._outbox.put(partial(worker.send, [worker.message(self._generation)]))
 
     def close(self) -> None:
         """Kill the workers and wait until they and the threads are gone."""

@@ -44,13 +44,9 @@ class ChunkActor:
             return f"{doing}:\n{traceback.format_exc()}"
         return ""
 
-    def run(self, task: bytes) -> tuple[ChunkResult, Parts] | str:
-        """Process a pickled chunk."""
-        try:
-            content = pickle.loads(task)
-        except Exception as error:
-            return f"it cannot be unpickled by a worker: {type(error).__name__}: {error}"
-        result = self._processor.run_packed(content)
+    def run(self, task: bytes) -> tuple[ChunkResult, Parts]:
+        """Process a pickled chunk; return what became of it, and its results as arrays."""
+        result = self._processor.run_pickled(task)
         if os.getpid() != self._pid:  # `process_fn` has forked, and this is the child
             os._exit(0)
         failure = result.failure

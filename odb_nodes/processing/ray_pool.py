@@ -100,9 +100,14 @@ class RayPool:
         """Handles of the actors that live."""
         return [worker.handle for worker in self._workers]
 
+    def dumps(self, value: Any) -> bytes:
+        """Pickle a value for an actor."""
+        pickled: bytes = self._ray.cloudpickle.dumps(value)
+        return pickled
+
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
-        job = _Job(self._ray.cloudpickle.dumps(task), Future())
+        job = _Job(self.dumps(task), Future())
         self._inbox.put(partial(self._queue, job))
         if self._closed:  # perhaps no thread is left to take it
             job.fail(_ENDED)
@@ -209,11 +214,10 @@ class RayPool:
             return
         worker.jobs.remove(job)
         error = answer.exception()
-        found = f"{type(error).__name__}: {error}" if error else answer.result()
-        if isinstance(found, str):
-            job.fail(found)
+        if error:
+            job.fail(f"{type(error).__name__}: {error}")
         elif not job.future.done():
-            result, parts = found
+            result, parts = answer.result()
             # A copy: what Ray holds cannot be written to, and its store is small.
             results = [np.array(part).data for part in parts]
             job.future.set_result(replace(result, results=results))

@@ -35,7 +35,7 @@ from odb_nodes._core.codec import from_bytes, tensor_bytes, to_bytes
 from odb_nodes.processing.shared_pages import MOST_VECTORS, SHARED_BYTES, PageFile, Pages, advance
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem, key_columns, keys_of
 
-__all__ = ["mapped", "pack", "pack_facts", "receive", "send", "unpack", "unpack_facts"]
+__all__ = ["dumps", "mapped", "pack", "pack_facts", "receive", "send", "unpack", "unpack_facts"]
 
 _NUMPY_DTYPES = frozenset(
     torch.from_numpy(np.empty(0, code)).dtype
@@ -96,6 +96,17 @@ Keys = Sequence[ItemKey | None]
 def pack(items: Sequence[Any], keys: Keys = ()) -> list[memoryview]:
     """Return `items` as the parts of a message, for `unpack`."""
     return _pickled(_to_columns(items, keys))
+
+
+def dumps(value: Any) -> bytes:
+    """Return a copy of a value for `pickle.loads`, which torch's own pickles of some dtypes fail.
+
+    Raises:
+        Exception: whatever pickling it raised.
+    """
+    body = io.BytesIO()
+    _Pickler(body, protocol=5).dump(value)
+    return body.getvalue()
 
 
 def unpack(parts: Sequence[Pages], keys: Keys = ()) -> list[Any]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
 from odb_nodes.processing.messages import Message, Reply
 from odb_nodes.processing.recipe import INLINE, BatchResult, Recipe
 from odb_nodes.processing.shared_pages import (
@@ -38,7 +38,7 @@ class WorkerLoop:
 
     def __init__(self, connection: socket.socket, processor: ChunkProcessor) -> None:
         self._connection = connection
-        self._waiting: deque[tuple[int, ChunkTask]] = deque()
+        self._waiting: deque[tuple[int, Pages]] = deque()  # chunks, pickled
         self._newest = 0  # generation: chunks of an older one are skipped
         self._chunks: dict[int, _Chunk] = {}  # that batches are made of
         self._dropped: deque[int] = deque()  # of them, those forgotten, and read no more
@@ -63,7 +63,7 @@ class WorkerLoop:
             generation, task = self._waiting.popleft()
             self._batches_s = 0.0
             stale = generation != self._newest
-            result = ChunkResult([], None) if stale else self._processor.run_packed(task)
+            result = ChunkResult([], None) if stale else self._processor.run_pickled(task)
             self._end_child()
             seconds = max(0.0, result.seconds - self._batches_s)
             self._reply(replace(result, results=None, seconds=seconds), *result.results)
@@ -103,10 +103,10 @@ class WorkerLoop:
             self._chunks.pop(number, None)
         self._files.take_back(message.free)
         self._newest = message.generation
-        if isinstance(message.order, ChunkTask):
-            self._waiting.append((message.generation, message.order))
-        elif message.order is not None:
-            made = self._make(message.order, parts)
+        if message.has_task:
+            self._waiting.append((message.generation, mapped(parts[0])))
+        elif message.recipe is not None:
+            made = self._make(message.recipe, parts)
             self._end_child()
             self._reply(made)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from odb_nodes._compat.multiprocessing import keep_from_forks
 from odb_nodes.errors import WorkerError
-from odb_nodes.processing.chunk import ChunkResult, ChunkTask
+from odb_nodes.processing.chunk import ChunkResult
 from odb_nodes.processing.limits import limit_behind
 from odb_nodes.processing.messages import Message, Reply
 from odb_nodes.processing.recipe import Recipe
@@ -131,10 +131,12 @@ class WorkerProcess:
         """How many batches it has yet to make."""
         return self._batches.qsize()
 
-    def message(self, generation: int, order: ChunkTask | Recipe | None) -> bytes:
+    def message(
+        self, generation: int, recipe: Recipe | None = None, *, has_task: bool = False
+    ) -> bytes:
         """Return a message to it, with what else it should know."""
         forgotten, free = _taken(self._forgotten), _taken(self._free)
-        return pickle.dumps(Message(generation, order, forgotten, free), protocol=5)
+        return pickle.dumps(Message(generation, recipe, has_task, forgotten, free), protocol=5)
 
     def expect(self, *, batch: bool = False) -> Answer:
         """Return a future for the next chunk sent to this worker, or for the next batch."""

@@ -1,16 +1,20 @@
 """Samples that processing skips: left out in order, counted by reason, exact after a resume."""
 
 import pytest
-from torchdata.nodes import IterableWrapper
+from torchdata.nodes import IterableWrapper, Mapper
 from worker_functions import SkipSome
 
 from odb_nodes import (
     GroupCollator,
+    IterableSource,
     LengthObserver,
     Loader,
     ODBDataLoader,
+    ParallelProcessor,
+    RankAligner,
     Sample,
     SampleError,
+    ShardedSampler,
     Skipped,
     SourceItem,
     SourceMixer,
@@ -101,6 +105,32 @@ def test_data_that_was_mended_or_lost_between_save_and_resume():
     # What was skipped stays so, what comes later is good: nothing twice.
     assert len(rest) == len(set(rest))
     assert sum(mended.skipped_samples.values()) < sum(COUNTS.values())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("make_source", [ShardedSampler, IterableSource, IterableWrapper])
+def test_a_planned_sample_that_is_skipped_now_is_an_error_that_names_it(make_source, strict):
+    """Steps count it, so that also `strict=False` cannot do without it."""
+
+    def loader_of(process_fn):
+        items = SIZE if make_source is ShardedSampler else range(SIZE)
+        source = make_source(items)
+        if make_source is IterableWrapper:  # a node that knows nothing of keys
+            node = Mapper(source, process_fn)
+        else:
+            node = ParallelProcessor(source, process_fn)
+        return Loader(RankAligner(WindowBucketer(LengthObserver(node), 64, 8), round_size=8))
+
+    it = iter(loader := loader_of(skip_some))
+    for _ in range(15):  # to within the third round
+        next(it)
+    state = loader.state_dict()
+    key = next(it).samples[0].data["id"]
+    resumed = loader_of(SkipSome(also=[key]))
+    resumed.load_state_dict(state, strict=strict)
+    message = rf"RankAligner cannot.* {key}\b.* was good .*skipped now .lost.: gone"
+    with pytest.raises(StateError, match=message):
+        iter(resumed)
 
 
 def test_nodes_pass_a_skipped_sample_on():

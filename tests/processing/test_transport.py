@@ -4,6 +4,7 @@ import copy
 import ctypes
 import errno
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from odb_nodes import IterableSource, Sample
 from odb_nodes.processing import shared_pages
 from odb_nodes.processing.chunk import ChunkTask
 from odb_nodes.processing.shared_pages import SHARED_BYTES, PageFile
-from odb_nodes.processing.transport import pack, receive, send, unpack
+from odb_nodes.processing.transport import dumps, pack, receive, send, unpack
 from odb_nodes.sample import ItemKey
 
 TENSOR_DTYPES = [
@@ -378,3 +379,10 @@ def test_a_sender_waits_while_too_many_files_are_on_their_way():
         for _ in range(100):
             receive(far)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
+def test_an_item_may_have_any_dtype_on_its_way_to_a_worker(dtype):
+    """Not so in pickles of torch itself, which cannot read back what some dtypes become."""
+    items = [torch.ones(3, 4).to(dtype).T, {"x": torch.zeros(0).to(dtype)}]
+    assert_same(pickle.loads(dumps(items)), items)

@@ -376,7 +376,8 @@ def test_a_result_that_cannot_leave_a_worker(fault, make, tmp_path):
     [
         case("fork", lambda: None, "pickle"),
         case("fork", threading.Lock(), "pickle"),
-        case("fork", w.Bomb(), "exit code 1"),
+        case("fork", w.Bomb(), f"(key {AT}) cannot be unpickled by a worker: ValueError"),
+        case("ray", w.Bomb(), f"(key {AT}) cannot be unpickled by a worker: ValueError"),
         case("ray", threading.Lock(), 'method="thread"'),
     ],
 )

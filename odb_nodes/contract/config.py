@@ -64,12 +64,7 @@ def smaller_budget_is_allowed() -> bool:
 
 
 def check_config(node: str, saved: Config, present: Config, fixed: Collection[str] = ()) -> None:
-    """Compare the configuration of a node with that in its state.
-
-    Raises:
-        StateError: names the fields that have changed. Within `allow_mismatch` it is a warning,
-            unless one of them is in `fixed`.
-    """
+    """Compare the configuration of a node with that in its state."""
     if not (changes := _changes(saved, present)):
         return
     message = _message({node: (saved, present)})
@@ -88,10 +83,6 @@ def several_changes(nodes: Iterable[tuple[str, Config]], state: object) -> str |
     """Return the message of an error that names the changes of several nodes; else `None`.
 
     A reset names those of the first node only. Nodes of the same name are not compared.
-
-    Args:
-        nodes: name and configuration of each node of a graph.
-        state: the state of the graph.
     """
     present, saved = _singles(nodes), _singles(sealed_configs(state))
     pairs = {name: (saved[name], present[name]) for name in present if name in saved}

@@ -60,11 +60,7 @@ def has_threads(root: BaseNode[Any]) -> bool:
 
 
 def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
-    """Interrupt the waits of all nodes, and wait until each of torchdata's threads has stopped.
-
-    Raises:
-        TimeoutError: a thread did not come back in time.
-    """
+    """Interrupt the waits of all nodes, and wait until each of torchdata's threads has stopped."""
     nodes = list(walk(root))
     for node in nodes:
         call_member(node, "interrupt")  # A thread may be waiting for slow processing.
@@ -73,11 +69,7 @@ def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
 
 
 def close_nodes(root: BaseNode[Any], timeout_s: float) -> None:
-    """Stop every thread and worker of a graph, also those that are waiting for each other.
-
-    Raises:
-        TimeoutError: a thread did not come back in time.
-    """
+    """Stop every thread and worker of a graph, also those that are waiting for each other."""
     nodes = list(walk(root))
     for node in nodes:
         torchdata.signal_stop(node)
@@ -87,12 +79,7 @@ def close_nodes(root: BaseNode[Any], timeout_s: float) -> None:
 
 
 def begin_epoch(root: BaseNode[Any], epoch: int | None) -> None:
-    """Reset a graph to the beginning of its next epoch.
-
-    Args:
-        root: the last node of the graph.
-        epoch: which epoch that is, for every node that counts them; `None`: each one's next.
-    """
+    """Reset a graph to the beginning of its next epoch."""
     if epoch is not None:
         for node in walk(root):
             torchdata.set_epoch(node, epoch)

@@ -492,11 +492,7 @@ def recall(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
 
 
 def checked_key(node: BaseNode[Any], key: Any) -> ItemKey | None:
-    """Return what `item_key` of a node has returned, once it is known to be valid.
-
-    Raises:
-        SampleError: it is neither `None` nor an `ItemKey` of valid numbers.
-    """
+    """Return what `item_key` of a node has returned, once it is known to be valid."""
     if key is None:
         return None
     try:

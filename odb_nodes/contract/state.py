@@ -183,17 +183,6 @@ def unseal(
     """Return a copy of what a sealed state holds, once it is known to fit.
 
     A state within another has no digest of its own: that of the outer one covers it.
-
-    Args:
-        state: what `seal` returned, perhaps with a digest.
-        node: the name that it was sealed under.
-        declared: the dataclass that declares its fields.
-        config: the present configuration of the node.
-        fixed: what it holds -> the fields of `config` that `allow_mismatch` does not excuse.
-
-    Raises:
-        StateError: `state` is no state of this node, version and configuration; it lacks a field or
-            has one too many; or its digest is of other values.
     """
     with bounded_depth(node):
         if not isinstance(state, Mapping) or not isinstance(state.get("node"), str):
@@ -271,11 +260,7 @@ def seal_whole(holder: str, values: NodeState) -> dict[str, Any]:
 
 
 def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
-    """Return a copy of what `seal_whole` has sealed.
-
-    Raises:
-        StateError: see `unseal`; or it has no digest.
-    """
+    """Return a copy of what `seal_whole` has sealed."""
     found = unseal(state, holder, declared, {})
     assert isinstance(state, Mapping)
     if _DIGEST not in state:

@@ -113,11 +113,7 @@ class Loader(Generic[T]):
         self._beginning = threading.RLock()
 
     def __len__(self) -> int:
-        """Return how many items an epoch has.
-
-        Raises:
-            TypeError: it cannot be known before the epoch has ended, as with dynamic batches.
-        """
+        """Return how many items an epoch has."""
         try:
             return length_of(self.root)
         except TypeError as error:
@@ -131,13 +127,7 @@ class Loader(Generic[T]):
         return True  # and not `len`, which few graphs know
 
     def __iter__(self) -> Iterator[T]:
-        """Return the iterator of a loaded state's epoch, or of the next one.
-
-        Raises:
-            RuntimeError: another `Loader` iterates a node of the graph, and is not closed; or
-                another thread takes an item of this one.
-            StateError: the loaded state does not fit the graph. It stays loaded.
-        """
+        """Return the iterator of a loaded state's epoch, or of the next one."""
         return self._present_iterator()
 
     def _present_iterator(self) -> LoaderIterator[T]:

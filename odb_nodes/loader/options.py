@@ -37,11 +37,7 @@ _IN_FLIGHT_OF_AUTO = 1024  # samples: the window is not known when workers start
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(PlanOptions):
-    """What a user decides of the batches under any trainer. See `ODBDataLoader` for the fields.
-
-    Raises:
-        TypeError, ValueError: names the field that is not valid.
-    """
+    """What a user decides of the batches under any trainer. See `ODBDataLoader` for the fields."""
 
     token_budget: int | TokenBudget
     collate_fn: Collate | None = None

@@ -25,7 +25,7 @@ from odb_nodes.alignment.peers import (
     sharing_configs,
 )
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
-from odb_nodes.contract.graph import blame_sources, budget_below, remaining_samples, walk
+from odb_nodes.contract.graph import budget_below, describe_empty_epoch, remaining_samples, walk
 from odb_nodes.contract.node import call_member, check_node, recalls, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
@@ -60,7 +60,7 @@ class AlignerState(EpochState):
         plan: the plan of the round, as bytes; `None` between rounds.
         tasks: number of the tasks whose targets it has.
         last: there is no round after this one.
-        drained: the source has no groups after those that are held.
+        source_exhausted: the source has no groups after those that are held.
         settings: the `RoundSettings` of the next round.
         requested_max_tokens: the `tokens` that this rank asks all ranks for; 0 for none.
         filler: the sample that this rank fills with, encoded, where it came from another rank.
@@ -78,7 +78,7 @@ class AlignerState(EpochState):
     plan: bytes | None = None
     tasks: int = 0
     last: bool = False
-    drained: bool = False
+    source_exhausted: bool = False
     settings: tuple[int, list[int], int, bool] = field(
         default_factory=lambda: RoundSettings().to_state()
     )
@@ -268,7 +268,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._at, self._steps = state, state.steps()
         self.requested_max_tokens = state.requested_max_tokens
         self.source.reset(copy_state(state.source))
-        self._groups.has_ended = state.drained
+        self._groups.has_ended = state.source_exhausted
         at_end = state.is_at_end(self._steps)
         if state.filler is not None:
             self._filler = decode_sample(state.filler)
@@ -277,8 +277,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             held, self.replayed_samples = groups_again(
                 state.held, self.source, type(self).__name__, may_differ=not in_round
             )
-            *groups, ahead, filler = held
-            self._planner.ahead = ahead or None
+            *groups, lookahead, filler = held
+            self._planner.lookahead = lookahead or None
             self._filler = (*filler, self._filler)[0]
             self._steps.fill_rest(state.emitted, groups, self._filler)
         self._left_out_ahead = [LeftOut(*one) for one in state.left_out_ahead]
@@ -422,7 +422,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
         if self._pool is not None:
             filler = [] if self._filler is None else [self._filler]
-            self._pool.release([*(self._planner.ahead or []), *filler])
+            self._pool.release([*(self._planner.lookahead or []), *filler])
         groups, most, left_out, ahead = yield from self._read_groups(settings, where)
         report = self._planner.report(
             groups, most, self._offered, has_filler=self._filler is not None
@@ -432,7 +432,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         reports: Sequence[CostReport] = yield Ask(report, where, steps=most)
         if not at.step and not any(one.groups for one in reports):
             raise SampleError(
-                f"no rank has a sample in epoch {epoch}. {blame_sources(self.source)}"
+                f"no rank has a sample in epoch {epoch}. {describe_empty_epoch(self.source)}"
             )
         if groups:
             self._filler, at.filler = best_filler(groups), None
@@ -469,7 +469,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             left_out = self._groups.take_left_out()
             self._planner.read_ahead(groups, most)
             ahead = self._groups.take_left_out()
-            if self._planner.ahead is None:  # The source has ended.
+            if self._planner.lookahead is None:  # The source has ended.
                 left_out, ahead = [*left_out, *ahead], []
         return groups, most, [*self._left_out_ahead, *left_out], ahead
 
@@ -479,7 +479,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._steps = AlignedRound.of(plan, self.rank)
         self._steps.fill(self._planner.groups(plan.splits[self.rank]), self._filler)
         at.last, at.emitted, at.plan = plan.last, 0, self._steps.to_bytes()
-        at.drained = self._planner.ahead is None
+        at.source_exhausted = self._planner.lookahead is None
 
     def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
         """Give ranks that never had a sample one of another rank's to fill with."""
@@ -498,12 +498,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _drop(self, groups: list[list[Sample]]) -> None:
         """Count the samples that this rank has left, as another one has ended, with a warning."""
         at = self._at
-        left = [sample for group in [*groups, self._planner.ahead or []] for sample in group]
+        left = [sample for group in [*groups, self._planner.lookahead or []] for sample in group]
         dropped = [LeftOut(one.key, one.source, "unemitted") for one in left]
         count = len(left) + remaining_samples(self.source)
         at.left_out += dropped + ([] if self._pool is None else self._pool.drop_remaining())
         at.unemitted_samples += count
-        self._planner.ahead, at.drained = None, True
+        self._planner.lookahead, at.source_exhausted = None, True
         if count:
             warn_user(
                 f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
@@ -515,7 +515,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
         filler = [self._filler] if self._filler is not None and at.filler is None else []
         groups = self._steps.groups()[at.emitted :]
-        held = [*groups, self._planner.ahead or [], filler]
+        held = [*groups, self._planner.lookahead or [], filler]
         self._held = HeldSamples.of(held, as_records=recalls(self.source))
 
     def _end_round(self) -> None:
@@ -562,9 +562,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at, pool = self._at, self._pool
         assert pool is not None
         was_in_round, steps = len(self._steps) > 0, min(steps, len(self._steps))
-        pool.put_back([*self._steps.cut(steps), *(self._planner.ahead or [])])
-        self._planner.ahead, self._groups.has_ended = None, False
-        at.plan, at.last, at.drained = self._steps.to_bytes(), False, False
+        pool.put_back([*self._steps.cut(steps), *(self._planner.lookahead or [])])
+        self._planner.lookahead, self._groups.has_ended = None, False
+        at.plan, at.last, at.source_exhausted = self._steps.to_bytes(), False, False
         at.left_out += [(*one,) for one in self._left_out_ahead]
         self._left_out_ahead = []
         if self._filler is not None and self._filler in pool.excluded:
@@ -620,19 +620,19 @@ class _Groups:
         """
         return PoolReport() if self._pool is None else self._pool.report(groups)
 
-    def left(self, ahead: list[Sample] | None) -> int:
+    def left(self, lookahead: list[Sample] | None) -> int:
         """Return how many samples this rank has left; -1 where it cannot share them.
 
         Of data that each rank has for itself, some may have far more left.
         """
         if self._world_size == 1 or self._balancer is None or self._pool is None:
             return -1
-        if not all(map(self._balancer.is_shared, ahead or ())):
+        if not all(map(self._balancer.is_shared, lookahead or ())):
             return -1
-        if ahead is None:
+        if lookahead is None:
             return 0
         known = self._pool.known_remaining()
-        return UNKNOWN_LEFT if known is None else len(ahead) + known
+        return UNKNOWN_LEFT if known is None else len(lookahead) + known
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last call."""

@@ -15,9 +15,9 @@ from odb_nodes.planning import TokenBudget
 __all__ = [
     "begin_cycle",
     "begin_epoch",
-    "blame_sources",
     "budget_below",
     "close_nodes",
+    "describe_empty_epoch",
     "has_threads",
     "known_length_of",
     "length_of",
@@ -94,7 +94,7 @@ def begin_cycle(root: BaseNode[Any]) -> None:
     root.reset(None)
 
 
-def blame_sources(root: BaseNode[Any]) -> str:
+def describe_empty_epoch(root: BaseNode[Any]) -> str:
     """Return what an error says of an epoch without an item: which nodes read the data, and how."""
     if excluded := sum(getattr(node, "excluded_samples", 0) for node in walk(root)):
         return f"Of what was read, `exclude` leaves out {excluded} samples: name fewer keys."

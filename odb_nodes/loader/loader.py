@@ -19,8 +19,8 @@ from odb_nodes.contract import NodeState, SourceState, copy_state, snapshot
 from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
-    blame_sources,
     close_nodes,
+    describe_empty_epoch,
     has_threads,
     length_of,
     stop_threads,
@@ -397,7 +397,8 @@ class LoaderIterator(Iterator[T]):
             if loader._had_items and not self._num_yielded:
                 loader._suspend()
                 raise SampleError(
-                    f"the epoch has no item, but one before had some. {blame_sources(self._root)}"
+                    "the epoch has no item, but one before had some. "
+                    f"{describe_empty_epoch(self._root)}"
                 ) from None
             self._ended, self._state = True, None
             raise

@@ -66,8 +66,8 @@ class GroupSource(Protocol[T]):
     def report(self, groups: int) -> PoolReport:
         """Return what the other ranks are told, for caps of so many groups."""
 
-    def left(self, ahead: list[T] | None) -> int:
-        """Return `CostReport.left`, where `ahead` is the group that was taken last."""
+    def left(self, lookahead: list[T] | None) -> int:
+        """Return `CostReport.left`, where `lookahead` is the group that was taken last."""
 
 
 class RoundPlanner(Generic[T]):
@@ -94,7 +94,7 @@ class RoundPlanner(Generic[T]):
     ) -> None:
         self._source, self._measure, self._tokens = source, measure, tokens
         self._tasks, self._may_split = tasks, may_split
-        self.ahead: list[T] | None = None
+        self.lookahead: list[T] | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
 
     def read(self, most: int, settings: RoundSettings) -> list[list[T]]:
@@ -103,7 +103,7 @@ class RoundPlanner(Generic[T]):
         Caps are for the groups after the first, which was formed with the round before. The group
         after them gets the largest one on all ranks, so that a round has the same caps on all.
         """
-        first = self._source.next_group() if self.ahead is None else self.ahead
+        first = self._source.next_group() if self.lookahead is None else self.lookahead
         groups = [] if first is None else [first]
         self._source.use(settings, settings.caps[:-1])
         while groups and len(groups) < most and (group := self._source.next_group()) is not None:
@@ -113,11 +113,11 @@ class RoundPlanner(Generic[T]):
 
     def read_ahead(self, groups: list[list[T]], most: int) -> None:
         """Read the group after those of a round, where there may be one."""
-        self.ahead = self._source.next_group() if len(groups) == most else None
+        self.lookahead = self._source.next_group() if len(groups) == most else None
 
     def read_rest(self, settings: RoundSettings) -> list[T]:
         """Return all samples that are left."""
-        rest, self.ahead = [*(self.ahead or [])], None
+        rest, self.lookahead = [*(self.lookahead or [])], None
         self._source.use(settings, ())
         while (group := self._source.next_group()) is not None:
             rest += group
@@ -137,14 +137,14 @@ class RoundPlanner(Generic[T]):
         report, self._ladder = make_report(
             groups,
             most=most,
-            ended=self.ahead is None,
+            ended=self.lookahead is None,
             has_filler=has_filler,
             may_split=self._may_split,
             measure=self._measure,
             tokens=self._tokens,
             tasks=self._tasks,
         )
-        left, pool = self._source.left(self.ahead), self._source.report(offered)
+        left, pool = self._source.left(self.lookahead), self._source.report(offered)
         return replace(report, left=left, pool=pool)
 
     def groups(self, splits: int) -> list[list[T]]:

@@ -301,16 +301,16 @@ class _ShardPool:
         rows = zip(*(column[places].tolist() for column in columns), strict=True)
         return [Sample(*row) for row in rows]
 
-    def left(self, ahead: list[Sample] | None) -> int:
+    def left(self, lookahead: list[Sample] | None) -> int:
         """Return how many samples the rank has left, as far as it knows."""
         if not self._shares_rest:
             return -1
-        if ahead is None:
+        if lookahead is None:
             return 0
         if not (self._knows_length or self._planner.ended):
             return UNKNOWN_LEFT
         pool = self._planner.pool
-        return len(ahead) + len(pool) + len(self._shard) - pool.pulled
+        return len(lookahead) + len(pool) + len(self._shard) - pool.pulled
 
     def _fill(self) -> None:
         planner, pool = self._planner, self._planner.pool

@@ -17,9 +17,9 @@ from typing import Any
 from odb_nodes._core.hashing import hash_ints, hash_rows
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
+from odb_nodes.processing.collate_request import BatchMaker
 from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.recipe import BatchMaker
 from odb_nodes.processing.shared_pages import size_of
 from odb_nodes.processing.transport import pack, pack_facts
 from odb_nodes.sample import ItemKey, Sample, Skipped, key_columns, keys_of, name_of

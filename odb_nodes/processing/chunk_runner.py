@@ -19,12 +19,12 @@ from odb_nodes.processing.chunk import (
     describe_unread,
 )
 from odb_nodes.processing.chunk_fit import ChunkFit
+from odb_nodes.processing.collate_request import BatchMaker, BatchResult
 from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.pools import WorkerPool, start_pool
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.ray_pool import RayPool
-from odb_nodes.processing.recipe import BatchMaker, BatchResult
 from odb_nodes.processing.shared_pages import CAN_SHARE
 from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
 from odb_nodes.processing.thread_pool import ThreadPool
@@ -76,15 +76,15 @@ class ChunkRunner:
 
     def start(self) -> None:
         """Start the workers, unless all run already, or there are to be none."""
-        epitaph = self._pool.epitaph if isinstance(self._pool, ProcessPool) else ""
-        if epitaph:
+        exit_reason = self._pool.exit_reason if isinstance(self._pool, ProcessPool) else ""
+        if exit_reason:
             self.close()
         if self._pool is None and self._options.num_workers > 0:
             with deferred_interrupt():
                 self._pool = start_pool(self._processor, self._options)
                 self._finalizer = weakref.finalize(self, self._pool.close)
-        if epitaph:  # Last, since a filter may make it an error.
-            warn_user(f"{epitaph} All workers are started anew.")
+        if exit_reason:  # Last, since a filter may make it an error.
+            warn_user(f"{exit_reason} All workers are started anew.")
 
     def close(self) -> None:
         """Stop the workers. A forked child forgets them: they go on for who started them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odb_nodes.processing.chunk import ChunkResult
-from odb_nodes.processing.recipe import BatchResult, Recipe
+from odb_nodes.processing.collate_request import BatchResult, CollateRequest
 
 __all__ = ["Message", "Reply"]
 
@@ -17,14 +17,14 @@ class Message:
 
     Attributes:
         generation: chunks of an older one are to be skipped.
-        recipe: of a batch to make, if any.
+        request: of a batch to make, if any.
         has_task: whether a chunk comes with it, as a part: its items may not be readable.
         forgotten: chunks that no further batch is made of.
         free: files of the worker that nobody reads any more.
     """
 
     generation: int
-    recipe: Recipe | None
+    request: CollateRequest | None
     has_task: bool
     forgotten: Sequence[int] = ()
     free: Sequence[int] = ()

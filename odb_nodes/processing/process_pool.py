@@ -24,9 +24,9 @@ from typing import Any
 
 from odb_nodes._core.processes import Owner, block_interrupt
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.collate_request import INLINE, BatchResult, CollateRequest
 from odb_nodes.processing.limits import start_thread
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.recipe import INLINE, BatchResult, Recipe
 from odb_nodes.processing.shared_pages import join_parts
 from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
 from odb_nodes.processing.transport import dumps, mapped, pack, receive
@@ -95,9 +95,9 @@ class ProcessPool:
         return [worker.pid for worker in self._workers]
 
     @property
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """How the first of the workers has ended that are gone; "" where all live."""
-        return next((worker.epitaph() for worker in self._workers if worker.ended), "")
+        return next((worker.exit_reason() for worker in self._workers if worker.ended), "")
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk with the next worker in turn."""
@@ -125,12 +125,12 @@ class ProcessPool:
                 rows.append((INLINE, next(places)))
                 continue
             rows.append((one.chunk.number, one.row))
-            if worker not in one.chunk.knowers:
+            if worker not in one.chunk.workers_holding:
                 one.chunk.tell(worker)
                 chunks[one.chunk.number] = one.chunk
-        recipe = Recipe(rows, [*chunks], bool(inline), key, info)
+        request = CollateRequest(rows, [*chunks], bool(inline), key, info)
         parts = [*(chunk.content for chunk in chunks.values()), *packed]
-        head = worker.message(self._generation, recipe)
+        head = worker.message(self._generation, request)
         answer = worker.expect(batch=True)
         self._outbox.put(partial(worker.send, [head, *parts]))
         return answer
@@ -220,11 +220,11 @@ def _read_results(workers: list[WorkerProcess]) -> None:
         while alive:
             for ready in wait(list(alive), _DEATH_POLL_S) or _dead_in_silence(alive):
                 if not _read_message(alive[ready]):
-                    alive.pop(ready).bury()
+                    alive.pop(ready).mark_dead()
     finally:  # An error in this thread must not leave the trainer waiting.
         for worker in alive.values():
             worker.end("the thread that reads results has failed, see above.")
-            worker.bury()
+            worker.mark_dead()
 
 
 def _read_message(worker: WorkerProcess) -> bool:

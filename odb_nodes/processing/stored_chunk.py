@@ -23,16 +23,16 @@ class StoredChunk:
         self.content = content
         """What to send to a worker that shall know it."""
         self._rows: list[Any] | None = None
-        self.knowers: set[Any] = set()
+        self.workers_holding: set[Any] = set()
         """The workers that know it."""
 
     def __del__(self) -> None:
-        for worker in self.knowers:
+        for worker in self.workers_holding:
             worker.forget(self.number)
 
     def tell(self, worker: Any) -> None:
         """Note that a worker is sent the content, which it is to forget when this is gone."""
-        self.knowers.add(worker)
+        self.workers_holding.add(worker)
         if isinstance(self.content, PageFile):
             worker.leases[self.number] = self.content.lease
 

@@ -14,8 +14,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
+from odb_nodes.processing.collate_request import INLINE, BatchResult, CollateRequest
 from odb_nodes.processing.messages import Message, Reply
-from odb_nodes.processing.recipe import INLINE, BatchResult, Recipe
 from odb_nodes.processing.shared_pages import (
     NO_FILE,
     SHARED_BYTES,
@@ -105,8 +105,8 @@ class WorkerLoop:
         self._newest = message.generation
         if message.has_task:
             self._waiting.append((message.generation, mapped(parts[0])))
-        elif message.recipe is not None:
-            made = self._make(message.recipe, parts)
+        elif message.request is not None:
+            made = self._make(message.request, parts)
             self._end_child()
             self._reply(made)
 
@@ -115,19 +115,19 @@ class WorkerLoop:
         if os.getpid() != self._own_pid:
             os._exit(0)
 
-    def _make(self, recipe: Recipe, parts: list[Pages | PageFile]) -> BatchResult:
+    def _make(self, request: CollateRequest, parts: list[Pages | PageFile]) -> BatchResult:
         try:
-            for number, content in zip(recipe.chunks, parts, strict=False):
+            for number, content in zip(request.chunks, parts, strict=False):
                 if isinstance(content, PageFile):
                     content.lease = Lease(number, self._dropped.append)
                 self._chunks[number] = _Chunk(content)
-            inline = unpack(split_parts(parts[-1])) if recipe.has_inline else []
+            inline = unpack(split_parts(parts[-1])) if request.has_inline else []
             samples = [
                 inline[row] if number == INLINE else self._chunks[number].rows()[row]
-                for number, row in recipe.rows
+                for number, row in request.rows
             ]
             assert self._maker is not None
-            batch = self._maker(samples, recipe.key, recipe.info)
+            batch = self._maker(samples, request.key, request.info)
             return BatchResult(pack([batch]))
         except BaseException as error:
             return BatchResult(None, f"{type(error).__name__}: {error}".removesuffix(": "))

@@ -21,9 +21,9 @@ from typing import Any
 from odb_nodes._compat.multiprocessing import keep_from_forks
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkResult
+from odb_nodes.processing.collate_request import CollateRequest
 from odb_nodes.processing.limits import limit_behind
 from odb_nodes.processing.messages import Message, Reply
-from odb_nodes.processing.recipe import Recipe
 from odb_nodes.processing.shared_pages import NO_FILE, Lease, PageFile, Pages
 from odb_nodes.processing.transport import Part, mapped, send
 from odb_nodes.processing.worker import FarEnd, LastWords, Stage, work
@@ -132,11 +132,11 @@ class WorkerProcess:
         return self._batches.qsize()
 
     def message(
-        self, generation: int, recipe: Recipe | None = None, *, has_task: bool = False
+        self, generation: int, request: CollateRequest | None = None, *, has_task: bool = False
     ) -> bytes:
         """Return a message to it, with what else it should know."""
         forgotten, free = _taken(self._forgotten), _taken(self._free)
-        return pickle.dumps(Message(generation, recipe, has_task, forgotten, free), protocol=5)
+        return pickle.dumps(Message(generation, request, has_task, forgotten, free), protocol=5)
 
     def expect(self, *, batch: bool = False) -> Answer:
         """Return a future for the next chunk sent to this worker, or for the next batch."""
@@ -205,7 +205,7 @@ class WorkerProcess:
         self._reason = reason
         self.kill()
 
-    def bury(self) -> None:
+    def mark_dead(self) -> None:
         """Close the socket of this worker, which has died or closed it, and fail its futures."""
         self._owed = self._what_is_owed()
         self.connection.close()
@@ -225,7 +225,7 @@ class WorkerProcess:
         if not self.wait_until_ended(_END_S):
             self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
-        how = self.epitaph()
+        how = self.exit_reason()
         chunk_error, batch_error = WorkerError(how + self._how_to_go_on()), WorkerError(how)
         for pending, error in (self._pending, chunk_error), (self._batches, batch_error):
             with contextlib.suppress(queue.Empty):
@@ -234,7 +234,7 @@ class WorkerProcess:
                     if not future.done():
                         future.set_exception(error)
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """Return how this worker has ended."""
         if self._reason:
             return f"worker process {self.pid} was ended: {self._reason}"

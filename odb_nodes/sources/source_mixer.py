@@ -14,7 +14,6 @@ from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.node import ItemLocation, call_member, check_node, recall, recalls
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
-from odb_nodes.sources.fair_queue import FairQueue
 from odb_nodes.sources.mixer_state import MixerState
 from odb_nodes.sources.mixing import (
     Mixing,
@@ -25,6 +24,7 @@ from odb_nodes.sources.mixing import (
     checked_weights,
 )
 from odb_nodes.sources.weight_schedule import WeightSchedule
+from odb_nodes.sources.weighted_round_robin import WeightedRoundRobin
 
 
 class SourceMixer(StatefulNode[Any, MixerState]):
@@ -169,7 +169,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._exhausted, self._ended, self._had = state.exhausted, state.ended, state.had
         if self._schedule is None:
             self._weights = state.weights or self._initial
-        self._queue = FairQueue(state.weights or self._weights, state.targets)
+        self._queue = WeightedRoundRobin(state.weights or self._weights, state.targets)
 
     def save(self) -> MixerState:
         """Return the states of the sources, what each has had, and the weights that may change."""
@@ -279,7 +279,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._exhausted = []
         self._had = []
         self._ended = False
-        self._queue = FairQueue(self._weights)
+        self._queue = WeightedRoundRobin(self._weights)
 
     def _most_behind(self) -> str:
         """Return the source that is next, by the weights that are in force here."""

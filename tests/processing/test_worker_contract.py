@@ -522,7 +522,7 @@ def test_a_worker_that_died_idle_is_warned_of_once_and_replaced(make):
     node = make("fork")
     assert len(epoch(node)) == SIZE
     os.kill(node.worker_pids[0], signal.SIGKILL)
-    wait_for(lambda: node.runner._pool.epitaph)
+    wait_for(lambda: node.runner._pool.exit_reason)
     with pytest.raises(UserWarning, match="-9.*nothing to do.* All workers are started"):
         node.reset(None)  # which has started new ones before it raises the warning
     assert epoch(node) == [*range(SIZE)]

@@ -68,7 +68,7 @@ def reshard_aligner(
         plan=None,
         filler=None,
         emitted=0,
-        drained=False,
+        source_exhausted=False,
         left_out_ahead=[],
         **changes,
     )

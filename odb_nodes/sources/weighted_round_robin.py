@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-class FairQueue:
+class WeightedRoundRobin:
     """Chooses among sources by weights, also where these change.
 
     Each source has a target: what it should have had when the weights last changed. What it has had

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["INLINE", "BatchMaker", "BatchResult", "Recipe"]
+__all__ = ["INLINE", "BatchMaker", "BatchResult", "CollateRequest"]
 
 INLINE = -1
-"""In place of a chunk's number: the sample comes with the recipe."""
+"""In place of a chunk's number: the sample comes with the request."""
 
 
 class BatchMaker(Protocol):
@@ -25,13 +25,13 @@ class BatchMaker(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CollateRequest:
     """A batch to be made.
 
     Attributes:
         rows: of each sample, the number of its chunk and its place there; or `INLINE`, and its
-            place among the samples that come with the recipe.
-        chunks: numbers of the chunks that come with the recipe, since the worker lacks them.
+            place among the samples that come with the request.
+        chunks: numbers of the chunks that come with the request, since the worker lacks them.
         has_inline: whether samples come with it, after the chunks.
         key: what the random numbers are seeded by.
         info: the `StepInfo`, where the maker wants it.
@@ -46,7 +46,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What became of a recipe.
+    """What became of a request.
 
     Attributes:
         content: the packed batch, its parts joined once it is sent; `None` where it could not be

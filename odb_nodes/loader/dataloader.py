@@ -15,6 +15,7 @@ from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.collate.protocol import Collate
+from odb_nodes.errors import StateError
 from odb_nodes.loader.graph_counts import GraphCounts
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.option_guard import OptionGuard
@@ -185,16 +186,23 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         return iter(self._loader)
 
     def __repr__(self) -> str:
-        try:
-            done = f"{self.samples_done} of {self.num_samples} samples"
-        except TypeError:  # of a dataset without a length
-            done = f"{self.samples_done} samples"
         mixers = [one for one in self._nodes_of_samples() if isinstance(one, SourceMixer)]
         data = mixers[0] if mixers else type(self.dataset).__name__
-        where = f"epoch {self.epoch}, step {self.step}: {done} done"
+        where = self._place()
         if self._options.virtual_ranks is not None:
             where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
         return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
+
+    def _place(self) -> str:
+        try:
+            epoch, step, samples = self._position()
+        except StateError:
+            return "loaded with a state of another graph"
+        try:
+            total = f" of {self.num_samples}"
+        except TypeError:  # of a dataset without a length
+            total = ""
+        return f"epoch {epoch}, step {step}: {samples}{total} samples done"
 
     def __bool__(self) -> bool:
         return True  # and not `len`
@@ -241,9 +249,15 @@ class ODBDataLoader(OptionGuard, GraphCounts):
         if position is None:
             return 0, 0, 0
         root: Any = position.root
-        if self._options.virtual_ranks is not None:
-            return place_of(root)
-        return root["epoch"], root["step"], root["samples"]
+        try:
+            if self._options.virtual_ranks is not None:
+                return place_of(root)
+            return root["epoch"], root["step"], root["samples"]
+        except (KeyError, TypeError, IndexError):
+            raise StateError(
+                "the loaded state is of another graph, so where it stands is not known here; "
+                "`iter(loader)` says what differs."
+            ) from None
 
     def trust_labels(self) -> None:
         """Do not warn of weights: see `GroupCollator.trust_labels`."""

@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
+from elastic import ENDED_EARLY, LEFT_OUT
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,6 +25,7 @@ from jobs import KINDS, Given, Job, by_virtual_rank, check_counts, keys_of, left
 
 from odb_nodes import StateError, reshard
 
+pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY, "ignore:`weights` are not given")
 LEFT = 8  # samples of each rank that `exclude_more` leaves at least
 PLANNED = 18  # steps at most in which groups come that were formed before: two rounds
 
@@ -270,20 +272,17 @@ def run_machine(folder, kinds, examples, exhaustive):
 
 
 @pytest.mark.fast
-@pytest.mark.filterwarnings("ignore")
 def test_whatever_befalls_a_run_it_goes_on_exactly(folder, exhaustive):
     run_machine(folder, [*KINDS], len(KINDS), exhaustive)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_befalls_a_run_of_any_kind_it_goes_on_exactly(kind, folder, exhaustive):
     run_machine(folder, [kind], settings.default.max_examples // 12, exhaustive)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_any_kind_goes_on_from_each_step_and_on_other_ranks(kind, folder):
     run = machine_of(folder, [kind])()

@@ -30,6 +30,8 @@ PEER_TIMEOUT_S = 1800.0
 
 _GRACE_S = 5.0  # for the others to hear of a failure at once
 
+_STOPPED = "generator raised StopIteration"  # the message of Python's RuntimeError
+
 T = TypeVar("T")
 
 
@@ -158,15 +160,16 @@ class Peers:
         """Tell the others why this rank fails, where what is done within this context raises."""
         try:
             yield
-        except StopIteration:  # of `cost_fn`, say; it would end the epoch here
-            # Not `from` it: `contextmanager` would then let the StopIteration pass.
+        except Exception as error:
             place = where if isinstance(where, str) else where()
+            # Of `cost_fn`, say. It would end the epoch here; generators make a RuntimeError of it.
+            if not isinstance(error, StopIteration) and str(error) != _STOPPED:
+                self.fail(error, place)
+                raise
+            # Not `from` it: `contextmanager` would then let the StopIteration pass.
             raised = RuntimeError(f"{place}: the source or `cost_fn` raised StopIteration.")
             self.fail(raised, place)
             raise raised  # noqa: B904
-        except Exception as error:
-            self.fail(error, where if isinstance(where, str) else where())
-            raise
 
     def interrupt(self) -> None:
         """Make a wait on another thread raise, until `begin`."""

@@ -19,6 +19,7 @@ from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks, place_of
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.contract.graph import length_of, walk
+from odb_nodes.errors import StateError
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import RankGraph, graphs_of_team
@@ -243,16 +244,23 @@ class ODBDataLoader(Loader[Any]):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        try:
-            done = f"{self.samples_done} of {self.num_samples} samples"
-        except TypeError:  # of a dataset without a length
-            done = f"{self.samples_done} samples"
         mixers = [one for one in self._nodes_of_samples() if isinstance(one, SourceMixer)]
         data = mixers[0] if mixers else type(self.dataset).__name__
-        where = f"epoch {self.epoch}, step {self.step}: {done} done"
+        where = self._progress()
         if self._options.virtual_ranks is not None:
             where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
         return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
+
+    def _progress(self) -> str:
+        try:
+            epoch, step, samples = self._place()
+        except StateError:
+            return "loaded with a state of another graph"
+        try:
+            total = f" of {self.num_samples}"
+        except TypeError:  # of a dataset without a length
+            total = ""
+        return f"epoch {epoch}, step {step}: {samples}{total} samples done"
 
     @property
     def options(self) -> LoaderOptions:
@@ -279,9 +287,15 @@ class ODBDataLoader(Loader[Any]):
         if (position := self.position) is None:
             return 0, 0, 0
         root: Any = position.root
-        if self._options.virtual_ranks is not None:
-            return place_of(root)
-        return root["epoch"], root["step"], root["samples"]
+        try:
+            if self._options.virtual_ranks is not None:
+                return place_of(root)
+            return root["epoch"], root["step"], root["samples"]
+        except (KeyError, TypeError, IndexError):
+            raise StateError(
+                "the loaded state is of another graph, so where it stands is not known here; "
+                "`iter(loader)` says what differs."
+            ) from None
 
     def trust_labels(self) -> None:
         """Do not warn of weights: see `GroupCollator.trust_labels`."""

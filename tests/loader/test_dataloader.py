@@ -399,6 +399,9 @@ def test_a_state_of_a_graph_with_another_node_names_the_argument(strict):
         began, loader = loader_of(saved), loader_of(loaded)
         next(iter(began))
         loader.load_state_dict(began.state_dict(), strict=strict)
+        assert repr(loader).endswith("loaded with a state of another graph)")
+        with pytest.raises(StateError, match="of another graph"):
+            _ = loader.step
         with pytest.raises(StateError, match="with the `virtual_ranks` that it had when saved"):
             iter(loader)
     assert "2 virtual ranks, epoch 0" in repr(loader_of(option))

@@ -14,16 +14,25 @@ from torch.utils.data import IterableDataset
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
     ODBDataLoader,
     PackedCollate,
     PaddingCollate,
+    ParallelProcessor,
+    RankAligner,
     SampleError,
+    ShardedSampler,
     StateError,
     TokenBudget,
+    WindowBucketer,
     WorkerOptions,
     pop_step_info,
     reshard,
 )
+from odb_nodes.alignment.peers import VirtualTeam
+from odb_nodes.alignment.virtual_ranks import VirtualRanks
 from odb_nodes.memory import OomGuard
 
 pytestmark = pytest.mark.filterwarnings(
@@ -276,3 +285,95 @@ def test_packed_batches_are_packed_for_their_rank():
     budget = TokenBudget(80, layout="packed", oversize="drop")
     loader = make(None, virtual_ranks=2, token_budget=budget, collate_fn=PackedCollate.of(budget))
     assert all(batch["input_ids"].shape[0] == 1 for batch in loader)
+
+
+class Breaks:
+    """Raises once, at one of its calls; then it is mended."""
+
+    def __init__(self, error, at):
+        self.error, self.left = error, at
+
+    def __call__(self, value):
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return value
+
+
+class Data:
+    """A dataset that may break where it is read."""
+
+    def __init__(self, check):
+        self.check = check
+
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, index):
+        return self.check({"input_ids": [index] * (2 + 7 * index % 23)})
+
+
+def unchanged(value):
+    return value
+
+
+def hosted(data=unchanged, cost=unchanged, collate=unchanged):
+    """A loader of three virtual ranks, whose costs are the tokens of a group."""
+    team, ranks = VirtualTeam(3, None, TIMEOUT_S), []
+    for one in team.ranks():
+        shard = {"rank": one.rank, "world_size": one.world_size}
+        node = ParallelProcessor(ShardedSampler(120, **shard), Data(data).__getitem__, **shard)
+        node = WindowBucketer(LengthObserver(node), 60, 8)
+        ranks.append(
+            RankAligner(node, one, 8, cost_fn=lambda group: sum(one.tokens for one in cost(group)))
+        )
+    ends = [GroupCollator(one, lambda group: PaddingCollate()(collate(group))) for one in ranks]
+    return Loader(VirtualRanks(ends, ranks, team))
+
+
+def keys_of(loader):
+    """The keys of each batch until the loader ends or raises, and the error."""
+    found = []
+    try:
+        for batch in loader:
+            found.append(pop_step_info(batch).keys)
+    except BaseException as error:
+        return found, error
+    return found, None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("now"), OSError("disk"), StopIteration("end")])
+@pytest.mark.parametrize(("place", "at"), [("data", 30), ("cost", 30), ("collate", 11)])
+def test_what_raises_within_a_step_is_raised_once_and_loses_nothing(place, at, error):
+    expected, _ = keys_of(hosted())
+    threads, start = {*threading.enumerate()}, time.monotonic()
+    loader = hosted(**{place: Breaks(error, at)})
+    found, raised = keys_of(loader)
+    assert time.monotonic() - start < TIMEOUT_S
+    assert isinstance(error, Exception) or raised is error
+    if place == "cost" and isinstance(error, StopIteration):
+        assert "`cost_fn` raised StopIteration" in str(raised)
+    state = loader.state_dict()
+    again = hosted()
+    again.load_state_dict(state)
+    for resumed in (loader, again):
+        rest, later = keys_of(resumed)
+        assert raised is not None and later is None
+        assert found + rest == expected
+    assert {*threading.enumerate()} == threads
+
+
+def test_virtual_ranks_that_do_not_stand_at_the_same_step_are_named():
+    states = []
+    for batches in (3, 6):
+        it = iter(loader := hosted())
+        for _ in range(batches):
+            next(it)
+        states.append(loader.root.state_dict())
+    states[0]["sources"]["1"] = states[1]["sources"]["1"]
+    node = hosted().root
+    node.reset(states[0])
+    with pytest.raises(
+        StateError, match="virtual ranks .* do not go on from .*they differ in .*step"
+    ):
+        next(node)

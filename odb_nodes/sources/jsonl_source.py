@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -101,7 +102,7 @@ class JsonlSource(ShardedOrder[Any]):
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         super().__init__(self._ends[-1], shuffle, seed, rank, world_size)
-        self._open: dict[int, IO[bytes]] = {}
+        self._open = _files_of(self)
         self._to_mend: set[int] = set()  # files with a record that is not valid
 
     def copy(
@@ -122,7 +123,8 @@ class JsonlSource(ShardedOrder[Any]):
         """
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
         EpochNode.__init__(source)
-        source._open, source._to_mend, source._index = {}, set(), [*self._index]
+        source._open, source._to_mend = _files_of(source), set()
+        source._index = [*self._index]
         if rank is not None and world_size is not None:
             source._rank, source._world_size = rank, world_size
         source._shuffle = self._shuffle if shuffle is None else shuffle
@@ -198,8 +200,7 @@ class JsonlSource(ShardedOrder[Any]):
 
     def close(self) -> None:
         """Close the files that are open. The next record opens its own again."""
-        while self._open:
-            self._open.popitem()[1].close()
+        _close_all(self._open)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
@@ -280,3 +281,15 @@ class JsonlSource(ShardedOrder[Any]):
             )
         self._index[file] = index
         self._to_mend.remove(file)
+
+
+def _files_of(source: JsonlSource) -> dict[int, IO[bytes]]:
+    """Return what holds the open files of a source, and closes them when it is gone."""
+    files: dict[int, IO[bytes]] = {}
+    weakref.finalize(source, _close_all, files)
+    return files
+
+
+def _close_all(files: dict[int, IO[bytes]]) -> None:
+    while files:
+        files.popitem()[1].close()

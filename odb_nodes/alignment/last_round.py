@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.peers import Ask, Exchanges
-from odb_nodes.contract.node import recall
+from odb_nodes.contract.node import restore_items
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import tokens_of
@@ -85,7 +85,7 @@ class TailBalancer:
         items = [ItemKey(one.source, one.key, self._world_size, one.repeat) for one in received]
         made: list[Sample] = []
         others: list[str] = []  # what has become of samples that are not what they were
-        for sample, one in zip(recall(self._source, items), received, strict=True):
+        for sample, one in zip(restore_items(self._source, items), received, strict=True):
             if isinstance(sample, Skipped):
                 self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
                 others.append(f"a sample{name_of(sample)} is skipped here {sample.why}")

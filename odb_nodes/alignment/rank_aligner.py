@@ -26,7 +26,7 @@ from odb_nodes.alignment.peers import (
 )
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.graph import budget_below, describe_empty_epoch, remaining_samples, walk
-from odb_nodes.contract.node import call_member, check_node, recalls, snapshot
+from odb_nodes.contract.node import call_member, can_restore, check_node, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
@@ -516,7 +516,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         filler = [self._filler] if self._filler is not None and at.filler is None else []
         groups = self._steps.groups()[at.emitted :]
         held = [*groups, self._planner.lookahead or [], filler]
-        self._held = HeldSamples.of(held, as_records=recalls(self.source))
+        self._held = HeldSamples.of(held, as_records=can_restore(self.source))
 
     def _end_round(self) -> None:
         """Stand at the beginning of the next round, or at the end of the epoch."""

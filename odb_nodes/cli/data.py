@@ -304,7 +304,7 @@ def _dataset_of(data: str) -> Any:
     from odb_nodes.sources import JsonlSource
 
     source = JsonlSource(paths, 0, 1, shuffle=False)
-    return source.copy(shuffle=source.recalls)  # a loader, too, cannot shuffle compressed files
+    return source.copy(shuffle=source.can_restore)  # a loader, too, cannot shuffle compressed files
 
 
 def _saved_dataset(path: Path) -> Any:

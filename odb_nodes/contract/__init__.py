@@ -1,6 +1,13 @@
 """What every node is: its state, its epochs, and what a graph of them can be asked."""
 
-from odb_nodes.contract.node import EpochNode, EpochState, StatefulNode, recall, recalls, snapshot
+from odb_nodes.contract.node import (
+    EpochNode,
+    EpochState,
+    StatefulNode,
+    can_restore,
+    restore_items,
+    snapshot,
+)
 from odb_nodes.contract.state import NodeState, SourceState, SourceStates, copy_state
 
 __all__ = [
@@ -10,8 +17,8 @@ __all__ = [
     "SourceState",
     "SourceStates",
     "StatefulNode",
+    "can_restore",
     "copy_state",
-    "recall",
-    "recalls",
+    "restore_items",
     "snapshot",
 ]

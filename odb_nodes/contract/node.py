@@ -122,8 +122,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
       pass unseen; and no state is given out that would stand after that item.
 
     A node that reads data may define `read(key) -> item` beside `item_key`: a restore then reads
-    just the items that it needs. A node in between may pass that on by `recalls`, `recall(items)`
-    and `select(wanted)`, as `LengthObserver` does.
+    just the items that it needs. A node in between may pass that on by `can_restore`,
+    `restore_items(items)` and `select(wanted)`, as `LengthObserver` does.
 
     A node of many small items may define `next_items` beside `next`. It is not used in a class that
     defines `next`, `item_key` or `item_location` anew, or takes it from a mixin, without
@@ -471,21 +471,21 @@ def _name(holder: object) -> str:
 # --- items by their keys --------------------------------------------------------------------------
 
 
-def recalls(node: BaseNode[Any]) -> bool:
+def can_restore(node: BaseNode[Any]) -> bool:
     """Tell whether a node can make each of its items again from what `item_key` said of it.
 
-    A node that reads data can if it has `read(key)`; one of another kind says so by `recalls`.
+    A node that reads data can if it has `read(key)`; one of another kind says so by `can_restore`.
     """
-    if isinstance(said := getattr(node, "recalls", None), bool):
+    if isinstance(said := getattr(node, "can_restore", None), bool):
         return said
     item_key = getattr(type(node), "item_key", None)
     tells_keys = item_key is not None and item_key is not StatefulNode.item_key
     return tells_keys and callable(getattr(node, "read", None))
 
 
-def recall(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
-    """Yield items of this epoch again, of a node that `recalls`; it goes on where it stands."""
-    if callable(own := getattr(node, "recall", None)):
+def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
+    """Yield items of this epoch again, of a node for which `can_restore` is true; its place stays."""
+    if callable(own := getattr(node, "restore_items", None)):
         yield from own(items)
     else:
         yield from (node.read(item.key) for item in items)  # type: ignore[attr-defined]

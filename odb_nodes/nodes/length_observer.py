@@ -12,7 +12,7 @@ from odb_nodes._core.checks import check_callable
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.contract import NodeState, SourceState, StatefulNode, snapshot
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import call_member, check_node, checked_key, recall, recalls
+from odb_nodes.contract.node import call_member, can_restore, check_node, checked_key, restore_items
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import made_of, observe_sample
 from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
@@ -82,13 +82,13 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         return sample
 
     @property
-    def recalls(self) -> bool:
+    def can_restore(self) -> bool:
         """Whether the source can make its items again."""
-        return recalls(self.source)
+        return can_restore(self.source)
 
-    def recall(self, items: Sequence[ItemKey]) -> Iterator[Sample | Skipped]:
+    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Sample | Skipped]:
         """Yield samples of this epoch again."""
-        for data, item in zip(recall(self.source, items), items, strict=True):
+        for data, item in zip(restore_items(self.source, items), items, strict=True):
             yield self._observed(data, item, f"the sample of {item}")
 
     def select(self, wanted: Sequence[bool]) -> bool:

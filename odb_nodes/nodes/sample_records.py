@@ -16,7 +16,7 @@ from odb_nodes._core.codec import from_bytes, to_bytes
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.config import mismatch_is_allowed
-from odb_nodes.contract.node import recall
+from odb_nodes.contract.node import restore_items
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.planning import RollingPool
 from odb_nodes.planning.table import ORDINALS, IntArray
@@ -187,7 +187,7 @@ class SampleRecords:
 
     def restore(self, source: BaseNode[Any], node: str) -> list[Sample]:
         """Return the samples, which the source makes again."""
-        again = with_progress(recall(source, self.items()), len(self))
+        again = with_progress(restore_items(source, self.items()), len(self))
         return [self.checked(index, sample, node) for index, sample in enumerate(again)]
 
     def checked(self, index: int, sample: Sample | Skipped, node: str) -> Sample:

@@ -16,7 +16,7 @@ from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState, StatefulNode, copy_state
 from odb_nodes.contract.config import smaller_budget_is_allowed
 from odb_nodes.contract.graph import known_length_of
-from odb_nodes.contract.node import check_node, recall, recalls, take
+from odb_nodes.contract.node import can_restore, check_node, restore_items, take
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.exclusions import (
     CountsExclusions,
@@ -211,17 +211,17 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
     @property
     def has_keys(self) -> bool:
         """Whether any rank can make the samples of groups again, by their keys."""
-        return self._mode == "replay" and recalls(self.source)
+        return self._mode == "replay" and can_restore(self.source)
 
     @property
-    def recalls(self) -> bool:
+    def can_restore(self) -> bool:
         """Whether samples of groups can be made again: by their keys, or their numbers."""
         return self._mode == "replay"
 
-    def recall(self, items: Sequence[ItemKey]) -> Iterator[Sample]:
+    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Sample]:
         """Yield samples of this epoch again, those without keys right after a restore."""
         if self._has_keys:
-            return recall(self.source, items)
+            return restore_items(self.source, items)
         missing = [item.key for item in items if item.key not in self._planned]
         if missing:
             raise StateError(
@@ -379,7 +379,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         self._exclusions = ExclusionCounter(budget, keys, said)
         self._log = PoolLog(self._pool)
         self._encoded: dict[int, bytes] = {}
-        self._has_keys = recalls(self.source) or self._mode == "payload"
+        self._has_keys = can_restore(self.source) or self._mode == "payload"
         self._floor_until = 0  # age of the samples whose numbers may be as low as `_floor`
         self._floor = 0
         self.release()
@@ -410,7 +410,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
             samples = [*map(decode_sample, payload)]
             self._encoded.update(zip(ordinals, payload, strict=True))
         elif len(records) and not numbers:
-            if not recalls(self.source):
+            if not can_restore(self.source):
                 raise StateError(
                     f"{name} cannot restore its pool: the state has keys of its samples, but the "
                     "source cannot read items by their keys any more. Build the graph as it was."

@@ -15,7 +15,7 @@ from odb_nodes._core.ranks import resolve_rank
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.contract import EpochNode, copy_state, snapshot
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import check_node, format_location, recall, recalls
+from odb_nodes.contract.node import can_restore, check_node, format_location, restore_items
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_reader import ChunkReader, ReadItems
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
@@ -183,17 +183,17 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         return self._key
 
     @property
-    def recalls(self) -> bool:
+    def can_restore(self) -> bool:
         """Whether the source can make its items again."""
-        return recalls(self.source)
+        return can_restore(self.source)
 
-    def recall(self, items: Sequence[ItemKey]) -> Iterator[T]:
+    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[T]:
         """Yield samples of this epoch again, processed in parallel; `next` goes on as before.
 
         Raises:
             SampleError, WorkerError: see `next`.
         """
-        again, start = recall(self.source, items), 0
+        again, start = restore_items(self.source, items), 0
         waiting: deque[Submitted] = deque()
         try:
             while keys := items[start : start + self.runner.chunk_items]:

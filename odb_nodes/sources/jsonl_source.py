@@ -167,7 +167,7 @@ class JsonlSource(ShardedOrder[Any]):
         return ItemKey("", key, self._world_size, self._epochs.cycle)
 
     @property
-    def recalls(self) -> bool:
+    def can_restore(self) -> bool:
         """Whether records can be read again by file and offset: not of compressed files."""
         plain = not any(map(is_compressed, self._paths))
         return plain and max(self._sizes) < 1 << _OFFSET_BITS

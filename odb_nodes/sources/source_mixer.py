@@ -11,7 +11,13 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
-from odb_nodes.contract.node import ItemLocation, call_member, check_node, recall, recalls
+from odb_nodes.contract.node import (
+    ItemLocation,
+    call_member,
+    can_restore,
+    check_node,
+    restore_items,
+)
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
 from odb_nodes.sources.mixer_state import MixerState
@@ -242,11 +248,11 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return None if within is None else within.of_source(self._last)
 
     @property
-    def recalls(self) -> bool:
+    def can_restore(self) -> bool:
         """Whether all sources can make their items again."""
-        return all(map(recalls, self.sources.values()))
+        return all(map(can_restore, self.sources.values()))
 
-    def recall(self, items: Sequence[ItemKey]) -> Iterator[Any]:
+    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Any]:
         """Yield items of this epoch again.
 
         Raises:
@@ -258,7 +264,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             name = self._source_of(item)
             order.append(name)
             inner[name].append(item._replace(source=item.source[len(name) + 1 :]))
-        again = {name: recall(node, inner[name]) for name, node in self.sources.items()}
+        again = {name: restore_items(node, inner[name]) for name, node in self.sources.items()}
         for name in order:
             item = next(again[name])
             is_sample = isinstance(item, (Sample, Skipped))

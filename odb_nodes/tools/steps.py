@@ -28,7 +28,7 @@ from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
-from odb_nodes.contract.node import recall, recalls
+from odb_nodes.contract.node import can_restore, restore_items
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
@@ -87,7 +87,7 @@ def remake_from_ledger(
         )
         for rank, graph in enumerate(graphs):
             begin_epoch(graph.samples, epoch)
-            groups.append([graph.recall(one[rank], hub.world_size) for one in steps])
+            groups.append([graph.restore_items(one[rank], hub.world_size) for one in steps])
             close_nodes(graph.samples, _TIMEOUT_S)
         index = sorted(records).index(step)
         items = [_with_info(graphs[rank], groups, steps, rank, index) for rank in ranks]
@@ -159,11 +159,11 @@ class _Graph:
         """Steps of an optimizer step."""
         return 1 if self.aligner is None else self.aligner.accumulate
 
-    def recall(self, record: StepRecord, world_size: int) -> list[Sample]:
+    def restore_items(self, record: StepRecord, world_size: int) -> list[Sample]:
         """Return the samples of a step of this rank."""
         if None in record.keys:
             raise StateError("a sample of this step has no key, so it cannot be read again.")
-        if not recalls(self.samples):
+        if not can_restore(self.samples):
             raise ValueError(
                 "a source of this loader cannot read items by their keys. Make the step again from "
                 "a checkpoint before it: `remake_from_checkpoint`."
@@ -174,7 +174,7 @@ class _Graph:
             for key, source, repeat, is_own in rows
             if key is not None
         ]
-        samples = list(recall(self.samples, items))
+        samples = list(restore_items(self.samples, items))
         for sample, key, source in zip(samples, record.keys, record.sources, strict=True):
             if not isinstance(sample, Sample) or (sample.key, sample.source) != (key, source):
                 raise StateError(

@@ -29,7 +29,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.contract import EpochNode, EpochState, recalls
+from odb_nodes.contract import EpochNode, EpochState, can_restore
 from odb_nodes.nodes.sample_records import SampleRecords
 
 ROUND = 8
@@ -376,7 +376,7 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
     class Reader(Shelf):
         item_key = EpochNode.item_key
 
-    assert recalls(Shelf()) and not recalls(Reader())
+    assert can_restore(Shelf()) and not can_restore(Reader())
 
 
 @pytest.mark.filterwarnings("ignore:.*Further ones")
@@ -432,7 +432,7 @@ def test_what_a_restore_was_to_make_is_not_made_where_nobody_waits_for_it():
     workers = WorkerOptions(num_workers=1, chunk_size=2, in_flight_samples=200, method="thread")
     node = ParallelProcessor(ShardedSampler(200, shuffle=False), slow, seed=None, workers=workers)
     node.reset(None)
-    again = node.recall([ItemKey("", n, 1) for n in range(200)])
+    again = node.restore_items([ItemKey("", n, 1) for n in range(200)])
     next(again)
     again.close()
     assert next(node)["input_ids"] == [0]

@@ -484,7 +484,7 @@ def can_restore(node: BaseNode[Any]) -> bool:
 
 
 def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
-    """Yield items of this epoch again, of a node for which `can_restore` is true; its place stays."""
+    """Yield items of this epoch again, of a node that can; it goes on where it stands."""
     if callable(own := getattr(node, "restore_items", None)):
         yield from own(items)
     else:

@@ -202,9 +202,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 waiting.append(self.runner.submit(task))
                 start = stop
                 while waiting and stop - waiting[0].task.positions[-1] > self.runner.items_ahead:
-                    yield from self._recalled(waiting.popleft())
+                    yield from self._restored(waiting.popleft())
             while waiting:
-                yield from self._recalled(waiting.popleft())
+                yield from self._restored(waiting.popleft())
         finally:
             if waiting:  # Nobody waits for them any more.
                 self.runner.discard()
@@ -301,7 +301,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     ) -> ChunkTask:
         return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions)
 
-    def _recalled(self, submitted: Submitted) -> list[T]:
+    def _restored(self, submitted: Submitted) -> list[T]:
         results, failure = self.runner.results(submitted)
         if failure is not None:
             where = f"which is made again for a restore ({submitted.task.keys[len(results)]})"

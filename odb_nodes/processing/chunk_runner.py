@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from odb_nodes._core.processes import deferred_interrupt
+from odb_nodes._core.processes import Owner, deferred_interrupt
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import (
@@ -18,11 +18,9 @@ from odb_nodes.processing.chunk import (
     Failure,
     describe_unread,
 )
-from odb_nodes.processing.chunk_fit import ChunkFit
 from odb_nodes.processing.collate_request import BatchMaker, BatchResult
 from odb_nodes.processing.limits import is_picklable
-from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.pools import WorkerPool, start_pool
+from odb_nodes.processing.options import AUTO, WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.ray_pool import RayPool
 from odb_nodes.processing.shared_pages import CAN_SHARE
@@ -30,6 +28,91 @@ from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
 from odb_nodes.processing.thread_pool import ThreadPool
 from odb_nodes.processing.transport import unpack, unpack_facts
 from odb_nodes.step_info import StepInfo
+
+_FIRST_ITEMS = 4
+_CHUNK_S = 0.02
+_CHUNK_BYTES = 1 << 20
+_GROWTH = 2  # from one chunk to the next: the first items may be cheap by chance
+_NEWS = 0.25  # weight of the last chunk in what an item is taken to have
+
+
+class ChunkFit:
+    """Fits chunks to the time and the bytes that their items have taken so far.
+
+    A chunk costs a message and two pickles, whatever is in it; one that takes long keeps the next
+    batch waiting, while other workers are idle. What is in a chunk decides nothing else.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.items = options.nominal_chunk_samples
+        """Items of the next chunk."""
+        self._fits = options.chunk_size == AUTO and options.num_workers > 0
+        # Two for each worker: one that it processes, and one that waits for it.
+        self._chunks = 2 * options.num_workers
+        shared = options.samples_ahead // max(1, self._chunks)
+        self._most = min(options.most_chunk_samples, max(1, shared))
+        if self._fits:
+            self.items = min(_FIRST_ITEMS, self._most)
+        self._ahead, self._most_bytes = options.samples_ahead, options.in_flight_bytes
+        self._items_seen = 0
+        self._item_bytes = 0.0
+
+    @property
+    def items_ahead(self) -> int:
+        """Items that may be in flight, beyond the chunk in hand.
+
+        There are few before it is known what they have: twice as many as have come.
+        """
+        if self._most_bytes is None:
+            return self._ahead
+        most: float = 2 * self._items_seen
+        if self._item_bytes:
+            most = min(most, self._most_bytes / self._item_bytes)
+        return min(self._ahead, max(self._chunks * self.items, int(most)))
+
+    def note(self, items: int, seconds: float, size_bytes: int) -> None:
+        """Note what a chunk has taken."""
+        if not items:
+            return
+        self._items_seen += items
+        if size_bytes:
+            known = self._item_bytes or size_bytes / items
+            self._item_bytes = known + _NEWS * (size_bytes / items - known)
+        if not self._fits:
+            return
+        share = max(seconds / _CHUNK_S, size_bytes / _CHUNK_BYTES, 1e-9)
+        self.items = int(max(1, min(items / share, _GROWTH * self.items, self._most)))
+
+
+class WorkerPool(Protocol):
+    """Processes chunks in parallel and returns the results in futures.
+
+    Attributes:
+        owner: the process that the workers belong to.
+    """
+
+    owner: Owner
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk."""
+
+    def what_hangs(self, future: Future[ChunkResult]) -> str:
+        """Return what keeps a chunk from being done, and what to do."""
+
+    def discard(self) -> None:
+        """Skip queued chunks that no worker has begun: nobody waits for them any more."""
+
+    def close(self) -> None:
+        """Stop the workers; may be called again, and from any thread. Only the owner's does."""
+
+
+def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> WorkerPool:
+    """Start the workers that `options` ask for."""
+    if options.method == "thread":
+        return ThreadPool(processor, options)
+    if options.method == "ray":
+        return RayPool(processor, options)
+    return ProcessPool(processor, options)
 
 
 class Submitted(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,17 +14,34 @@ from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes._core.seeds import declares_draws
-from odb_nodes.contract import EpochNode, copy_state, snapshot
+from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state, snapshot
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import can_restore, check_node, format_location, restore_items
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_reader import ChunkReader, ReadItems
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.processor_state import ProcessorState
 from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class ProcessorState(EpochState):
+    """Where a `ParallelProcessor` stands.
+
+    Attributes:
+        source: the state of the source before the chunk in hand.
+        taken: items of that chunk that are out.
+        position: items of the epoch that are out.
+        taken_of: source -> how many of `taken` are of it, and the `repeat` of the last, where
+            sources have names.
+    """
+
+    source: SourceState
+    taken: int
+    position: int
+    taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class _Chunk(NamedTuple):

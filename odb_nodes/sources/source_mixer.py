@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.ranks import resolve_rank
-from odb_nodes.contract import StatefulNode, snapshot
+from odb_nodes.contract import NodeState, SourceStates, StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.node import (
     ItemLocation,
@@ -20,7 +21,6 @@ from odb_nodes.contract.node import (
 )
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
-from odb_nodes.sources.mixer_state import MixerState
 from odb_nodes.sources.mixing import (
     Mixing,
     Stop,
@@ -30,7 +30,68 @@ from odb_nodes.sources.mixing import (
     checked_weights,
 )
 from odb_nodes.sources.weight_schedule import WeightSchedule
-from odb_nodes.sources.weighted_round_robin import WeightedRoundRobin
+
+
+class WeightedRoundRobin:
+    """Chooses among sources by weights, also where these change.
+
+    Each source has a target: what it should have had when the weights last changed. What it has had
+    since then is compared with its weight, so that an item more or less is made up for after the
+    change, and the shares do not drift however often the weights change.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], targets: Mapping[str, float] | None = None
+    ) -> None:
+        self.weights = weights
+        """The weights in force. Shared: not to be changed."""
+        self.targets = dict(targets or dict.fromkeys(weights, 0.0))
+        """What each source should have had at the last change."""
+
+    def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
+        """Return the source that is next; of equals, the first."""
+        weights, targets = self.weights, self.targets
+        on = [name for name in names if weights[name]]
+        return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
+
+    def turn_to(
+        self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
+    ) -> None:
+        """Choose by weights from now on, which may be others."""
+        if weights is self.weights or weights == self.weights:
+            return
+        targets = self.targets
+        on = [name for name in names if self.weights[name]]
+        if on:
+            since = sum(had[name] - targets[name] for name in on)
+            rounds = since / sum(self.weights[name] for name in on)
+            targets = targets | {name: targets[name] + self.weights[name] * rounds for name in on}
+        self.weights, self.targets = weights, targets
+
+
+@dataclass(kw_only=True)
+class MixerState(NodeState):
+    """Where a `SourceMixer` stands.
+
+    Attributes:
+        sources: the states of the sources, by name.
+        samples: samples of the epoch so far, by source.
+        tokens: tokens of the epoch so far, by source.
+        exhausted: the sources that were exhausted at least once in the epoch, in that order.
+        ended: the epoch has ended.
+        weights: by which the last item was drawn, where they follow a schedule or were set.
+        targets: what each source should have had when they last changed; likewise.
+        had: sources that ranks had samples of before the epoch was dealt to another number of them.
+    """
+
+    sources: SourceStates
+    samples: dict[str, int]
+    tokens: dict[str, int]
+    exhausted: list[str]
+    ended: bool
+    weights: dict[str, float] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
+    had: list[str] = field(default_factory=list)
 
 
 class SourceMixer(StatefulNode[Any, MixerState]):

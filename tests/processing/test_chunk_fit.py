@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from odb_nodes import ParallelProcessor, ShardedSampler, WorkerOptions
-from odb_nodes.processing.chunk_fit import ChunkFit
+from odb_nodes.processing.chunk_runner import ChunkFit
 
 MIB = 1 << 20
 

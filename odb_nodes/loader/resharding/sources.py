@@ -19,10 +19,10 @@ from odb_nodes.loader.resharding.sealed import (
     sealed_for_ranks,
 )
 from odb_nodes.nodes.length_observer import ObserverState
-from odb_nodes.processing.processor_state import ProcessorState
-from odb_nodes.sources.mixer_state import MixerState
+from odb_nodes.processing.parallel_processor import ProcessorState
 from odb_nodes.sources.sharded_sampler import SamplerState
 from odb_nodes.sources.share import Share, dealt
+from odb_nodes.sources.source_mixer import MixerState
 
 TakenOf = Mapping[str, tuple[int, int]]
 

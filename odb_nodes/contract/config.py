@@ -16,7 +16,9 @@ __all__ = [
     "allow_mismatch",
     "allow_smaller_budget",
     "check_config",
+    "epoch_is_left",
     "equal",
+    "leave_epoch",
     "mismatch_is_allowed",
     "sealed_configs",
     "several_changes",
@@ -43,6 +45,7 @@ _OF_THE_JOB = "RankAligner"  # the node whose ranks are those of the job
 
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_strict", default=True)
 _smaller: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_smaller", default=False)
+_left: contextvars.ContextVar[bool] = contextvars.ContextVar("odb_nodes_left", default=False)
 
 
 @contextlib.contextmanager
@@ -63,6 +66,21 @@ def allow_smaller_budget(allow: bool = True) -> Iterator[None]:
         yield
     finally:
         _smaller.reset(token)
+
+
+@contextlib.contextmanager
+def leave_epoch(leave: bool = True) -> Iterator[None]:
+    """Within this context a state is restored whose epoch does not go on: the next one follows."""
+    token = _left.set(leave)
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def epoch_is_left() -> bool:
+    """Tell whether nothing follows in the epoch of the state that is being loaded."""
+    return _left.get()
 
 
 def smaller_budget_is_allowed() -> bool:

@@ -211,7 +211,7 @@ KINDS = {
         {"sampler": lambda: WeightedSampler(range(1, SAMPLES + 1), replacement=False)}, False
     ),
     "drawn again": Kind({"sampler": lambda: WeightedSampler(range(SAMPLES))}, False, once=False),
-    "own data": Kind({"sharded": True, "dataset": range(60)}, False, once=False, ranks=(2,)),
+    "own data": Kind({"sharded": True, "dataset": range(60)}, False, once=False, ranks=(2, 3)),
     "iterable": Kind({"dataset": lambda *_: Shuffled()}, moves=False),
     "stateful": Kind({"dataset": lambda *_: Stateful()}, moves=False),
     "records": Kind({"dataset": read()}),

@@ -32,6 +32,7 @@ _CONTEXT_CHARACTERS = 40
 
 _mismatch: contextvars.ContextVar[bool] = contextvars.ContextVar("mismatch", default=False)
 _smaller: contextvars.ContextVar[bool] = contextvars.ContextVar("smaller", default=False)
+_left: contextvars.ContextVar[bool] = contextvars.ContextVar("left", default=False)
 
 
 def allow_mismatch(allow: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -56,6 +57,16 @@ def _setting(variable: contextvars.ContextVar[bool], value: bool) -> Iterator[No
 def mismatch_is_allowed() -> bool:
     """Tell whether the state that is being loaded need not fit."""
     return _mismatch.get()
+
+
+def leave_epoch(leave: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Within this context a state is restored whose epoch does not go on: the next one follows."""
+    return _setting(_left, leave)
+
+
+def epoch_is_left() -> bool:
+    """Tell whether nothing follows in the epoch of the state that is being loaded."""
+    return _left.get()
 
 
 def smaller_budget_is_allowed() -> bool:

@@ -16,7 +16,12 @@ from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.processes import Owner
 from odb_nodes.contract import NodeState, SourceState, copy_state, snapshot
-from odb_nodes.contract.config import allow_mismatch, allow_smaller_budget, several_changes
+from odb_nodes.contract.config import (
+    allow_mismatch,
+    allow_smaller_budget,
+    leave_epoch,
+    several_changes,
+)
 from odb_nodes.contract.graph import (
     begin_epoch,
     close_nodes,
@@ -270,7 +275,11 @@ class Loader(Generic[T]):
 
     def _restore(self, state: LoaderState) -> LoaderIterator[T]:
         try:
-            with allow_mismatch(not self._strict), allow_smaller_budget(self._change_budget):
+            with (
+                allow_mismatch(not self._strict),
+                allow_smaller_budget(self._change_budget),
+                leave_epoch(state.left),
+            ):
                 self.root.reset(copy_state(state.root))
         except StateError as error:
             if self._strict and (changes := self._changes(state)) is not None:

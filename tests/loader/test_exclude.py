@@ -266,3 +266,17 @@ def test_over_real_ranks_with_workers(tmp_path):
     """
     steps = run_ranks(tmp_path, body, 2, Path(__file__).parent)
     assert steps[0] == steps[1] > 3
+
+
+def test_a_state_within_an_optimizer_step_of_an_epoch_that_is_left_admits_more():
+    batches = iter(loader := loader_of(accumulate=3))
+    next(batches)
+    resumed = loader_of(accumulate=3, exclude=[3])
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="within an optimizer step"):
+        iter(resumed)
+    loader.set_epoch(2)
+    resumed.load_state_dict(loader.state_dict())
+    expected = loader_of(accumulate=3, exclude=[3])
+    expected.set_epoch(2)
+    assert taken(resumed) == taken(expected)

@@ -292,39 +292,3 @@ class ExclusionCounter:
             )
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1
         self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
-
-
-class CountsExclusions:
-    """What a node says of the samples that its counter has left out."""
-
-    _exclusions: ExclusionCounter
-
-    @property
-    def excluded(self) -> ExcludedKeys:
-        """The keys that are excluded: those of the argument, and those of a loaded state."""
-        return self._exclusions.keys
-
-    @property
-    def excluded_samples(self) -> int:
-        """Samples of this epoch that were left out by their keys so far."""
-        return self._exclusions.excluded
-
-    @property
-    def dropped_samples(self) -> int:
-        """Samples of this epoch that `oversize="drop"` left out so far."""
-        return self._exclusions.dropped
-
-    @property
-    def oversize_samples(self) -> int:
-        """Samples of this epoch that exceeded the budget on their own so far."""
-        return self._exclusions.oversize
-
-    @property
-    def skipped_samples(self) -> dict[str, int]:
-        """Samples of this epoch that processing `Skipped` so far, by its reason."""
-        return dict(self._exclusions.skipped)
-
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were skipped or dropped since the last call."""
-        taken, self._exclusions.left_out = self._exclusions.left_out, []
-        return taken

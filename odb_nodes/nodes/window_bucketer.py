@@ -19,7 +19,6 @@ from odb_nodes.contract.graph import known_length_of
 from odb_nodes.contract.node import can_restore, check_node, restore_items, take
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.exclusions import (
-    CountsExclusions,
     Exclude,
     ExcludedKeys,
     ExcludedState,
@@ -100,7 +99,7 @@ class BucketerState(NodeState):
     window: tuple[int, bool, int, int, int] | None
 
 
-class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]):
+class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
 
     No pooled sample gets older than 5 windows (see `RollingPool`).
@@ -197,6 +196,36 @@ class WindowBucketer(CountsExclusions, StatefulNode[list[Sample], BucketerState]
         """Return the samples that remain, or `None` where the source has no length."""
         length = self._pool.pulled if self.planner.ended else known_length_of(self.source)
         return None if length is None else len(self._pool) + max(0, length - self._pool.pulled)
+
+    @property
+    def excluded(self) -> ExcludedKeys:
+        """The keys that are excluded: those of the argument, and those of a loaded state."""
+        return self._exclusions.keys
+
+    @property
+    def excluded_samples(self) -> int:
+        """Samples of this epoch that were left out by their keys so far."""
+        return self._exclusions.excluded
+
+    @property
+    def dropped_samples(self) -> int:
+        """Samples of this epoch that `oversize="drop"` left out so far."""
+        return self._exclusions.dropped
+
+    @property
+    def oversize_samples(self) -> int:
+        """Samples of this epoch that exceeded the budget on their own so far."""
+        return self._exclusions.oversize
+
+    @property
+    def skipped_samples(self) -> dict[str, int]:
+        """Samples of this epoch that processing `Skipped` so far, by its reason."""
+        return dict(self._exclusions.skipped)
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were skipped or dropped since the last call."""
+        taken, self._exclusions.left_out = self._exclusions.left_out, []
+        return taken
 
     # --- what a `RankAligner` asks of it --------------------------------------------------------
 

@@ -159,6 +159,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def __init__(self) -> None:
         super().__init__()
+        for name in ("begin_epoch", "restore", "save"):
+            if getattr(type(self), name) is getattr(StatefulNode, name):
+                raise TypeError(f"`{type(self).__name__}` must define `{name}`.")
         self.__is_made = True
         self.__is_reset = False
 
@@ -302,7 +305,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
         name, config, saved = type(self).__name__, self.fingerprint(), self.save()
-        if not self.__is_checked:  # once after a reset: some ask for a state at each item
+        # Once after a reset, since some ask for a state at each item.
+        if not self.__is_checked or type(saved) is not self.STATE:
             check_saved(name, config, self.STATE, saved)
             self.__is_checked = True
         declared: Any = self.STATE

@@ -119,6 +119,8 @@ def check_declaration(node: str, declared: Any, base: type[Any]) -> None:
         raise TypeError(
             f"`{declared.__name__}` must be a dataclass: put `@dataclass(kw_only=True)` over it."
         )
+    if "__slots__" in vars(declared):
+        raise TypeError(f"`{declared.__name__}` must be a dataclass without `slots`.")
     try:
         names = {*_hints(declared)}
     except NameError as error:
@@ -143,13 +145,21 @@ def source_fields(declared: Any) -> frozenset[str]:
     return frozenset(name for name, hint in _hints(declared).items() if hint in states)
 
 
-def check_saved(node: str, config: object, declared: Any, saved: object) -> None:
+def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
     """Raise a `TypeError` unless a node saves what it declares, as plain data."""
     if not isinstance(config, dict):
         raise TypeError(f"`fingerprint` of `{node}` must return a dict, but returned {config!r}.")
-    if not isinstance(saved, declared):
-        expected = declared.__name__
-        raise TypeError(f"`save` of `{node}` must return its `{expected}`, not {saved!r:.80}.")
+    expected: Any = declared  # `type(saved) is declared` would narrow it
+    if type(saved) is not expected:
+        raise TypeError(
+            f"`save` of `{node}` must return its `STATE`, which is `{expected.__name__}`, but "
+            f"returned {saved!r:.80}. Declare what it returns: `STATE = ...`."
+        )
+    if others := vars(saved).keys() - {one.name for one in fields(declared)}:
+        raise TypeError(
+            f"what `save` of `{node}` returned has {sorted(others)}, which are no fields of "
+            f"`{declared.__name__}`. Declare them there."
+        )
     for name in vars(saved).keys() - source_fields(declared):
         value = copy_state(getattr(saved, name))
         if not _is_plain(value):

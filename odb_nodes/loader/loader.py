@@ -290,7 +290,8 @@ class Loader(Generic[T]):
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise StateError(
                 f"a node cannot take its part of the state, or your own code raised {error!r}. "
-                "Build the graph with the same nodes in the same order as when it was saved."
+                "If it is yours, mend that; else build the graph with the same nodes in the same "
+                "order as when it was saved."
             ) from error
         if state.ended:
             self._see_end()

@@ -70,8 +70,8 @@ class BatchChecks:
             self._warn(
                 "targets",
                 f"no token of the optimizer step at step {info.step} of epoch {info.epoch} is "
-                f"supervised, on any rank: its {counted(info.optimizer_samples, 'sample')} have 0 "
-                "targets, so its loss is 0 or NaN, and it trains nothing. Targets are the labels "
+                f"supervised, on any rank: it has {counted(info.optimizer_samples, 'sample')} and "
+                "0 targets, so its loss is 0 or NaN, and it trains nothing. Targets are the labels "
                 f"after the first of a sample that are not {IGNORE_INDEX}, or what `observe` "
                 f"returns. If this is so in all steps, see whether all labels are {IGNORE_INDEX}: "
                 "what masks them in `process_fn` or the dataset, such as a template of the prompt "

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.planning.budget import TokenBudget, with_attention
+from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.sample import Sample
 
 AUTO: Literal["auto"] = "auto"
@@ -54,7 +54,7 @@ class PulledLengths(NamedTuple):
             patches: image patches of each, (n,).
         """
         lengths = np.asarray(tokens, dtype=np.int64)
-        costs = np.minimum(with_attention(lengths, budget.attention_tokens), budget.tokens)
+        costs = np.minimum(budget.row_cost(lengths), budget.tokens)
         all_patches = self.patches + int(np.sum(patches, dtype=np.int64))
         return PulledLengths(self.samples + len(lengths), self.cost + int(costs.sum()), all_patches)
 

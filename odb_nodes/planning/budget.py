@@ -20,26 +20,6 @@ ATTENTION_TOKENS = 12_288
 """Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
 
 
-def with_attention(tokens: Tokens, attention_tokens: int | None) -> Tokens:
-    """Return what rows cost: their tokens, and what attention adds, rounded down.
-
-    Args:
-        tokens: the length of a row, or of several, (n,) int64.
-        attention_tokens: the length at which attention costs as much as all else; `None` where it
-            costs nothing.
-    """
-    return tokens if attention_tokens is None else tokens + tokens * tokens // attention_tokens
-
-
-def longest_within(cost: int, attention_tokens: int | None) -> int:
-    """Return the length of the longest row that costs no more than `cost`; 0 where none does."""
-    if attention_tokens is None:
-        return cost
-    # The largest n with n + n * n // c <= cost, that is n * n + c * n < c * (cost + 1).
-    c = attention_tokens
-    return (isqrt(c * c + 4 * (c * (cost + 1) - 1)) - c) // 2
-
-
 RowSizes = Literal["any", "even", "friendly"]
 
 _FRIENDLY: IntArray = np.array(
@@ -156,8 +136,7 @@ class TokenBudget:
     @property
     def capacity(self) -> int:
         """Longest sample, in tokens, that is not oversize: a multiple of `pad_to_multiple_of`."""
-        longest = longest_within(self.tokens, self.attention_tokens)
-        return longest // self.pad_to_multiple_of * self.pad_to_multiple_of
+        return self.longest_within(self.tokens) // self.pad_to_multiple_of * self.pad_to_multiple_of
 
     def shape(self, tokens: Sequence[int]) -> Shape:
         """Return rows and width of the batch of a group.
@@ -210,9 +189,21 @@ class TokenBudget:
             return rows * width + sum(self.row_cost(one) - one for one in tokens)
         return rows * self.row_cost(width)
 
-    def row_cost(self, width: int) -> int:
-        """Return what a row costs: its width in tokens, and what attention over all of it adds."""
-        return with_attention(width, self.attention_tokens)
+    def row_cost(self, width: Tokens) -> Tokens:
+        """Return what a row costs: its width in tokens, and what attention adds, rounded down.
+
+        Args:
+            width: that of a row, or of several, (n,) int64.
+        """
+        c = self.attention_tokens
+        return width if c is None else width + width * width // c
+
+    def longest_within(self, cost: int) -> int:
+        """Return the width of the widest row that costs no more than `cost`; 0 where none does."""
+        if (c := self.attention_tokens) is None:
+            return cost
+        # The largest n with n + n * n // c <= cost, that is n * n + c * n < c * (cost + 1).
+        return (isqrt(c * c + 4 * (c * (cost + 1) - 1)) - c) // 2
 
     def shape_ladder(self) -> tuple[Shape, ...]:
         """Return the shapes that batches may have, from the narrowest up; none without `shapes`.
@@ -301,7 +292,7 @@ def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
     width = round_up(tokens, multiple)
     most = max(1, round(budget.tokens / budget.row_cost(width)))
     rows = int(allowed_rows(np.array([most]), budget.row_sizes)[0])
-    filling = longest_within(budget.tokens // rows, budget.attention_tokens)
+    filling = budget.longest_within(budget.tokens // rows)
     filling = max(filling // multiple, 1) * multiple
     return filling if max(filling / width, width / filling) ** 2 <= factor else width
 

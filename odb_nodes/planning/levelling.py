@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from odb_nodes.planning.alignment import SAMPLES, CostReport
-from odb_nodes.planning.budget import TokenBudget, with_attention
+from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
 from odb_nodes.sample import Sample
@@ -46,7 +46,7 @@ def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
 
 def work_of(tokens: Iterable[int], budget: TokenBudget) -> IntArray:
     """Return what samples of some lengths cost under a budget without padding, (n,) int64."""
-    return with_attention(np.array([*tokens], dtype=np.int64), budget.attention_tokens)
+    return budget.row_cost(np.array([*tokens], dtype=np.int64))
 
 
 def gifts(work: IntArray, surplus: float) -> list[int]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from odb_nodes.planning.budget import TokenBudget, with_attention
+from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
@@ -98,7 +98,7 @@ class Packing:
         if self._in_tokens:
             return table
         tokens, budget = table[TOKENS], self._budget
-        costs = with_attention(tokens, budget.attention_tokens)
+        costs = budget.row_cost(tokens)
         # Where the width of a row is rounded up, a sample may be oversize by that alone.
         costs[tokens > budget.capacity] = budget.tokens + 1
         return np.concatenate((costs[None], table[TOKENS + 1 :]))

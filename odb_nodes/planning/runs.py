@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.planning.budget import TokenBudget, allowed_rows, with_attention
+from odb_nodes.planning.budget import TokenBudget, allowed_rows
 from odb_nodes.planning.caps import NO_CAPS, offered_costs
 from odb_nodes.planning.diversity import diversities
 from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray, first_fit
@@ -93,7 +93,7 @@ class LengthRuns:
         return groups
 
     def _work(self, table: IntArray) -> IntArray:
-        return with_attention(table[TOKENS], self._budget.attention_tokens)
+        return self._budget.row_cost(table[TOKENS])
 
     def _full(self, table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Return first index, stop and cost of the longest run that ends with each sample."""
@@ -158,7 +158,7 @@ class LengthRuns:
         if budget.shapes is not None:
             # On a ladder, a run that does not fill its shape costs as much as one that does.
             rows = capacities
-        row_costs = with_attention(widths, budget.attention_tokens)
+        row_costs = budget.row_cost(widths)
         return first, rows * row_costs, row_costs
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
@@ -166,7 +166,7 @@ class LengthRuns:
         budget, multiple = self._budget, self._budget.pad_to_multiple_of
         widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
         # At least 1, since an oversize sample gets a group of its own.
-        row_costs = with_attention(widths, budget.attention_tokens)
+        row_costs = budget.row_cost(widths)
         capacities = np.maximum(budget.tokens // row_costs, 1)
         if budget.max_samples is not None:
             np.minimum(capacities, budget.max_samples, out=capacities)

@@ -222,7 +222,7 @@ def _budgets(
 def _windows(budget: TokenBudget, table: LengthTable, given: WindowSize) -> list[int]:
     """Return numbers of samples that are some budgets, on average, and the one that is given."""
     lengths = table.lengths()
-    mean = (lengths + lengths**2 / (budget.attention_tokens or math.inf)).mean()
+    mean = budget.row_cost(lengths).mean()
     windows = [2 ** round(math.log2(pool * budget.tokens / mean)) for pool in _POOLS]
     own = () if given == AUTO else (given,)
     return sorted({*(min(max(one, LEAST_WINDOW), MOST_WINDOW) for one in windows), *own})

@@ -527,8 +527,8 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
     def _check(self, sample: Any) -> None:
         if not isinstance(sample, (Sample, Skipped)):
             raise SampleError(
-                f"`source` of {self._name} must yield `Sample`, but yielded "
-                f"`{type(sample).__name__}` instead. Put a `LengthObserver` before it."
+                f"`source` of {self._name} must yield `Sample`, but `{type(self.source).__name__}` "
+                f"yielded `{type(sample).__name__}` instead. Put a `LengthObserver` before it."
             )
         if self._has_tasks:
             check_has_task(sample)

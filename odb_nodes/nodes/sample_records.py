@@ -104,7 +104,12 @@ class SampleRecords:
     def __len__(self) -> int:
         return len(self._costs)
 
-    def __getitem__(self, which: slice | npt.NDArray[Any]) -> SampleRecords:
+    def take(self, indices: npt.NDArray[np.intp]) -> SampleRecords:
+        """Return those at some indices: in a third of the time that a mask takes."""
+        rest = self._repeats.take(indices), self._numbers.take(indices), self.origins
+        return SampleRecords(self._costs.take(indices), self.keys.take(indices), *rest)
+
+    def __getitem__(self, which: slice) -> SampleRecords:
         rest = self._repeats[which], self._numbers[which], self.origins
         return SampleRecords(self._costs[which], self.keys[which], *rest)
 
@@ -276,7 +281,7 @@ class PooledRecords:
         pooled = np.zeros(self._pulled - first, dtype=bool)
         pooled[self._ordinals - first] = True
         records = SampleRecords.joined([records for _, records in self._parts])
-        return to_bits(pooled), records[pooled[known - first]].to_state(), None
+        return to_bits(pooled), records.take(np.flatnonzero(pooled[known - first])).to_state(), None
 
 
 class PooledSamples:
@@ -300,7 +305,8 @@ class PooledSamples:
 
 def to_bits(pooled: npt.NDArray[np.bool_]) -> bytes | None:
     """Return a bit for each sample, the last one first: whether it is pooled."""
-    return np.packbits(pooled[::-1]).tobytes().rstrip(b"\0") or None
+    # Of a view with a negative stride it would take ten times as long.
+    return np.packbits(pooled[::-1].copy()).tobytes().rstrip(b"\0") or None
 
 
 def from_bits(bits: bytes | None, pulled: int) -> list[int]:

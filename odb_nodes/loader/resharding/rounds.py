@@ -130,7 +130,7 @@ def _reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str,
     check_same("WindowBucketer", pools, "mode", "excluded")
     waiting = _waiting(found, pools, ranks.before).among(ranks.after)
     owners = dealt_by_tokens(waiting.tokens, ranks.after)
-    records = [waiting[np.flatnonzero(owners == rank)] for rank in range(ranks.after)]
+    records = [waiting.take(np.flatnonzero(owners == rank)) for rank in range(ranks.after)]
     counts = _merged_counts(pools, ranks)
     left_out = [
         one["excluded_samples"] + one["dropped_samples"] + sum(one["skipped_samples"].values())
@@ -195,7 +195,7 @@ def _waiting(
             "the states cannot be resharded within an epoch: each rank has data of its own, which "
             "no other can read. Go on with as many ranks as before up to the end of the epoch."
         )
-    return joined[np.argsort(-np.concatenate(ages), kind="stable")]
+    return joined.take(np.argsort(-np.concatenate(ages), kind="stable"))
 
 
 def dealt_by_tokens(tokens: np.ndarray[Any, Any], world_size: int) -> np.ndarray[Any, Any]:

@@ -454,7 +454,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _read_groups(
         self, settings: RoundSettings, where: str
     ) -> Exchanges[tuple[list[list[Sample]], int, list[LeftOut], list[LeftOut]]]:
-        """Return the groups of the next round, its steps, and what it and the one after leave out.
+        """Return groups and most steps of the next round, and what it and the next one leave out.
 
         The state stays that of before, should the exchange fail.
         """
@@ -490,7 +490,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         data = b""
         if self.rank == donor and self._filler is not None:
             self._where = f"{where}, sending a sample to a rank that has none"
-            data = encode_sample(self._filler)
+            data = encode_sample(self._filler._replace(ordinal=None))  # a number of this rank
         texts: Sequence[bytes] = yield Ask(data, where)
         if not reports[self.rank].has_filler:
             self._at.filler = texts[donor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -424,13 +424,14 @@ def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
     return state
 
 
-def _check_sources(node: StatefulNode[Any, Any], names: Iterable[str], saved: Any) -> None:
+def _check_sources(node: StatefulNode[Any, Any], names: Mapping[str, bool], saved: Any) -> None:
     """Make sure that what a node saves of its sources says where they stand."""
-    for name in names:
+    for name, holds_several in names.items():
         source, state = getattr(node, name, None), saved[name]
         pairs = [(source, state)]
-        if isinstance(source, dict) and isinstance(state, dict):
-            pairs = [(source.get(key), one) for key, one in state.items()]
+        if holds_several and isinstance(state, Mapping):
+            of = source if isinstance(source, Mapping) else {}
+            pairs = [(of.get(key), one) for key, one in state.items()]
         for one, of_it in pairs:
             if type(of_it) is not Snapshot:  # else `snapshot` has checked it
                 known = isinstance(one, BaseNode)

@@ -27,7 +27,7 @@ from odb_nodes.errors import StateError
 
 STATE_VERSION = 7
 ENVELOPE = frozenset({"version", "node", "config"})
-_DIGEST = "digest"
+DIGEST = "digest"
 _ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _EARLIER = "Use an earlier checkpoint."
@@ -125,7 +125,7 @@ def check_declaration(node: str, declared: Any, base: type[Any]) -> None:
         names = {*_hints(declared)}
     except NameError as error:
         raise TypeError(f"an annotation of `{declared.__name__}` is not known: {error}.") from error
-    if reserved := (ENVELOPE | {_DIGEST}) & names:
+    if reserved := (ENVELOPE | {DIGEST}) & names:
         raise TypeError(
             f"`STATE` of `{node}` must not have a field {sorted(reserved)}: the envelope of a "
             "state has one. Give it another name."
@@ -139,10 +139,10 @@ def _hints(declared: Any) -> dict[str, Any]:
 
 
 @cache
-def source_fields(declared: Any) -> frozenset[str]:
-    """Return the names of the fields that hold the states of sources."""
+def source_fields(declared: Any) -> dict[str, bool]:
+    """Return the fields that hold the states of sources, and whether each holds several."""
     states = (SourceState, SourceStates)
-    return frozenset(name for name, hint in _hints(declared).items() if hint in states)
+    return {name: hint == SourceStates for name, hint in _hints(declared).items() if hint in states}
 
 
 def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
@@ -160,7 +160,7 @@ def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
             f"what `save` of `{node}` returned has {sorted(others)}, which are no fields of "
             f"`{declared.__name__}`. Declare them there."
         )
-    for name in vars(saved).keys() - source_fields(declared):
+    for name in vars(saved).keys() - source_fields(declared).keys():
         value = copy_state(getattr(saved, name))
         if not _is_plain(value):
             raise TypeError(explain_unreadable(value, f"save().{name} of {node}"))
@@ -203,8 +203,8 @@ def unseal(
         _check_envelope(state, node)
         names = [one.name for one in fields(declared)]
         _check_names(state, node, names)
-        if _DIGEST in state:
-            _check_digest(state, node)
+        if DIGEST in state:
+            check_digest(state, node)
         found = declared(**copy_state({name: state[name] for name in names}))
         check_config(node, state["config"], config, fixed(found) if fixed is not None else ())
         return found
@@ -232,7 +232,7 @@ def _check_names(state: Mapping[str, Any], node: str, names: Collection[str]) ->
         raise StateError(
             f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
         )
-    if unknown := sorted(map(str, {*state} - {*expected, _DIGEST})):
+    if unknown := sorted(map(str, {*state} - {*expected, DIGEST})):
         raise StateError(
             f"the state of {node} has `{'`, `'.join(unknown)}`, which no {node} saves. {_EARLIER}"
         )
@@ -273,19 +273,20 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
     """Return a copy of what `seal_whole` has sealed."""
     found = unseal(state, holder, declared, {})
     assert isinstance(state, Mapping)
-    if _DIGEST not in state:
-        _check_digest(state, holder)
+    if DIGEST not in state:
+        check_digest(state, holder)
     return found
 
 
 def add_digest(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with a digest of all that it holds."""
-    return {**state, _DIGEST: _digest(state)}
+    return {**state, DIGEST: _digest(state)}
 
 
-def _check_digest(state: Mapping[str, Any], node: str) -> None:
-    found = _digest({key: value for key, value in state.items() if key != _DIGEST})
-    if not equal(state.get(_DIGEST), found):
+def check_digest(state: Mapping[str, Any], node: str) -> None:
+    """Raise a `StateError` unless a state is what was saved."""
+    found = _digest({key: value for key, value in state.items() if key != DIGEST})
+    if not equal(state.get(DIGEST), found):
         raise StateError(
             f"the state of {node} is damaged: its digest is not that of what was saved. {_EARLIER}"
         )
@@ -297,6 +298,7 @@ def _digest(state: Any) -> int:
 
 
 _encode = json.JSONEncoder(sort_keys=True).encode
+_SHOWN_WHOLE = (complex, bytearray, torch.Size, torch.dtype, torch.device)
 
 
 def _canonical(value: Any) -> Any:
@@ -319,5 +321,10 @@ def _canonical(value: Any) -> Any:
             *(one if type(one) in _WRITTEN else _canonical(one) for one in value),
         ]
     if isinstance(value, torch.Tensor):
-        return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(value).data)]
-    return kind.__qualname__  # no plain data, which no file would hold
+        dense = value.to_dense() if value.layout is not torch.strided else value
+        return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(dense).data)]
+    if isinstance(value, (set, frozenset)):
+        return [kind.__name__, *sorted(_encode(_canonical(one)) for one in value)]
+    if isinstance(value, _SHOWN_WHOLE):
+        return [kind.__name__, repr(value)]
+    return kind.__qualname__  # no plain data, which `load_state` would refuse

@@ -176,9 +176,10 @@ class Loader(Generic[T]):
                 raised by `iter()`.
             TypeError: `change_budget` is no bool.
         """
-        self._change_budget = check_bool("change_budget", change_budget)
+        check_bool("change_budget", change_budget)
         state = unseal_whole(state_dict, _NODE, LoaderState)
         self._pending, self._strict, self._leaving = state, strict, False
+        self._change_budget = change_budget
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
         self._it, self._lost = None, None
 

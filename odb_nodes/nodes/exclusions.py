@@ -159,14 +159,14 @@ class ExclusionCounter:
     """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
 
     Attributes:
-        budget: likewise; it may become smaller.
+        budget: tells which samples are oversize; it may become smaller.
         keys: the keys that are excluded.
         excluded: samples that were left out by their keys.
         oversize: samples that exceed the budget on their own.
         dropped: oversize samples that `oversize="drop"` left out.
         skipped: reason -> samples that processing `Skipped`.
         left_out: the samples themselves, until they are taken.
-        said: likewise; grows.
+        said: what was warned of, in earlier epochs too: reasons, `None` for oversize samples.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Snapshots:
         self.put(ordinal, snapshot(self._source))
 
     def take_if_due(self, ordinal: int, interval: int) -> int:
-        """Keep the present state if the last one kept is an interval old."""
+        """Keep the state if one is due; return the samples until the next one is."""
         if ordinal >= self._taken[-1][0] + interval:
             self.put(ordinal, snapshot(self._source))
         return self._taken[-1][0] + interval - ordinal

@@ -249,7 +249,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
 
     def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Sample]:
         """Yield samples of this epoch again, those without keys right after a restore."""
-        if self._has_keys:
+        if can_restore(self.source):
             return restore_items(self.source, items)
         missing = [item.key for item in items if item.key not in self._planned]
         if missing:
@@ -334,7 +334,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         if self._has_keys and not self._refilling:
             self._snapshots.take(pool.pulled)
         base, source_state = self._snapshots.at_or_before(self._needed_from)
-        planned = np.array([*self._planned], dtype="<i8")
+        planned = np.array([] if self._has_keys else [*self._planned], dtype="<i8")
         content: Any = PooledSamples(pool.items(), self._encoded, pool.pulled)
         if self._mode == "replay":
             content = self._log.pooled()
@@ -429,10 +429,16 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         records = SampleRecords.from_state(records_state or NO_RECORDS)
         numbers = records.keys.tolist() if records.are_numbered else []
         planned = np.frombuffer(state.planned or b"", "<i8").tolist()
-        first = min([*numbers, *planned], default=start)
+        wanted = {*numbers, *planned}
+        first = min(wanted, default=start)
         found = len(records if payload is None else payload)
         if len(ordinals) != found or min([*ordinals, first, start]) < 0 or first < start:
             raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
+        if wanted and can_restore(self.source):
+            raise StateError(
+                f"{name} cannot restore its pool: the state has no keys of its samples, but the "
+                "source reads items by their keys now. Build the graph as it was."
+            )
         self._snapshots.put(start, state.source)
         samples: list[Sample] = []
         if payload is not None:
@@ -446,7 +452,6 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
                 )
             samples = records.restore(self.source, name)
             self.replayed_samples = len(samples)
-        wanted = {*numbers, *planned}
         again, processed = self._snapshots.read_again(start, state.pulled, wanted, self._interval)
         self.replayed_samples += processed
         if numbers:

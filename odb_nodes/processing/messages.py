@@ -32,10 +32,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker answers to an order; the parts of the result come with it.
+    """What a worker answers to a chunk or a request; the parts of the result come with it.
 
     Attributes:
-        result: what became of the order, without its parts.
+        result: what became of it, without its parts.
         has_content: whether the last part is the content of the result.
         file: number of the file that the content is in; `NO_FILE` where it is in none.
         dropped: chunks that this worker has forgotten, and reads no more.

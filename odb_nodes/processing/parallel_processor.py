@@ -294,7 +294,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._failure = chunk.read.error
 
     def _until_state(self, count: int) -> int:
-        """Stand at the source's state before the next item, where there is one."""
+        """Take the state before the next item, if there is one; return the items up to another."""
         if self._states and self._states[0][0] == self._out:
             self._source_state = self._states.popleft()[1]
             self._taken, self._taken_of = 0, {}

@@ -138,7 +138,7 @@ class ProcessPool:
     def _next_for_batch(self) -> WorkerProcess | None:
         """Return the worker with the fewest batches to make; of several, each in turn."""
         self._workers_in_turn.rotate(-1)
-        alive = [worker for worker in self._workers_in_turn if not worker.is_buried]
+        alive = [worker for worker in self._workers_in_turn if not worker.is_marked_dead]
         return min(alive, key=_batches_due, default=None)
 
     def what_hangs(self, future: Future[ChunkResult]) -> str:

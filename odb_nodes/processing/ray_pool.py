@@ -277,7 +277,7 @@ def _session_of(ray: Any) -> str:
 
 
 def _join(ray: Any) -> tuple[str, bool]:
-    """Connect to Ray, unless this process is."""
+    """Connect to Ray; return its session, and whether to end it after use."""
     global _sharers, _started
     with _starting:
         if not ray.is_initialized():

@@ -99,7 +99,7 @@ def pack(items: Sequence[Any], keys: Keys = ()) -> list[memoryview]:
 
 
 def dumps(value: Any) -> bytes:
-    """Return a copy of a value for `pickle.loads`, which torch's own pickles of some dtypes fail.
+    """Pickle a value, also with tensors of dtypes whose own pickles torch cannot read back.
 
     Raises:
         Exception: whatever pickling it raised.

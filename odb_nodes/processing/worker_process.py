@@ -122,7 +122,7 @@ class WorkerProcess:
         return self._poll() is not None or not _exists(self.pid)
 
     @property
-    def is_buried(self) -> bool:
+    def is_marked_dead(self) -> bool:
         """Whether it is known to be gone."""
         return self.connection.fileno() < 0
 
@@ -142,7 +142,7 @@ class WorkerProcess:
         """Return a future for the next chunk sent to this worker, or for the next batch."""
         answer = Answer(self)
         (self._batches if batch else self._pending).put(answer)
-        if self.is_buried:
+        if self.is_marked_dead:
             # The reader has closed it and may already have failed what was pending before.
             self.fail_pending()
         return answer

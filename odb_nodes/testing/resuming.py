@@ -212,7 +212,7 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
 
     def watch(node: StatefulNode[Any, Any]) -> None:
         declared: Any = node.STATE
-        reset, hidden = node.reset, source_fields(declared) | {"digest"}
+        reset, hidden = node.reset, {*source_fields(declared), "digest"}
 
         def own(state: Any) -> dict[str, Any]:
             # Some sources of torchdata rightly save another state than they were reset to.

@@ -2,6 +2,7 @@
 
 import pytest
 from aligned_ranks import epoch_of, ids_of, shard
+from torch.utils.data import IterableDataset
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -9,6 +10,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     Observation,
+    ODBDataLoader,
     ParallelProcessor,
     RankAligner,
     WindowBucketer,
@@ -55,3 +57,26 @@ def test_a_run_resumes_exactly_after_planned_samples_went_back(make_source, chan
         assert sorted([*done, *ids_of(steps)]) == sorted({*range(SAMPLES)} - gone)
     for at in range(1, len(states)):
         assert resumed(make_source, states[at], **changes[-1])[0] == steps[at:], at
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        yield from ({"input_ids": [n] * (n % 7 + 1)} for n in range(80))
+
+
+def test_a_rank_that_fills_with_a_sample_of_another_restores_without_keys():
+    """Whose number in the epoch is one of the other rank."""
+
+    def make():
+        odd = range(1, 80, 2)  # all that the second rank has
+        options = {"token_budget": 16, "window": 8, "round_size": 4, "virtual_ranks": 2}
+        return ODBDataLoader(Numbers(), exclude=odd, num_workers=0, **options)
+
+    states, found = [], []
+    for batch in (loader := make()):
+        found.append(batch["input_ids"].tolist())
+        states.append(loader.state_dict())
+    for step in range(1, len(found), 3):
+        resumed = make()
+        resumed.load_state_dict(states[step - 1])
+        assert [batch["input_ids"].tolist() for batch in resumed] == found[step:]

@@ -15,7 +15,7 @@ from odb_nodes import (
     StatefulNode,
     WindowBucketer,
 )
-from odb_nodes.contract import NodeState, SourceState
+from odb_nodes.contract import NodeState, SourceState, SourceStates
 
 DATA = [{"input_ids": [1] * (n % 9 + 1)} for n in range(60)]
 
@@ -91,7 +91,32 @@ class Passing(StatefulNode):
         return next(self.source)
 
 
-GRAPHS |= {"below one's own": Passing, "further below": lambda node: Passing(Mapper(node, dict))}
+@dataclass(kw_only=True)
+class ListedState(NodeState):
+    sources: SourceStates
+
+
+class Listed(Passing):
+    """A node with a list of sources, whose states it names."""
+
+    STATE = ListedState
+
+    def __init__(self, source):
+        super().__init__(source)
+        self.sources = [source]
+
+    def restore(self, state):
+        self.source.reset(state.sources["first"])
+
+    def save(self):
+        return ListedState(sources={"first": self.sources[0].state_dict()})
+
+
+GRAPHS |= {
+    "below one's own": Passing,
+    "in a list": Listed,
+    "further below": lambda node: Passing(Mapper(node, dict)),
+}
 
 
 @pytest.mark.parametrize("state", [{}, None], ids=str)

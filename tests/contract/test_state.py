@@ -97,3 +97,21 @@ def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
 def test_a_digest_tells_values_of_other_types_apart(value, other):
     digests = [add_digest({"x": [one]})["digest"] for one in (value, other)]
     assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        ({0, 1}, {7, 8}),
+        (1 + 2j, 2 + 1j),
+        (bytearray(b"a"), bytearray(b"b")),
+        (torch.Size([2]), torch.Size([3])),
+        (torch.float32, torch.float16),
+        (torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse()),
+    ],
+)
+def test_a_digest_covers_whatever_a_file_may_hold(value, other):
+    state = seal_whole("Node", AnyField(x=value))
+    assert type(unseal_whole(state, "Node", AnyField).x) is type(value)
+    with pytest.raises(StateError, match="digest"):
+        unseal_whole({**state, "x": other}, "Node", AnyField)

@@ -154,7 +154,7 @@ def test_workers_that_died_with_nothing_to_do_are_started_anew():
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         assert len([*batches]) > 0
-        while not all(one.is_buried for one in workers):  # A kill takes its time.
+        while not all(one.is_marked_dead for one in workers):  # A kill takes its time.
             time.sleep(0.01)
         # A batch may be ordered before its worker is known to be dead.
         owed = "(nothing to do|batches to make)"

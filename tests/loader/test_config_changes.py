@@ -174,6 +174,15 @@ def test_a_smaller_budget_is_no_change_beside_those_of_other_nodes(change_budget
     assert ("budget.tokens" in str(caught.value)) is not change_budget
 
 
+def test_a_state_that_is_refused_leaves_that_argument_of_the_one_before():
+    loader = Loader(bucketed(tokens=200))
+    loader.load_state_dict(saved(bucketed()))
+    with pytest.raises(StateError, match="lacks"):
+        loader.load_state_dict({"version": 7, "node": "Loader"}, change_budget=True)
+    with pytest.raises(StateError, match="`budget.tokens` was 256"):
+        iter(loader)
+
+
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_that_argument_is_a_bool(value):
     with pytest.raises(TypeError, match="`change_budget` must be True or False, but is"):

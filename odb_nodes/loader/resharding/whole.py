@@ -12,9 +12,11 @@ from odb_nodes.alignment.rank_aligner import AlignerState
 from odb_nodes.alignment.virtual_ranks import VirtualState
 from odb_nodes.contract import copy_state
 from odb_nodes.contract.state import (
+    DIGEST,
     ENVELOPE,
     add_digest,
     bounded_depth,
+    check_digest,
     seal_whole,
     unseal,
     unseal_whole,
@@ -33,7 +35,6 @@ from odb_nodes.loader.resharding.sealed import (
 )
 from odb_nodes.nodes.group_collator import CollatorState
 
-_DIGEST = "digest"
 _VIRTUAL = "VirtualRanks"
 
 _rules: dict[str, Callable[[Sequence[Any], int], list[Any]]] = {}
@@ -127,7 +128,7 @@ def batches_per_step(state: Mapping[str, Any]) -> int:
 
 
 def _is_sealed_whole(state: Any) -> bool:
-    return bool(node_of(state)) and {*ENVELOPE, _DIGEST} <= state.keys()
+    return bool(node_of(state)) and {*ENVELOPE, DIGEST} <= state.keys()
 
 
 def _is_loader(state: Any) -> bool:
@@ -143,13 +144,8 @@ def _first_loader(state: Any) -> Any:
 
 
 def _without_digest(state: Any, place: str) -> dict[str, Any]:
-    bare = {key: one for key, one in state.items() if key != _DIGEST}
-    if add_digest(bare)[_DIGEST] != state[_DIGEST]:
-        raise StateError(
-            f"`{place}` is damaged: its digest is not that of what was saved. Use an earlier "
-            "checkpoint."
-        )
-    return bare
+    check_digest(state, place)
+    return {key: one for key, one in state.items() if key != DIGEST}
 
 
 def _opened(state: Any) -> LoaderState:

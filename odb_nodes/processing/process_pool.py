@@ -102,8 +102,8 @@ class ProcessPool:
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk with the next worker in turn."""
         worker = self._workers[next(self._sequence) % len(self._workers)]
+        packed = dumps(task)  # Should it raise, the worker is told the rest by the next message.
         head = worker.message(self._generation, has_task=True)
-        packed = dumps(task)
         answer = worker.expect()
         # A thread sends it: the full socket of a worker that hangs must not block the trainer.
         self._outbox.put(partial(worker.send, [head, packed]))

@@ -315,6 +315,13 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
         make().reset(states[0])
     with pytest.raises(StateError, match="cannot read items by their keys any more"):
         make().source.reset(states[1])
+    node = make()
+    node.reset(None)
+    next(node)
+    without = node.state_dict()
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="reads items by their keys now"):
+        make().reset(without)
 
 
 # --- what does not go well ------------------------------------------------------------------------

@@ -169,5 +169,5 @@ def test_what_holds_a_loader_must_be_whole():
     runs = [seal_whole("Run", RunState(samples=9, loader=one)) for one in states()]
     found = reshard(runs, 3)
     assert [unseal_whole(one, "Run", RunState).loader for one in found] == reshard(states(), 3)
-    with pytest.raises(StateError, match="`state` is damaged: its digest"):
+    with pytest.raises(StateError, match="of Run in `state` is damaged: its digest"):
         reshard([{**one, "samples": 8} for one in runs], 3)

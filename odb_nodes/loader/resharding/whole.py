@@ -144,7 +144,7 @@ def _first_loader(state: Any) -> Any:
 
 
 def _without_digest(state: Any, place: str) -> dict[str, Any]:
-    check_digest(state, place)
+    check_digest(state, f"{node_of(state)} in `{place}`")
     return {key: one for key, one in state.items() if key != DIGEST}
 
 

@@ -271,11 +271,15 @@ class PooledRecords:
         pulled: int,
     ) -> None:
         self._parts, self._ordinals, self._pulled = parts, ordinals, pulled
+        self._state: PoolContent | None = None
 
     def to_state(self) -> PoolContent:
         """Return which of the samples last pulled were pooled, and their records."""
-        if not len(self._ordinals):
-            return None, NO_RECORDS, None
+        if self._state is None:  # All batches of a step of virtual ranks have this one.
+            self._state = self._encoded() if len(self._ordinals) else (None, NO_RECORDS, None)
+        return self._state
+
+    def _encoded(self) -> PoolContent:
         known = np.concatenate([ordinals for ordinals, _ in self._parts])
         first = int(known[0])
         pooled = np.zeros(self._pulled - first, dtype=bool)

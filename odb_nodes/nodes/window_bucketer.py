@@ -335,9 +335,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             self._snapshots.take(pool.pulled)
         base, source_state = self._snapshots.at_or_before(self._needed_from)
         planned = np.array([] if self._has_keys else [*self._planned], dtype="<i8")
-        content: Any = PooledSamples(pool.items(), self._encoded, pool.pulled)
         if self._mode == "replay":
-            content = self._log.pooled()
+            content: Any = self._log.pooled()
+        else:
+            content = PooledSamples(pool.items(), self._encoded, pool.pulled)
         return BucketerState(
             source=source_state,
             mode=self._mode,

@@ -172,7 +172,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def begin_epoch(self) -> None:
         """Stand at the beginning of the next epoch, and reset the sources with `None`."""
-        raise NotImplementedError(f"`{type(self).__name__}` must define `begin_epoch`.")
+        raise NotImplementedError
 
     def restore(self, state: S) -> None:
         """Go to where `state` stands, and reset the sources with their parts of it.
@@ -184,7 +184,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         Raises:
             StateError: the node cannot go there.
         """
-        raise NotImplementedError(f"`{type(self).__name__}` must define `restore`.")
+        raise NotImplementedError
 
     def save(self) -> S:
         """Return where the node stands. It must not raise, and is called once per item by some.
@@ -193,7 +193,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         `snapshot(source)` where it stands. What takes long to make may be an object that never
         changes, with a method `to_state()` that makes it.
         """
-        raise NotImplementedError(f"`{type(self).__name__}` must define `save`.")
+        raise NotImplementedError
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from odb_nodes.sample import COUNTED, LeftOut, Sample
+from odb_nodes.sample_block import KEY, NONE, REPEAT, SampleBlock
 
 __all__ = [
     "STEP_INFO_KEY",
@@ -29,36 +30,32 @@ class SourceCount(NamedTuple):
 
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; an empty dict if no sample has a source."""
-    sizes = [sample.tokens for sample in samples]
-    return _counts_by([sample.source for sample in samples], sizes)
+    block = SampleBlock.of(samples)
+    return _counts_by([kind.source for kind in block.kinds], block.tokens.tolist())
 
 
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
     """Return supervised tokens by task; an empty dict if no sample has one."""
-    return _targets_by([sample.task_name for sample in samples], samples)
+    block = SampleBlock.of(samples)
+    return _targets_by([kind.task_name for kind in block.kinds], block.targets.tolist())
 
 
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that say which samples are in its batch."""
-    sources = [sample.source for sample in samples]
-    tasks = [sample.task or sample.source for sample in samples]
-    items = [sample.item for sample in samples]
-    sizes = [sample.tokens for sample in samples]
+    block = SampleBlock.of(samples)
+    facts, kinds = block.facts, block.kinds
+    sources = [kind.source for kind in kinds]
+    tasks = [kind.task or kind.source for kind in kinds]
+    sizes, keys = block.tokens.tolist(), facts[KEY].tolist()
     return {
         "local_sources": _counts_by(sources, sizes),
-        "keys": tuple([sample.key for sample in samples]),
+        "keys": tuple([None if key == NONE else key for key in keys] if NONE in keys else keys),
         "row_sources": (*sources,),
         "row_tasks": (*tasks,),
-        "local_task_targets": _targets_by(tasks, samples),
+        "local_task_targets": _targets_by(tasks, block.targets.tolist()),
         "local_tasks": _counts_by(tasks, sizes, named_only=True),
-        "row_repeats": tuple([0 if item is None else item.repeat for item in items]),
-        "own_sources": frozenset(
-            [
-                source
-                for source, item in zip(sources, items, strict=True)
-                if item is not None and item.world_size == 1
-            ]
-        ),
+        "row_repeats": (*facts[REPEAT].tolist(),),
+        "own_sources": frozenset(kind.source for kind in {*kinds} if kind.world_size == 1),
     }
 
 
@@ -75,11 +72,11 @@ def _counts_by(
     return {name: SourceCount(len(some), sum(some)) for name, some in tokens.items()}
 
 
-def _targets_by(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, int]:
+def _targets_by(names: Sequence[str], counts: Sequence[int]) -> dict[str, int]:
     """Return supervised tokens by name, that of "" last; an empty dict if none has one."""
     targets = {name: 0 for name in names if name}
-    for name, sample in zip(names, samples, strict=True) if targets else ():
-        targets[name] = targets.get(name, 0) + sample.targets
+    for name, count in zip(names, counts, strict=True) if targets else ():
+        targets[name] = targets.get(name, 0) + count
     return targets
 
 
@@ -193,7 +190,9 @@ class StepInfo:
     @classmethod
     def of_one_rank(cls, samples: Sequence[Sample], step: int, epoch: int = 0) -> StepInfo:
         """Return the counts of a step that is not shared with other ranks."""
-        targets = sum(sample.targets for sample in samples)
+        samples = SampleBlock.of(samples)
+        targets = int(samples.targets.sum())
+        kinds = {kind.counted for kind in samples.kinds}
         return cls(
             step=step,
             local_samples=len(samples),
@@ -202,7 +201,7 @@ class StepInfo:
             all_targets=targets,
             optimizer_samples=len(samples),
             optimizer_targets=targets,
-            counted="+".join(kind for kind in COUNTED if any(kind == s.counted for s in samples)),
+            counted="+".join(kind for kind in COUNTED if kind in kinds),
             epoch=epoch,
             task_targets=count_tasks(samples),
             **facts_of_rows(samples),
@@ -212,7 +211,7 @@ class StepInfo:
 class AlignedGroup(NamedTuple):
     """A group with the `StepInfo` of its step: what a `RankAligner` yields."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample]
     info: StepInfo
 
 

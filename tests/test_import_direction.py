@@ -22,6 +22,7 @@ ROOMS = (
     "_compat",  # what we rely on inside of other libraries
     "_core",
     "sample",
+    "sample_block",
     "planning",
     "step_info",
     "ledger",

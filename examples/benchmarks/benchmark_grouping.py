@@ -45,7 +45,7 @@ def timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
 
 def rolling_groups(lengths: list[int], window: int) -> tuple[list[list[int]], int]:
     """Return the groups of a rolling pool, and the age of the oldest sample in it, in samples."""
-    pool: RollingPool[int] = RollingPool(TokenBudget(BUDGET_TOKENS), window)
+    pool = RollingPool(TokenBudget(BUDGET_TOKENS), window)
     groups: list[list[int]] = []
     ended, oldest_samples = False, 0
     while True:
@@ -53,12 +53,12 @@ def rolling_groups(lengths: list[int], window: int) -> tuple[list[list[int]], in
             first = pool.pulled
             tokens = lengths[first : first + room]
             pool.pulled += len(tokens)
-            pool.add(tokens, tokens, [0] * len(tokens), range(first, pool.pulled))
+            pool.add(range(first, pool.pulled), tokens, [0] * len(tokens))
             ended = len(tokens) < room
         if not len(pool):
             return groups, oldest_samples
         oldest_samples = max(oldest_samples, pool.pulled - pool.oldest)
-        groups.append(pool.take(draining=ended))
+        groups.append([lengths[at] for at in pool.take(draining=ended).tolist()])
 
 
 def sorted_windows(lengths: list[int], window: int) -> Figures:

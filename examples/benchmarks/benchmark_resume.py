@@ -120,7 +120,7 @@ def resumed(
         node.reset(states[exchange.rank])
         first = next(node)
         seconds = time.perf_counter() - start_s
-        again = node.replayed_samples + node.source.replayed_samples  # type: ignore[attr-defined]
+        again = node.replayed_samples + node.source.replayed_samples  # type: ignore[union-attr]
         return seconds, again, [sample.tokens for sample in first[0]]
 
     ranks: list[tuple[float, int, list[int]]] = on_ranks(2, run)

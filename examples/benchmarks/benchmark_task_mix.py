@@ -69,12 +69,12 @@ def choice_us(window: int, tasks: int, diversity: float) -> float:
     """Return the median time to take a group out of a pool of some tasks, in microseconds."""
     samples = mixed_tasks([800] * tasks, window + 6000)
     tokens, numbers = samples.tokens.tolist(), samples.tasks.tolist()
-    pool: RollingPool[int] = RollingPool(TokenBudget(BUDGET_TOKENS), window, diversity)
+    pool = RollingPool(TokenBudget(BUDGET_TOKENS), window, diversity)
     times = []
     while (stop := pool.pulled + pool.room()) <= len(tokens):
         new = range(pool.pulled, stop)
         of_new = slice(new.start, stop)
-        pool.add(new, tokens[of_new], [0] * len(new), new, numbers[of_new])
+        pool.add(new, tokens[of_new], [0] * len(new), numbers[of_new])
         pool.pulled = stop
         start = time.perf_counter()
         pool.take()

@@ -22,6 +22,24 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
+_NUMPY_DTYPES = frozenset(
+    torch.from_numpy(np.empty(0, code)).dtype
+    for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+)
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Tell whether numpy can hold a tensor without loss."""
+    return tensor.dtype in _NUMPY_DTYPES and is_simple_tensor(tensor)
+
+
+def is_simple_tensor(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is no more than its bytes, its dtype and its shape."""
+    simple = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return simple and not (tensor.requires_grad or lazy)
+
+
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the bytes of a dense tensor, (N,) uint8: a view where it is contiguous on the CPU."""
     row = tensor.detach().cpu().contiguous().flatten()

@@ -15,7 +15,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.planning.alignment import FILLER, RoundPlan
 from odb_nodes.planning.group_costs import GroupCostEstimator, counted_in
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sample import Sample
+from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import AlignedGroup, StepInfo, facts_of_rows
 
 LossScaling = Literal["exact", "approx", "none"]
@@ -72,8 +72,8 @@ class AlignedRound:
     def __init__(self, table: IntArray | None = None, tasks: int = 0) -> None:
         empty = np.empty((0, _COLUMNS + tasks), dtype=np.int64)
         self._table = empty if table is None else table
-        self._groups: list[list[Sample]] = []
-        self.filler: Sample | None = None
+        self._groups: list[SampleBlock] = []
+        self.filler: SampleBlock | None = None
         """The sample of the steps that this rank has no group for."""
 
     @classmethod
@@ -109,33 +109,33 @@ class AlignedRound:
         """How many groups of this rank the steps refer to."""
         return int(self._table[:, 0].max(initial=FILLER)) + 1
 
-    def fill(self, groups: list[list[Sample]], filler: Sample | None) -> None:
+    def fill(self, groups: list[SampleBlock], filler: SampleBlock | None) -> None:
         """Give the groups that the steps refer to, and a sample for those that refer to none."""
         self._groups, self.filler = groups, filler
 
-    def groups(self) -> list[list[Sample]]:
+    def groups(self) -> list[SampleBlock]:
         """Return the group of each step, in the order of the steps; an empty one for a filler."""
-        return [[] if at == FILLER else self._groups[at] for at in self._table[:, 0].tolist()]
+        return [NO_SAMPLES if at == FILLER else self._groups[at] for at in self._table[:, 0]]
 
     def fill_rest(
         self,
         emitted: int,
-        groups: list[list[Sample]],
-        filler: Sample | None,
+        groups: list[SampleBlock],
+        filler: SampleBlock | None,
     ) -> None:
         """Give the groups of the steps after the first `emitted`, as `groups` has returned them."""
         rest = self._table[emitted:, 0].tolist()
         lacks_filler = filler is None and FILLER in rest
         if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
             raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
-        self._groups, self.filler = [[] for _ in range(self.groups_needed)], filler
+        self._groups, self.filler = [NO_SAMPLES] * self.groups_needed, filler
         for at, group in zip(rest, groups, strict=True):
             if group:
                 self._groups[at] = group
 
-    def cut(self, steps: int) -> list[Sample]:
-        """End after so many steps, and return the samples of the further ones."""
-        gone = [sample for group in self.groups()[steps:] for sample in group]
+    def cut(self, steps: int) -> list[SampleBlock]:
+        """End after so many steps, and return the groups of the further ones."""
+        gone = self.groups()[steps:]
         self._table = self._table[:steps]
         return gone
 
@@ -151,11 +151,11 @@ class AlignedRound:
         _, all_samples, all_targets, all_flags, _, *of_tasks = zip(*together, strict=True)
         is_filler = group_index == FILLER
         if is_filler:
-            group = [self.filler] if self.filler is not None else []
+            group = NO_SAMPLES if self.filler is None else self.filler
         else:
-            group, self._groups[group_index] = self._groups[group_index], []
-        own: list[Sample] = [] if is_filler else group
-        of_own = len(own), sum([sample.targets for sample in own])
+            group, self._groups[group_index] = self._groups[group_index], NO_SAMPLES
+        own = NO_SAMPLES if is_filler else group
+        of_own = len(own), int(own.targets.sum())
         of_step = sum(all_samples), sum(all_targets)
         info = StepInfo(
             local_samples=of_own[0],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import accumulate
+from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.sample_records import RecordsState, SampleRecords, decode_sample, encode_sample
-from odb_nodes.sample import Sample
+from odb_nodes.nodes.sample_records import (
+    RecordsState,
+    SampleRecords,
+    decode_sample,
+    encode_sample,
+    with_digests,
+)
+from odb_nodes.sample_block import SampleBlock
 
 HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
 """The samples of each group, and their records, or the samples, encoded."""
@@ -19,34 +26,31 @@ HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
 class HeldSamples:
     """Groups of samples, of which one after the other is let go of."""
 
-    def __init__(
-        self, samples: Sequence[Sample] | SampleRecords, sizes: Sequence[int], gone: int = 0
-    ) -> None:
-        self._samples, self._sizes, self._gone = samples, sizes, gone
+    def __init__(self, groups: Sequence[SampleBlock], *, as_records: bool) -> None:
+        self._groups, self._as_records = groups, as_records
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[Sample]], *, as_records: bool) -> HeldSamples:
+    def of(cls, groups: Sequence[SampleBlock], *, as_records: bool) -> HeldSamples:
         """Return groups of samples, as records or as themselves."""
-        samples = [*chain(*groups)]
-        held = SampleRecords.of(samples) if as_records else samples
-        return cls(held, [*map(len, groups)])
+        if as_records:  # A state that is kept shall not keep their data.
+            groups = [SampleBlock(with_digests(group).facts, {}) for group in groups]
+        return cls(groups, as_records=as_records)
 
     def after(self, groups: int) -> HeldSamples:
         """Return the groups without the first ones."""
-        gone = self._gone + sum(self._sizes[:groups])
-        return HeldSamples(self._samples, self._sizes[groups:], gone)
+        return HeldSamples(self._groups[groups:], as_records=self._as_records)
 
     def to_state(self) -> HeldContent:
         """Return the groups as plain data."""
-        rest = self._samples[self._gone :]
-        if isinstance(rest, SampleRecords):
-            return [*self._sizes], rest.to_state(), None
-        return [*self._sizes], None, [*map(encode_sample, rest)]
+        sizes, samples = [*map(len, self._groups)], SampleBlock.joined(self._groups)
+        if self._as_records:
+            return sizes, SampleRecords.of(samples).to_state(), None
+        return sizes, None, [*map(encode_sample, samples)]
 
 
 def groups_again(
-    held: HeldContent, source: BaseNode[list[Sample]], node: str, *, may_differ: bool
-) -> tuple[list[list[Sample]], int]:
+    held: HeldContent, source: BaseNode[Any], node: str, *, may_differ: bool
+) -> tuple[list[SampleBlock], int]:
     """Return the groups of a state, and how many of their samples were made again."""
     sizes, records_state, payload = held
     made = 0
@@ -62,5 +66,5 @@ def groups_again(
             samples = records.restore(source, node)
     if len(samples) != sum(sizes):
         raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")
-    rest = iter(samples)
-    return [[*islice(rest, size)] for size in sizes], made
+    stops, block = [*accumulate(sizes)], SampleBlock.of(samples)
+    return [block[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)], made

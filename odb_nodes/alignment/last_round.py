@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.peers import Ask, Exchanges
 from odb_nodes.contract.node import restore_items
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.planning.group_costs import tokens_of
 from odb_nodes.planning.levelling import Rest, gifts, receivers, work_of
 from odb_nodes.processing.observation import digest_of
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped, name_of
+from odb_nodes.sample_block import SampleBlock
 
 
 class _TransferredSample(NamedTuple):
@@ -43,7 +46,7 @@ class TailBalancer:
         self.left_out: list[LeftOut] = []
         """Samples that were given to this rank in the last `groups`, but are skipped here."""
 
-    def groups(self, rest: list[Sample], where: str) -> Exchanges[tuple[list[list[Sample]], int]]:
+    def groups(self, rest: SampleBlock, where: str) -> Exchanges[tuple[list[SampleBlock], int]]:
         """Return the groups of this rank, and the steps of the round."""
         self.left_out = []
         budget = self._source.limits.of_groups(self._source.budget)
@@ -51,34 +54,31 @@ class TailBalancer:
         cut = Rest(rest, budget)
         fewest = yield Ask([cut.fewest], where)
         steps = max(one[0] for one in fewest)
-        return [[rest[index] for index in group] for group in cut.groups(steps)], steps
+        return [*map(rest.take, cut.groups(steps))], steps
 
-    def _level(
-        self, rest: list[Sample], budget: TokenBudget, where: str
-    ) -> Exchanges[list[Sample]]:
+    def _level(self, rest: SampleBlock, budget: TokenBudget, where: str) -> Exchanges[SampleBlock]:
         """Return the samples of this rank once those with more have given some away."""
-        work = work_of(map(tokens_of, rest), budget)
+        work = work_of(rest.tokens, budget)
         told = yield Ask([int(work.sum()), zlib.crc32(repr(budget).encode())], where)
         if len({budget_of_rank for _, budget_of_rank in told}) > 1:
             return rest
         totals = [total for total, _ in told]
-        shared = [index for index, sample in enumerate(rest) if self.is_shared(sample)]
+        shared = np.flatnonzero(self.are_shared(rest))
         surplus = totals[self._rank] - sum(totals) / len(totals)
-        given = [shared[index] for index in gifts(work[shared], surplus)]
-        own = json.dumps([_TransferredSample.of(rest[index]) for index in given]).encode()
+        given = shared[gifts(work[shared], surplus)]
+        own = json.dumps([*map(_TransferredSample.of, rest.take(given))]).encode()
         texts = yield Ask(own, where)
         gathered = [[_TransferredSample(*one) for one in json.loads(text)] for text in texts]
-        costs = [work_of((one.tokens for one in of_rank), budget) for of_rank in gathered]
+        costs = [work_of([one.tokens for one in of_rank], budget) for of_rank in gathered]
         to = chain(*receivers(totals, costs))
         pairs = zip(chain(*gathered), to, strict=True)
         received = [one for one, receiver in pairs if receiver == self._rank]
-        gone = {*given}
-        kept = [sample for index, sample in enumerate(rest) if index not in gone]
-        return [*kept, *self._make(received)]
+        kept = rest.take(np.delete(np.arange(len(rest)), given))
+        return SampleBlock.joined([kept, SampleBlock.of(self._make(received))])
 
-    def is_shared(self, sample: Sample) -> bool:
-        """Tell whether any rank can make a sample."""
-        return sample.item is not None and sample.item.world_size == self._world_size
+    def are_shared(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
+        """Tell which samples any rank can make, (n,) bool."""
+        return np.array([one.world_size == self._world_size for one in samples.kinds], dtype=bool)
 
     def _make(self, received: Sequence[_TransferredSample]) -> list[Sample]:
         """Make samples that other ranks have given; one that is skipped here is left out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, get_args
 
 from torchdata.nodes import BaseNode
@@ -39,13 +40,13 @@ from odb_nodes.planning.group_costs import (
     GroupCostEstimator,
     best_filler,
     padded_tokens,
-    tokens_of,
 )
 from odb_nodes.planning.group_planner import PoolReport, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import RoundPlanner, next_settings, round_steps
 from odb_nodes.sample import LeftOut, Sample
+from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import AlignedGroup
 
 
@@ -155,7 +156,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def __init__(
         self,
-        source: BaseNode[list[Sample]],
+        source: BaseNode[SampleBlock] | BaseNode[list[Sample]],
         process_group: Any = None,
         round_size: int = JobOptions.round_size,
         uneven: Uneven = JobOptions.uneven,
@@ -190,7 +191,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.requested_max_tokens = 0
         self._at = AlignerState()
         self._where = "reset"
-        self._filler: Sample | None = None
+        self._filler: SampleBlock | None = None
         self._held: HeldSamples | None = None  # what the next state holds
         self._left_out_ahead: list[LeftOut] = []
         self._pool = source if isinstance(source, WindowBucketer) else None
@@ -272,7 +273,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._groups.has_ended = state.source_exhausted
         at_end = state.is_at_end(self._steps)
         if state.filler is not None:
-            self._filler = decode_sample(state.filler)
+            self._filler = SampleBlock.of([decode_sample(state.filler)])
         if state.held is not None and not at_end:
             in_round = state.emitted < len(self._steps)  # whose totals all ranks have counted
             held, self.replayed_samples = groups_again(
@@ -280,7 +281,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             )
             *groups, lookahead, filler = held
             self._planner.lookahead = lookahead or None
-            self._filler = (*filler, self._filler)[0]
+            self._filler = filler or self._filler
             self._steps.fill_rest(state.emitted, groups, self._filler)
         self._left_out_ahead = [LeftOut(*one) for one in state.left_out_ahead]
         self._use_present_options(at_end=at_end)
@@ -385,9 +386,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             balancer = TailBalancer(self._pool, self.rank, world_size)
         self._balancer = balancer
         self._groups = _Groups(self.source, self._pool, balancer, world_size)
-        self._planner: RoundPlanner[Sample] = RoundPlanner(
-            self._groups, self.measure, tokens_of, len(self.measure.tasks), fills
-        )
+        self._planner = RoundPlanner(self._groups, self.measure, len(self.measure.tasks), fills)
         has_caps = world_size > 1 and type(self.measure.cost_fn) is BudgetCost
         self._offered = self.round_size if has_caps else 0
         self._steps = AlignedRound(tasks=len(self.measure.tasks))
@@ -422,8 +421,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         settings = RoundSettings(*at.settings)
         self._where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
         if self._pool is not None:
-            filler = [] if self._filler is None else [self._filler]
-            self._pool.release([*(self._planner.lookahead or []), *filler])
+            still = (self._planner.lookahead, self._filler)
+            self._pool.release([block for block in still if block is not None])
         groups, most, left_out, ahead = yield from self._read_groups(settings, where)
         report = self._planner.report(
             groups, most, self._offered, has_filler=self._filler is not None
@@ -436,7 +435,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 f"no rank has a sample in epoch {epoch}. {describe_empty_epoch(self.source)}"
             )
         if groups:
-            self._filler, at.filler = best_filler(groups), None
+            samples = SampleBlock.joined(groups)
+            self._filler, at.filler = samples.take([best_filler(samples)]), None
         if self.uneven == "fill":
             yield from self._share_filler(reports, where)
         key = hash_ints(self._seed, epoch, at.round)
@@ -453,7 +453,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _read_groups(
         self, settings: RoundSettings, where: str
-    ) -> Exchanges[tuple[list[list[Sample]], int, list[LeftOut], list[LeftOut]]]:
+    ) -> Exchanges[tuple[list[SampleBlock], int, list[LeftOut], list[LeftOut]]]:
         """Return groups and most steps of the next round, and what it and the next one leave out.
 
         The state stays that of before, should the exchange fail.
@@ -490,16 +490,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         data = b""
         if self.rank == donor and self._filler is not None:
             self._where = f"{where}, sending a sample to a rank that has none"
-            data = encode_sample(self._filler._replace(ordinal=None))  # a number of this rank
+            data = encode_sample(self._filler[0]._replace(ordinal=None))  # a number of this rank
         texts: Sequence[bytes] = yield Ask(data, where)
         if not reports[self.rank].has_filler:
             self._at.filler = texts[donor]
-            self._filler = decode_sample(texts[donor])
+            self._filler = SampleBlock.of([decode_sample(texts[donor])])
 
-    def _drop(self, groups: list[list[Sample]]) -> None:
+    def _drop(self, groups: list[SampleBlock]) -> None:
         """Count the samples that this rank has left, as another one has ended, with a warning."""
         at = self._at
-        left = [sample for group in [*groups, self._planner.lookahead or []] for sample in group]
+        left = [*chain(*groups, self._planner.lookahead or ())]
         dropped = [LeftOut(one.key, one.source, "unemitted") for one in left]
         count = len(left) + remaining_samples(self.source)
         at.left_out += dropped + ([] if self._pool is None else self._pool.drop_remaining())
@@ -514,9 +514,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _hold(self) -> None:
         at = self._at
         at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
-        filler = [self._filler] if self._filler is not None and at.filler is None else []
+        filler = self._filler if self._filler is not None and at.filler is None else NO_SAMPLES
         groups = self._steps.groups()[at.emitted :]
-        held = [*groups, self._planner.lookahead or [], filler]
+        held = [*groups, self._planner.lookahead or NO_SAMPLES, filler]
         self._held = HeldSamples.of(held, as_records=can_restore(self.source))
 
     def _end_round(self) -> None:
@@ -563,12 +563,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at, pool = self._at, self._pool
         assert pool is not None
         was_in_round, steps = len(self._steps) > 0, min(steps, len(self._steps))
-        pool.put_back([*self._steps.cut(steps), *(self._planner.lookahead or [])])
+        cut = [*self._steps.cut(steps), self._planner.lookahead or NO_SAMPLES]
+        pool.put_back(SampleBlock.joined(cut))
         self._planner.lookahead, self._groups.has_ended = None, False
         at.plan, at.last, at.source_exhausted = self._steps.to_bytes(), False, False
         at.left_out += [(*one,) for one in self._left_out_ahead]
         self._left_out_ahead = []
-        if self._filler is not None and self._filler in pool.excluded:
+        if self._filler is not None and self._filler[0] in pool.excluded:
             self._filler, at.filler, self._steps.filler = None, None, None
         at.source = snapshot(self.source)
         if was_in_round and at.emitted == len(self._steps):
@@ -583,7 +584,7 @@ class _Groups:
 
     def __init__(
         self,
-        node: BaseNode[list[Sample]],
+        node: BaseNode[Any],
         pool: WindowBucketer | None,
         balancer: TailBalancer | None,
         world_size: int,
@@ -592,17 +593,19 @@ class _Groups:
         self._world_size = world_size
         self.has_ended = False
 
-    def next_group(self) -> list[Sample] | None:
+    def next_group(self) -> SampleBlock | None:
         """Return the next group; `None` where the epoch has no more."""
         if self.has_ended:
             return None
         try:
-            group = next(self._node)
+            group: Any = next(self._node)
         except StopIteration:
             self.has_ended = True
             return None
-        if isinstance(group, list) and group and all(isinstance(one, Sample) for one in group):
+        if isinstance(group, SampleBlock) and group:
             return group
+        if isinstance(group, list) and group and all(isinstance(one, Sample) for one in group):
+            return SampleBlock.of(group)
         kind = "an empty list" if group == [] else f"`{type(group).__name__}`"
         raise TypeError(
             "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
@@ -621,14 +624,14 @@ class _Groups:
         """
         return PoolReport() if self._pool is None else self._pool.report(groups)
 
-    def left(self, lookahead: list[Sample] | None) -> int:
+    def left(self, lookahead: SampleBlock | None) -> int:
         """Return how many samples this rank has left; -1 where it cannot share them.
 
         Of data that each rank has for itself, some may have far more left.
         """
         if self._world_size == 1 or self._balancer is None or self._pool is None:
             return -1
-        if not all(map(self._balancer.is_shared, lookahead or ())):
+        if lookahead is not None and not self._balancer.are_shared(lookahead).all():
             return -1
         if lookahead is None:
             return 0

@@ -11,13 +11,18 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_bool, check_count
-from odb_nodes.collate.token_rows import TokenRows, is_number, of_group, row_of
+from odb_nodes.collate.token_rows import GroupRows, TokenRows, is_number, of_group, row_of
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget, fit_shape
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import IGNORE_INDEX
 
 _IMAGE_KEYS = ("pixel_values", "image_grid_thw")
+_KEPT = {
+    "attention_mask": "be 1 throughout: a packed row hides no tokens of a sample",
+    "position_ids": "count from 0: they tell where a sample begins",
+}
+_CHECKED_KEYS = (*_IMAGE_KEYS, *_KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,31 +88,35 @@ class PackedCollate(TokenRows):
         """
         prepared = super().prepare(sample)
         if isinstance(prepared, Mapping):
-            self._check_packable(prepared)
+            for key in _CHECKED_KEYS:
+                if key in prepared:
+                    self._check_packable(key, prepared[key])
         return prepared
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`."""
-        lengths = self.lengths_of(samples)
+    def batch_of(self, group: GroupRows) -> dict[str, Any]:
+        """Return the batch of a group."""
+        lengths = group.lengths
         total = sum(lengths)
         _, width = fit_shape(1, total, self.shapes, self.pad_to_multiple_of)
         starts = np.cumsum([0, *lengths])
         positions = np.zeros(width, dtype=np.int64)
         positions[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
-        for index, sample in enumerate(samples):
-            try:
-                self._check_packable(sample)
-            except SampleError as error:
-                raise of_group(error, index) from error
+        for key in group.keys:
+            if key in _CHECKED_KEYS:
+                for index, value in enumerate(group.values(key)):
+                    try:
+                        self._check_packable(key, value)
+                    except SampleError as error:
+                        raise of_group(error, index) from error
         batch = {
-            key: self.join(key, [sample[key] for sample in samples], lengths, (1, width))
-            for key in samples[0]
+            key: self.join(key, group, (1, width))
+            for key in group.keys
             if key not in ("attention_mask", "position_ids")
         }
         if "labels" not in batch:
             batch["labels"] = batch["input_ids"].clone()
             batch["labels"][:, total:] = IGNORE_INDEX
-        if not is_number(samples[0].get("labels")):
+        if "labels" not in group.keys or not is_number(group.values("labels")[0]):
             batch["labels"][:, starts[:-1][np.diff(starts) > 0]] = IGNORE_INDEX
         batch["position_ids"] = torch.from_numpy(positions[None])
         if self.model_arguments:
@@ -121,27 +130,22 @@ class PackedCollate(TokenRows):
         total = sum(map(len, rows))
         np.concatenate(rows, out=joined[0, :total], casting="same_kind")
 
-    def _check_packable(self, sample: Mapping[str, Any]) -> None:
+    def _check_packable(self, key: str, value: Any) -> None:
         """Refuse images, and a mask or positions that a packed row cannot keep."""
-        for key in _IMAGE_KEYS:
-            if key in sample:
-                raise SampleError(
-                    f"images cannot be packed, but there is `{key}`. Use the padded layout, and "
-                    "`VisionLanguageCollate`."
-                )
-        for key, remedy in (
-            ("attention_mask", "be 1 throughout: a packed row hides no tokens of a sample"),
-            ("position_ids", "count from 0: they tell where a sample begins"),
-        ):
-            if key not in self.token_keys or (value := sample.get(key)) is None:
-                continue
-            row = row_of(key, value)
-            expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
-            if not np.array_equal(row, expected):
-                raise SampleError(
-                    f"`{key}` must {remedy}; but is {row.tolist()!r:.80} instead. Leave the tokens "
-                    f"or `{key}` out in processing, or use the padded layout."
-                )
+        if key in _IMAGE_KEYS:
+            raise SampleError(
+                f"images cannot be packed, but there is `{key}`. Use the padded layout, and "
+                "`VisionLanguageCollate`."
+            )
+        if key not in self.token_keys or value is None:
+            return
+        row = row_of(key, value)
+        expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
+        if not np.array_equal(row, expected):
+            raise SampleError(
+                f"`{key}` must {_KEPT[key]}; but is {row.tolist()!r:.80} instead. Leave the tokens "
+                f"or `{key}` out in processing, or use the padded layout."
+            )
 
     def _model_arguments(self, starts: IntArray, width: int) -> dict[str, Any]:
         bounds = starts.tolist()

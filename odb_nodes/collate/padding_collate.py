@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_choice
-from odb_nodes.collate.token_rows import TokenRows
+from odb_nodes.collate.token_rows import GroupRows, TokenRows
 from odb_nodes.planning.budget import Shape, fit_shape
 from odb_nodes.sample import IGNORE_INDEX
 
@@ -42,16 +41,12 @@ class PaddingCollate(TokenRows):
         super().__post_init__()
         check_choice("side", self.side, ("right", "left"))
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of `samples`."""
-        lengths = self.lengths_of(samples)
-        shape = self._shape(lengths)
-        batch = {
-            key: self.join(key, [sample[key] for sample in samples], lengths, shape)
-            for key in samples[0]
-        }
+    def batch_of(self, group: GroupRows) -> dict[str, Any]:
+        """Return the batch of a group."""
+        shape = self._shape(group.lengths)
+        batch = {key: self.join(key, group, shape) for key in group.keys}
         if "attention_mask" not in batch:
-            batch["attention_mask"] = self._attention_mask(lengths, shape)
+            batch["attention_mask"] = self._attention_mask(group.lengths, shape)
         return batch
 
     def _shape(self, lengths: list[int]) -> Shape:

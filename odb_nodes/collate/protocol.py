@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol, cast
 
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
 Collate = Callable[[list[Any]], MutableMapping[str, Any]]
@@ -28,6 +29,13 @@ def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> Mutab
     if not takes_step(collate):
         return collate(samples)
     return cast(StepCollate, collate).collate_step(samples, info)
+
+
+def block_collate(collate: Any) -> Callable[[SampleBlock], MutableMapping[str, Any]] | None:
+    """Return the function that collates a block, where a class has one for its `__call__`."""
+    names = {"__call__", "collate_step", "collate_block"}
+    first = next(names & vars(one).keys() for one in type(collate).__mro__ if names & {*vars(one)})
+    return collate.collate_block if "collate_block" in first else None
 
 
 def owned(data: Any) -> Any:

@@ -14,9 +14,12 @@ import torch
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
+from odb_nodes.collate.protocol import owned
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import Shape, TokenBudget
-from odb_nodes.sample import IGNORE_INDEX
+from odb_nodes.processing.columns import Column, DataColumns
+from odb_nodes.sample import IGNORE_INDEX, StoredData
+from odb_nodes.sample_block import SampleBlock
 
 Rows = TypeVar("Rows", bound="TokenRows")
 
@@ -81,12 +84,21 @@ class TokenRows:
             converted = converted or row is not sample[key]
         return {**sample, **rows} if converted else sample
 
-    def lengths_of(self, samples: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the lengths of the samples of a group, in tokens."""
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`."""
         self.check_mappings(samples)
         if any(sample.keys() != samples[0].keys() for sample in samples):
             raise _differing_keys(samples)
-        return list(map(length_of, samples))
+        return self.batch_of(GroupRows(samples))
+
+    def collate_block(self, block: SampleBlock) -> dict[str, Any]:
+        """Return the batch of the samples of a block: from their columns, where they have such."""
+        columns = GroupColumns.of(block)
+        return self(block_data(block)) if columns is None else self.batch_of(columns)
+
+    def batch_of(self, group: GroupRows) -> dict[str, Any]:
+        """Return the batch of a group."""
+        raise NotImplementedError
 
     def check_mappings(self, samples: Sequence[Any]) -> None:
         """Raise a `TypeError` unless all samples are mappings with `input_ids`."""
@@ -97,15 +109,17 @@ class TokenRows:
                     f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
                 )
 
-    def join(self, key: str, values: list[Any], lengths: list[int], shape: Shape) -> Any:
+    def join(self, key: str, group: GroupRows, shape: Shape) -> Any:
         """Return what a batch has under `key`: a tensor of `shape`, one of (n,), or a list."""
-        if all(map(is_number, values)):
-            return _tensor_of(key, values)
-        if key not in self.token_keys:
-            return values
-        rows, dtype = values, INT64
-        if not all(map(is_int64_row, values)) or [*map(len, values)] != lengths:
-            rows = _rows_of(key, values, lengths)
+        rows = group.int64_rows(key) if key in self.token_keys else None
+        dtype: np.dtype[Any] = INT64
+        if rows is None:
+            values = group.values(key)
+            if all(map(is_number, values)):
+                return _tensor_of(key, values)
+            if key not in self.token_keys:
+                return values
+            rows = _rows_of(key, values, group.lengths)
             dtype = np.result_type(*{row.dtype for row in rows})
             if dtype.kind in "iu":
                 dtype = INT64  # what embeddings and losses take
@@ -117,6 +131,82 @@ class TokenRows:
     def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
         """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
         raise NotImplementedError
+
+
+class GroupRows:
+    """The samples of a group, all with the same keys.
+
+    Attributes:
+        keys: the keys.
+        lengths: of the samples, in tokens.
+    """
+
+    def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._samples = samples
+        self.keys: Sequence[str] = [*samples[0]]
+        self.lengths = [*map(length_of, samples)]
+
+    def values(self, key: str) -> list[Any]:
+        """Return the values of a key."""
+        return [sample[key] for sample in self._samples]
+
+    def int64_rows(self, key: str) -> list[Any] | None:
+        """Return the values of a key where they are int64 arrays with one for each token."""
+        values = self.values(key)
+        if all(map(is_int64_row, values)) and [*map(len, values)] == self.lengths:
+            return values
+        return None
+
+
+class GroupColumns(GroupRows):
+    """The samples of a group whose data are in columns, of which rows are read as they are."""
+
+    def __init__(self, block: SampleBlock, ids: Mapping[int, Column]) -> None:
+        self._sources = block.sources
+        self._ids = ids
+        self._places = [*block.places()]
+        offsets = {number: column.offsets for number, column in ids.items()}
+        self._spans = [
+            (number, offsets[number][row], offsets[number][row + 1]) for number, row in self._places
+        ]
+        self.keys = next(iter(block.sources.values())).keys
+        self.lengths = [stop - start for _, start, stop in self._spans]
+
+    @classmethod
+    def of(cls, block: SampleBlock) -> GroupColumns | None:
+        """Return a group; `None` where not all of its `input_ids` are in columns."""
+        ids: dict[int, Column] = {}
+        for number, data in block.sources.items():
+            column = data.column("input_ids") if isinstance(data, DataColumns) else None
+            if not isinstance(column, Column):
+                return None
+            ids[number] = column
+        same = len({data.keys for data in block.sources.values()}) == 1
+        return cls(block, ids) if same else None
+
+    def values(self, key: str) -> list[Any]:
+        """Return the values of a key."""
+        columns = {number: data.column(key) for number, data in self._sources.items()}
+        return [columns[number][row] for number, row in self._places]
+
+    def int64_rows(self, key: str) -> list[Any] | None:
+        """Return the values of a key where they are int64 arrays with one for each token."""
+        found: dict[int, Any] = {}
+        for number, data in self._sources.items():
+            column = data.column(key)
+            is_ready = isinstance(column, Column) and column.values.dtype == INT64
+            if not is_ready or column.offsets is not self._ids[number].offsets:
+                return None
+            found[number] = column.values
+        return [found[number][start:stop] for number, start, stop in self._spans]
+
+
+def block_data(block: SampleBlock) -> list[Any]:
+    """Return the data of samples, in dicts that a collate function may change.
+
+    Some take keys out. A sample may come again: in a filler step, or where collation raised.
+    """
+    return [owned(one.load() if isinstance(one, StoredData) else one) for one in block.data()]
 
 
 def _differing_keys(samples: Sequence[Mapping[str, Any]]) -> SampleError:

@@ -30,11 +30,12 @@ from odb_nodes.sample import ItemKey, LeftOut
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
 R = TypeVar("R")
-Items = tuple[list[T], list[ItemKey | None]]
+Chunk = tuple[Sequence[T], Sequence[ItemKey | None]]
+"""Some items, and the key of each."""
 ItemLocation = tuple[Any, ...]
 """Where an item comes from: a format for `%`, and its values, which may be such again."""
 
-_GIVES_ITEMS = {"next_items", "next", "item_key", "item_location"}
+_GIVES_ITEMS = {"next_chunk", "next", "item_key", "item_location"}
 
 
 # --- epochs ---------------------------------------------------------------------------------------
@@ -125,9 +126,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     just the items that it needs. A node in between may pass that on by `can_restore`,
     `restore_items(items)` and `select(wanted)`, as `LengthObserver` does.
 
-    A node of many small items may define `next_items` beside `next`. It is not used in a class that
-    defines `next`, `item_key` or `item_location` anew, or takes it from a mixin, without
-    `next_items`.
+    A node of many small items may define `next_chunk` beside `next`: a `SampleBlock`, where they
+    are samples, and `ItemKeys` spare an object for each. It is not used in a class that defines
+    `next`, `item_key` or `item_location` anew, or takes it from a mixin, without `next_chunk`.
 
     Sources are attributes of the node, or are in a list or dict that is one. A plain node of
     torchdata may stand anywhere in a graph, and may have any of the methods of this class.
@@ -153,8 +154,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         first = next(one for one in cls.__mro__ if not _GIVES_ITEMS.isdisjoint(vars(one)))
-        if "next_items" not in vars(first):
-            cls.next_items = StatefulNode.next_items  # type: ignore[method-assign]
+        if "next_chunk" not in vars(first):
+            cls.next_chunk = StatefulNode.next_chunk  # type: ignore[method-assign]
         check_declaration(cls.__name__, cls.STATE, cls._STATE_BASE)
 
     def __init__(self) -> None:
@@ -232,7 +233,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """
         return None
 
-    def next_items(self, count: int) -> Items[T]:  # noqa: ARG002
+    def next_chunk(self, count: int) -> Chunk[T]:  # noqa: ARG002
         """Return some of the next items, and their keys, as so many calls of `next` would.
 
         Args:
@@ -317,15 +318,15 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def __next__(self) -> T:
         return self.__guarded(self.next)
 
-    def take_items(self, count: int) -> Items[T]:
-        """Return some of the next items, and their keys: see `next_items`."""
-        return self.__guarded(partial(self.__checked_items, count))
+    def take_chunk(self, count: int) -> Chunk[T]:
+        """Return some of the next items, and their keys: see `next_chunk`."""
+        return self.__guarded(partial(self.__checked_chunk, count))
 
-    def __checked_items(self, count: int) -> Items[T]:
-        items, keys = self.next_items(count)
+    def __checked_chunk(self, count: int) -> Chunk[T]:
+        items, keys = self.next_chunk(count)
         if not 0 < len(items) == len(keys) <= count:
             raise TypeError(
-                f"`next_items` of `{type(self).__name__}` must return 1 to {count} items, and a "
+                f"`next_chunk` of `{type(self).__name__}` must return 1 to {count} items, and a "
                 f"key for each, but returned {len(items)} and {len(keys)} keys."
             )
         return items, keys
@@ -391,10 +392,10 @@ def call_member(node: BaseNode[Any], name: str, *arguments: Any) -> Any:
     return method(*arguments) if callable(method) else None
 
 
-def take(node: BaseNode[T], count: int) -> Items[T]:
+def take(node: BaseNode[T], count: int) -> Chunk[T]:
     """Return some of the next items of any node, 1 to `count`, and their keys."""
     if isinstance(node, StatefulNode):
-        return node.take_items(count)
+        return node.take_chunk(count)
     return [next(node)], [call_member(node, "item_key")]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.planning.alignment import cut_by_length
-from odb_nodes.planning.group_costs import best_filler, tokens_of
+from odb_nodes.planning.group_costs import best_filler
 from odb_nodes.sample import LeftOut, Sample
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo, facts_of_rows
 
 OUT_OF_MEMORY = "out of memory"
@@ -66,7 +68,8 @@ class StepParts:
             own = info if is_whole else self._of_part(info, samples)
             yield Part(number, samples, own, self._cost(samples), is_whole, place)
         for place in range(len(parts), len(parts) + self._fillers[number]):
-            filler = [best_filler(parts)]
+            samples = [*chain(*parts)]
+            filler = [samples[best_filler(SampleBlock.of(samples))]]
             yield Part(number, filler, _of_filler(info), self._cost(filler), False, place)
 
     def halve(self, cost: int) -> bool:
@@ -77,7 +80,7 @@ class StepParts:
             for samples in parts:
                 halves = [samples]
                 if len(samples) > 1 and self._cost(samples) >= cost:
-                    halves, halved = cut_by_length(samples, 2, tokens_of), True
+                    halves, halved = _cut(samples, 2), True
                 self._parts[number] += halves
         return halved
 
@@ -87,7 +90,7 @@ class StepParts:
         Where a batch has fewer samples, one of them is computed again, without weight.
         """
         for number, (samples,) in enumerate(self._parts):
-            self._parts[number] = cut_by_length(samples, pieces, tokens_of)
+            self._parts[number] = _cut(samples, pieces)
             self._fillers[number] = pieces - len(self._parts[number])
 
     def skip(self, part: Part) -> None:
@@ -193,3 +196,8 @@ def _of_filler(info: StepInfo) -> StepInfo:
         loss_scale=0.0,
         **facts_of_rows([]),
     )
+
+
+def _cut(samples: Sequence[Sample], pieces: int) -> list[list[Sample]]:
+    parts = cut_by_length([sample.tokens for sample in samples], pieces)
+    return [[samples[index] for index in part] for part in parts]

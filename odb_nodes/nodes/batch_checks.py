@@ -11,7 +11,8 @@ import torch
 from odb_nodes._core.text import counted
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import CLASS_KEYS, IGNORE_INDEX, Sample
+from odb_nodes.sample import CLASS_KEYS, IGNORE_INDEX
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
 _MOST_SHAPES = 4096
@@ -38,7 +39,7 @@ class BatchChecks:
         self.weighs_labels = False
         """Whether the trainer counts the labels of each batch itself."""
 
-    def check(self, group: list[Sample], batch: Mapping[str, Any], info: StepInfo) -> None:
+    def check(self, group: SampleBlock, batch: Mapping[str, Any], info: StepInfo) -> None:
         """Warn of what is wrong with a batch."""
         if info.local_samples and not info.optimizer_targets and not info.loss_scale:
             self._check_targets(info)
@@ -78,8 +79,8 @@ class BatchChecks:
                 "that is not found, or answers that are cut off.",
             )
 
-    def _check_shape(self, group: list[Sample], shape: tuple[int, ...]) -> None:
-        budget, tokens = self._budget, [sample.tokens for sample in group]
+    def _check_shape(self, group: SampleBlock, shape: tuple[int, ...]) -> None:
+        budget, tokens = self._budget, group.tokens.tolist()
         if budget is None:
             return
         rows, width = shape
@@ -99,12 +100,12 @@ class BatchChecks:
         )
 
     def _check_padding(
-        self, group: list[Sample], batch: Mapping[str, Any], shape: tuple[int, ...]
+        self, group: SampleBlock, batch: Mapping[str, Any], shape: tuple[int, ...]
     ) -> None:
         mask = batch.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape:
             return
-        tokens = [sample.tokens for sample in group]
+        tokens = group.tokens.tolist()
         observed, real = sum(tokens), _count_nonzero(mask)
         # Where `observe` counts what is no token of the batch, such as those that a model makes of
         # an image, that is no padding.

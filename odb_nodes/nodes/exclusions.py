@@ -6,17 +6,18 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count, describe
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import SampleError
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
+from odb_nodes.sample_block import KEY, SampleBlock
 
 ExcludedState = dict[str, bytes | None]
 """`ExcludedKeys` as the field of a state: the keys of each source, 8 bytes a key."""
@@ -65,7 +66,11 @@ class ExcludedKeys:
 
     def __contains__(self, sample: Sample | Skipped | LeftOut) -> bool:
         """Tell whether a sample is excluded; one without a key never is."""
-        return bool(self._keys) and sample.key in self._keys.get(sample.source, ())
+        return sample.key is not None and self.holds(sample.source, sample.key)
+
+    def holds(self, source: str, key: int) -> bool:
+        """Tell whether the sample of a source that has this key is excluded."""
+        return key in self._keys.get(source, ())
 
     def __or__(self, other: ExcludedKeys) -> ExcludedKeys:
         if not other._keys or other._keys == self._keys:
@@ -151,10 +156,6 @@ def _from_bytes(keys: bytes | None) -> list[int]:
     return found
 
 
-_TOKENS = itemgetter(Sample._fields.index("tokens"))
-_PATCHES = itemgetter(Sample._fields.index("patches"))
-
-
 class ExclusionCounter:
     """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
 
@@ -206,14 +207,21 @@ class ExclusionCounter:
         self.excluded += len(samples)
         self.left_out += [LeftOut(one.key, one.source, "excluded") for one in samples]
 
-    def admits_all(self, samples: Sequence[Any]) -> TypeGuard[Sequence[Sample]]:
+    def are_excluded(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
+        """Tell which samples are left out by their keys, (n,) bool."""
+        if not self.keys:
+            return np.zeros(len(samples), dtype=bool)
+        pairs = zip(samples.kinds, samples.facts[KEY].tolist(), strict=True)
+        return np.array([self.keys.holds(kind.source, key) for kind, key in pairs], dtype=bool)
+
+    def admits_all(self, samples: SampleBlock) -> bool:
         """Tell at once that all of some samples go into the pool, and none is to be counted.
 
         Where it cannot tell, each is to be asked for.
         """
-        if self.keys or {*map(type, samples)} != {Sample}:
+        if self.are_excluded(samples).any():
             return False
-        tokens, patches = max(map(_TOKENS, samples)), max(map(_PATCHES, samples))
+        tokens, patches = int(samples.tokens.max()), int(samples.patches.max())
         return not self.budget.is_oversize(tokens, patches)
 
     def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:

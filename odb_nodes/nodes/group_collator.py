@@ -15,7 +15,8 @@ from odb_nodes._core.checks import check_callable, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate, collate_group, owned
+from odb_nodes.collate.protocol import Collate, block_collate, collate_group
+from odb_nodes.collate.token_rows import block_data
 from odb_nodes.contract import EpochNode, EpochState, SourceState, snapshot
 from odb_nodes.contract.graph import budget_below
 from odb_nodes.contract.node import call_member, check_node
@@ -25,6 +26,7 @@ from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.nodes.worker_batches import WorkerBatches
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.sample import Sample, data_of, name_of
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 Batch = MutableMapping[str, Any]
@@ -84,7 +86,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def __init__(
         self,
-        source: BaseNode[list[Sample]] | BaseNode[AlignedGroup],
+        source: BaseNode[SampleBlock] | BaseNode[list[Sample]] | BaseNode[AlignedGroup],
         collate_fn: Collate | None = None,
         seed: int = 0,
         rank: int | None = None,
@@ -95,6 +97,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self.source = source
         self._budget = budget_below(source)
         self._collate = collate_for(self._budget, collate_fn)
+        self._collate_block = block_collate(self._collate)
         self._checks = BatchChecks(self._budget)
         self._seed = check_integer("seed", seed)
         self._rank = resolve_rank(None, None)[0] if rank is None else check_count("rank", rank, 0)
@@ -104,7 +107,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._fresh = True  # no batch since the reset
         self._step = self._samples = 0
         self._workers: WorkerBatches | None = None
-        self._held: AlignedGroup | None = None  # taken from the source, and not out yet
+        self._held: tuple[SampleBlock, StepInfo] | None = None  # taken, and not out yet
         self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
 
     def trust_labels(self) -> None:
@@ -179,22 +182,23 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         batch: Any = self._batch(*self._held)
         group, info = self._held
         if self._kept is not None:
-            self._kept[info.epoch, info.step] = group
+            self._kept[info.epoch, info.step] = [*group]
         self._samples += info.local_samples
         self._step += 1
         self._held, self._fresh = None, False
         return batch  # type: ignore[no-any-return]
 
-    def take_group(self) -> AlignedGroup:
+    def take_group(self) -> tuple[SampleBlock, StepInfo]:
         """Take the next group from the source, which no batch is made of then."""
         return self._aligned(next(self.source))
 
-    def info_of(self, group: list[Sample], step: int) -> StepInfo:
+    def info_of(self, group: Sequence[Sample], step: int) -> StepInfo:
         """Return the `StepInfo` of a step that is not shared with other ranks."""
-        cost = 0 if self._budget is None else self._budget.cost([one.tokens for one in group])
+        tokens = SampleBlock.of(group).tokens.tolist()
+        cost = 0 if self._budget is None else self._budget.cost(tokens)
         return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
 
-    def collate(self, group: list[Sample], info: StepInfo, part: int = 0) -> Batch:
+    def collate(self, group: Sequence[Sample], info: StepInfo, part: int = 0) -> Batch:
         """Return the batch of a group again, as it was made at that step of that epoch.
 
         Args:
@@ -202,7 +206,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             info: the `StepInfo` of the batch.
             part: tells parts of a group from one another, which draw random numbers of their own.
         """
-        run = partial(self._collate_group, group, info)
+        run = partial(self._collate_group, SampleBlock.of(group), info)
         if self._seeded.draws_nothing:
             return run()
         step = info.step // info.batches_per_step
@@ -229,9 +233,11 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         source = snapshot(self.source)
         return CollatorState(source=source, step=self._step, samples=self._samples)
 
-    def _aligned(self, item: list[Sample] | AlignedGroup) -> AlignedGroup:
+    def _aligned(self, item: Any) -> tuple[SampleBlock, StepInfo]:
         group, info = item if isinstance(item, AlignedGroup) else (item, None)
-        if not isinstance(group, list) or not all(isinstance(one, Sample) for one in group):
+        if isinstance(group, list) and all(isinstance(one, Sample) for one in group):
+            group = SampleBlock.of(group)
+        if not isinstance(group, SampleBlock):
             raise TypeError(
                 "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
                 f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
@@ -243,9 +249,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
                 epoch=self._epochs.epoch,
                 left_out=tuple(left_out),
             )
-        return AlignedGroup(group, info)
+        return group, info
 
-    def _batch(self, group: list[Sample], info: StepInfo) -> Batch | DeferredBatch:
+    def _batch(self, group: SampleBlock, info: StepInfo) -> Batch | DeferredBatch:
         key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self._step)
         run = partial(self._collate_group, group, info)
         if self._workers is not None and self._read_ahead:
@@ -266,20 +272,21 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return self._seeded.call_ahead(run, key)
 
     def _take(
-        self, take: Callable[[Any], Batch], group: list[Sample], info: StepInfo, key: int
+        self, take: Callable[[Any], Batch], group: SampleBlock, info: StepInfo, key: int
     ) -> Batch:
         """Return a batch that a worker makes, or this process, where that fails."""
         here = partial(self._collated, group, info)
         batch = take(here if self._seeded.draws_nothing else partial(self._seeded.call, here, key))
         return self._complete(batch, group, info)
 
-    def _collate_group(self, group: list[Sample], info: StepInfo) -> Batch:
+    def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
         return self._complete(self._collated(group, info), group, info)
 
-    def _collated(self, group: list[Sample], info: StepInfo) -> Batch:
-        samples = [owned(data_of(sample)) for sample in group]
+    def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
         try:
-            return collate_group(self._collate, samples, _with_tasks(info, group))
+            if self._collate_block is not None:
+                return self._collate_block(group)
+            return collate_group(self._collate, block_data(group), _with_tasks(info, group))
         except SampleError as error:
             if not (where := _name_of(group, error.index)):
                 raise
@@ -287,7 +294,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         except StopIteration as error:  # which would end the epoch here
             raise RuntimeError("`collate_fn` raised StopIteration.") from error
 
-    def _complete(self, batch: Batch, group: list[Sample], info: StepInfo) -> Batch:
+    def _complete(self, batch: Batch, group: SampleBlock, info: StepInfo) -> Batch:
         if not isinstance(batch, MutableMapping):
             raise TypeError(
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
@@ -298,9 +305,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return batch
 
     def _with_tokens(
-        self, group: list[Sample], batch: Mapping[str, Any], info: StepInfo
+        self, group: SampleBlock, batch: Mapping[str, Any], info: StepInfo
     ) -> StepInfo:
-        tokens = [sample.tokens for sample in group]
+        tokens = group.tokens.tolist()
         padded = 0 if self._budget is None else self._budget.padded_tokens(tokens)
         if isinstance(ids := batch.get("input_ids"), torch.Tensor):
             padded = ids.numel()
@@ -308,17 +315,17 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return replace(info, local_tokens=real, local_padded_tokens=padded)
 
 
-def _with_tasks(info: StepInfo, group: list[Sample]) -> StepInfo:
+def _with_tasks(info: StepInfo, group: SampleBlock) -> StepInfo:
     """Return what a collate function sees: rows that fill a step count for no task, but have one.
 
     They go to its head.
     """
     if info.row_tasks:
         return info
-    return replace(info, row_tasks=tuple(sample.task_name for sample in group))
+    return replace(info, row_tasks=tuple(kind.task_name for kind in group.kinds))
 
 
-def _name_of(group: list[Sample], index: int | None) -> str:
+def _name_of(group: SampleBlock, index: int | None) -> str:
     """Return what is known of where a sample of a group comes from."""
     if index is None or not 0 <= index < len(group):
         return ""

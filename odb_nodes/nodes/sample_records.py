@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,9 +20,24 @@ from odb_nodes.contract.config import mismatch_is_allowed
 from odb_nodes.contract.node import restore_items
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.planning import RollingPool
-from odb_nodes.planning.table import ORDINALS, IntArray
+from odb_nodes.planning.table import ORDINALS
 from odb_nodes.processing.observation import digest_of
 from odb_nodes.sample import ItemKey, Sample, Skipped, data_of, name_of
+from odb_nodes.sample_block import (
+    DATA,
+    DIGEST,
+    FACTS,
+    ITEM,
+    KIND,
+    NONE,
+    ORDINAL,
+    REPEAT,
+    ROW,
+    TOKENS,
+    IntArray,
+    SampleBlock,
+    kinds_of,
+)
 
 logger = logging.getLogger("odb_nodes")
 
@@ -73,33 +89,23 @@ class SampleRecords:
         self._warned = False
 
     @classmethod
-    def of(cls, samples: Collection[Sample]) -> SampleRecords:
-        """Return the records of samples."""
-        digests = [sample.digest for sample in samples]
-        if None in digests:
-            digests = [*map(digest_of, samples)]
-        items: list[Any] = [sample.item for sample in samples]
-        ordinals = [sample.ordinal for sample in samples]
-        if samples and ordinals[0] is not None:
-            items = [ItemKey("", at, 0) for at in ordinals if at is not None]
-        elif None in items:
+    def of(cls, block: SampleBlock) -> SampleRecords:
+        """Return the records of samples, whose digests are known."""
+        facts = block.facts
+        costs = facts[TOKENS].astype("<u8") | facts[DIGEST].astype("<u8") << np.uint64(32)
+        if not len(block) or facts[ORDINAL, 0] != NONE:
+            none = np.zeros(len(block), np.int64)
+            return cls(costs, facts[ORDINAL], none, none.astype("<u2"), [NUMBERED])
+        if (facts[ITEM] == NONE).any():
             raise SampleError(
                 "the source can read items by their keys, but `item_key()` returned None for one "
                 "that it yielded. Return its `ItemKey`, or define no `read`."
             )
-        sources, keys, sizes, repeats = [*zip(*items, strict=True)] or [()] * 4
-        pairs = [*zip(sources, sizes, strict=True)]
-        origins = sorted({*pairs})
-        numbers = map(origins.index, pairs) if len(origins) > 1 else [0] * len(pairs)
-        tokens = [sample.tokens for sample in samples]
-        costs = np.array((tokens, digests), "<u4").T.copy().view("<u8").ravel()
-        return cls(
-            costs,
-            np.array(keys, "<i8"),
-            np.array(repeats, "<i8"),
-            np.array([*numbers], "<u2"),
-            origins,
-        )
+        codes, kinds = np.unique(facts[KIND], return_inverse=True)
+        found = [(str(kind.item_source), kind.world_size) for kind in kinds_of(codes.tolist())]
+        origins = sorted({*found})
+        numbers = np.array([*map(origins.index, found)], "<u2")[kinds]
+        return cls(costs, facts[ITEM], facts[REPEAT], numbers, origins)
 
     def __len__(self) -> int:
         return len(self._costs)
@@ -228,49 +234,110 @@ class SampleRecords:
         return sample
 
 
-class PoolLog:
-    """The records of the samples in a pool, in parts by age that never change.
+class PooledTable:
+    """What is known of the samples of a pool, and their data, by ordinal.
 
-    What came since the last state is noted as a part. Parts of like size are joined, so there are
-    few, and a sample is copied a few times at most.
+    The facts of a sample are written once, behind those of all before it, so a state may refer to
+    them. Where the chunks that hold data have twice as many samples as are pooled, those are cut
+    down of which less than half is.
     """
 
-    def __init__(self, pool: RollingPool[Sample]) -> None:
+    def __init__(self, pool: RollingPool) -> None:
         self._pool = pool
-        self._parts: tuple[tuple[IntArray, SampleRecords], ...] = ()
+        self._facts: IntArray = np.empty((FACTS, 0), np.int64)
+        self._first = self._stop = 0  # the ordinals that it has facts of
+        self._sources: dict[int, Any] = {}  # what holds data
+        self._left: dict[int, int] = {}  # samples of each that are pooled
+        self._rows = 0  # samples that these hold, also of those that are gone
 
-    def pooled(self) -> PooledRecords:
+    def add(self, ordinals: IntArray, block: SampleBlock) -> None:
+        """Put samples into the table, younger ones than all before."""
+        if not len(block):
+            return
+        self._make_room(int(ordinals[0]), int(ordinals[-1]) + 1)
+        self._facts[:, ordinals - self._first] = block.facts
+        for number, samples in Counter(block.facts[DATA].tolist()).items():
+            if number not in self._sources:
+                self._sources[number], self._left[number] = block.sources[number], 0
+                self._rows += len(block.sources[number])
+            self._left[number] += samples
+        if self._rows > 2 * max(len(self._pool), _LEAST_ROWS):
+            self._compact(newest=int(block.facts[DATA, -1]))
+
+    def take(self, ordinals: IntArray) -> SampleBlock:
+        """Return samples that have left the pool, in ascending order of their ordinals."""
+        facts, sources = self._facts.take(ordinals - self._first, axis=1), dict[int, Any]()
+        for number in facts[DATA].tolist():
+            sources[number] = self._sources[number]
+            self._left[number] -= 1
+        for number in sources:
+            if not self._left[number]:
+                self._forget(number)
+        return SampleBlock(facts, sources)
+
+    def all(self) -> SampleBlock:
+        """Return the samples of the pool, oldest first."""
+        ordinals = np.sort(self._pool.table()[ORDINALS])
+        return SampleBlock(self._facts.take(ordinals - self._first, axis=1), {**self._sources})
+
+    def state(self) -> PooledRecords:
         """Return the records of the pool as it is now, which a state may keep."""
-        items, oldest = self._pool.items(), self._pool.oldest
-        parts = [part for part in self._parts if part[0][-1] >= oldest]
-        last = parts[-1][0][-1] if parts else -1
-        new: list[int] = []
-        for ordinal in reversed(items):
-            if ordinal <= last:
-                break
-            new.append(ordinal)
-        if new:
-            new.reverse()
-            records = SampleRecords.of([items[ordinal] for ordinal in new])
-            parts.append((np.array(new, dtype=np.int64), records))
-        while len(parts) > 1 and len(parts[-2][0]) <= 2 * len(parts[-1][0]):
-            (before, older), (after, newer) = parts[-2:]
-            both = SampleRecords.joined([older, newer])
-            parts[-2:] = [(np.concatenate((before, after)), both)]
-        self._parts = (*parts,)
-        return PooledRecords(self._parts, self._pool.table()[ORDINALS], self._pool.pulled)
+        pool, facts = self._pool, self._facts[:, : self._stop - self._first]
+        ordinals = pool.table()[ORDINALS]
+        if (facts[DIGEST] == NONE).any():
+            lacking = ordinals[facts[DIGEST, ordinals - self._first] == NONE] - self._first
+            block = SampleBlock(facts.take(lacking, axis=1), self._sources)
+            facts[DIGEST, lacking] = [*map(digest_of, block)]
+        return PooledRecords(facts, self._first, ordinals, pool.pulled)
+
+    def _make_room(self, first: int, stop: int) -> None:
+        """Have a place for the facts of further ordinals; forget those of samples that are gone."""
+        if stop - self._first > len(self._facts[0]):
+            oldest = min(self._pool.oldest, first)
+            known = self._facts[:, oldest - self._first : self._stop - self._first]
+            self._facts = np.empty((FACTS, 2 * (stop - oldest) + _LEAST_ROWS), np.int64)
+            self._facts[:, : len(known[0])] = known
+            self._first = oldest
+        self._facts[DIGEST, self._stop - self._first : stop - self._first] = 0  # of those left out
+        self._stop = stop
+
+    def _forget(self, number: int) -> None:
+        self._rows -= len(self._sources.pop(number))
+        del self._left[number]
+
+    def _compact(self, newest: int) -> None:
+        at = self._pool.table()[ORDINALS] - self._first
+        numbers = self._facts[DATA].take(at)
+        for number, left in [*self._left.items()]:
+            data = self._sources[number]
+            # Of the newest, further samples may be on their way.
+            if number != newest and hasattr(data, "kept") and 2 * left <= len(data):
+                own = at[numbers == number]
+                block = SampleBlock(self._facts.take(own, axis=1), {})
+                block = block.with_data(data.kept(block.facts[ROW]))
+                self._facts[DATA:, own] = block.facts[DATA:]
+                self._forget(number)
+                ((number, data),) = block.sources.items()
+                self._sources[number], self._left[number] = data, left
+                self._rows += left
+
+
+_LEAST_ROWS = 256  # below, nothing is cut down
+
+
+def with_digests(block: SampleBlock) -> SampleBlock:
+    """Return a block whose digests are known."""
+    if not (block.facts[DIGEST] == NONE).any():
+        return block
+    return block.with_facts(digest=[*map(digest_of, block)])
 
 
 class PooledRecords:
     """The records of the samples that were in a pool at one time: part of a state."""
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[IntArray, SampleRecords]],
-        ordinals: IntArray,
-        pulled: int,
-    ) -> None:
-        self._parts, self._ordinals, self._pulled = parts, ordinals, pulled
+    def __init__(self, facts: IntArray, first: int, ordinals: IntArray, pulled: int) -> None:
+        self._facts, self._first = facts, first
+        self._ordinals, self._pulled = ordinals, pulled
         self._state: PoolContent | None = None
 
     def to_state(self) -> PoolContent:
@@ -280,24 +347,26 @@ class PooledRecords:
         return self._state
 
     def _encoded(self) -> PoolContent:
-        known = np.concatenate([ordinals for ordinals, _ in self._parts])
-        first = int(known[0])
-        pooled = np.zeros(self._pulled - first, dtype=bool)
-        pooled[self._ordinals - first] = True
-        records = SampleRecords.joined([records for _, records in self._parts])
-        return to_bits(pooled), records.take(np.flatnonzero(pooled[known - first])).to_state(), None
+        pooled = np.zeros(self._pulled - self._first, dtype=bool)
+        pooled[self._ordinals - self._first] = True
+        facts = self._facts.take(np.flatnonzero(pooled), axis=1)
+        return to_bits(pooled), SampleRecords.of(SampleBlock(facts, {})).to_state(), None
 
 
 class PooledSamples:
     """The samples that were in a pool at one time, as a part of a state."""
 
-    def __init__(self, items: Mapping[int, Sample], encoded: dict[int, bytes], pulled: int) -> None:
-        self._items, self._encoded, self._pulled = {**items}, encoded, pulled
+    def __init__(
+        self, ordinals: IntArray, samples: SampleBlock, encoded: dict[int, bytes], pulled: int
+    ) -> None:
+        self._ordinals, self._samples = ordinals.tolist(), samples
+        self._encoded, self._pulled = encoded, pulled
 
     def to_state(self) -> PoolContent:
         """Return which of the samples last pulled were pooled, and the samples."""
         known = self._encoded
-        encoded = {at: known.get(at) or encode_sample(one) for at, one in self._items.items()}
+        pairs = zip(self._ordinals, self._samples, strict=True)
+        encoded = {at: known.get(at) or encode_sample(one) for at, one in pairs}
         for at in [at for at in known if at not in encoded]:
             del known[at]
         known.update(encoded)

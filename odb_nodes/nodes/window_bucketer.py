@@ -29,7 +29,7 @@ from odb_nodes.nodes.sample_records import (
     NO_RECORDS,
     PoolContent,
     PooledSamples,
-    PoolLog,
+    PooledTable,
     SampleRecords,
     decode_sample,
     from_bits,
@@ -40,7 +40,9 @@ from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.options import PlanOptions
+from odb_nodes.planning.table import ORDINALS
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
+from odb_nodes.sample_block import NONE, ORDINAL, IntArray, SampleBlock
 
 PoolState = Literal["replay", "payload"]
 """What a state may hold of the pool: how to make its samples again, or the samples."""
@@ -99,10 +101,11 @@ class BucketerState(NodeState):
     window: tuple[int, bool, int, int, int] | None
 
 
-class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
-    """Yields groups of samples under a token budget, from a rolling pool of `window` samples.
+class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
+    """Yields groups under a token budget, from a rolling pool of `window` samples.
 
-    No pooled sample gets older than 5 windows (see `RollingPool`).
+    A group is a `SampleBlock`: a sequence of `Sample`. No pooled sample gets older than 5 windows
+    (see `RollingPool`).
 
     State, `"replay"`: the source's, and key, length and digest of each pooled sample, 17 bytes.
     Restoring makes these samples again, at most `window`, and compares the digests. Where a source
@@ -146,7 +149,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self.source = source
         self._budget = TokenBudget.of(budget)
         self._has_tasks = check_diversity(diversity, self._budget) > 0
-        self.planner: GroupPlanner[Sample] = GroupPlanner(
+        self.planner = GroupPlanner(
             self._budget,
             window,
             check_count("dearest_first", dearest_first, 0),
@@ -260,31 +263,29 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             )
         return iter([self._planned[item.key] for item in items])
 
-    def release(self, still: Sequence[Sample] = ()) -> None:
+    def release(self, still: Sequence[SampleBlock] = ()) -> None:
         """Forget the groups that were held above, but for these samples."""
-        self._planned: dict[int, Any] = {
-            one.ordinal: one for one in still if one.ordinal is not None
-        }
-        self._planned_from = min(self._planned, default=MAX_KEY)
+        numbers = [at for block in still for at in block.facts[ORDINAL].tolist() if at != NONE]
+        self._plan(dict.fromkeys(numbers))
         if self.planner.ended and not (self._planned or len(self._pool)):
             self._snapshots.take(self._pool.pulled)
 
-    def put_back(self, samples: Sequence[Sample]) -> None:
+    def put_back(self, samples: SampleBlock) -> None:
         """Put samples of groups back into the pool, without those that are excluded."""
-        out = [sample for sample in samples if sample in self._exclusions.keys]
-        if out:
-            self._exclusions.exclude(out)
-            samples = [sample for sample in samples if sample not in self._exclusions.keys]
-        tokens, patches, tasks = self._columns(samples)
-        self._floor, self._floor_until = self._needed_from, self._pool.pulled  # before new ages
-        self._pool.put_back(samples, tokens, patches, tasks)
-        self._log = PoolLog(self._pool)
+        samples = self._not_excluded(samples)
+        waiting, pool = self._table.all(), self._pool
+        self._floor, self._floor_until = self._needed_from, pool.pulled  # before new ages
+        pool.put_back(samples.tokens, samples.patches, self._tasks_of(samples))
+        self._table = PooledTable(pool)
+        ordinals = np.arange(pool.pulled - len(pool), pool.pulled)
+        self._table.add(ordinals, SampleBlock.joined([samples, waiting]))
         self._encoded.clear()
         self.release()
 
     def drop_remaining(self) -> list[LeftOut]:
         """End the epoch before its last sample, and return the pooled ones as left out."""
-        gone = self._pool.remove([*self._pool.items()])
+        gone = self._table.all()
+        self._remove(self._pool.table()[ORDINALS])
         self.planner.ended = self._is_cut = True
         return [LeftOut(one.key, one.source, "unemitted") for one in gone]
 
@@ -316,10 +317,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         self._exclusions.restore(state)
         self.source.reset(copy_state(state.source))
         ordinals = from_bits(state.pool[0], state.pulled)
-        samples, pool = self._pooled_again(state, ordinals), self._pool
-        tokens, patches, tasks = self._columns(samples)
-        pool.add(samples, tokens, patches, ordinals, tasks)
+        samples, pool = SampleBlock.of(self._pooled_again(state, ordinals)), self._pool
         pool.pulled = state.pulled
+        pool.add(ordinals, samples.tokens, samples.patches, self._tasks_of(samples))
+        self._table.add(np.array(ordinals, np.int64), samples)
         pool.caps = np.frombuffer(state.caps or b"", np.int64)
         self.planner.dearest_groups = state.dearest_groups
         self._is_cut = state.is_cut
@@ -336,9 +337,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         base, source_state = self._snapshots.at_or_before(self._needed_from)
         planned = np.array([] if self._has_keys else [*self._planned], dtype="<i8")
         if self._mode == "replay":
-            content: Any = self._log.pooled()
+            content: Any = self._table.state()
         else:
-            content = PooledSamples(pool.items(), self._encoded, pool.pulled)
+            ordinals = np.sort(pool.table()[ORDINALS])
+            content = PooledSamples(ordinals, self._table.all(), self._encoded, pool.pulled)
         return BucketerState(
             source=source_state,
             mode=self._mode,
@@ -356,7 +358,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             **self._exclusions.to_state(),
         )
 
-    def next(self) -> list[Sample]:
+    def next(self) -> SampleBlock:
         """Return the next group, oldest sample first.
 
         Raises:
@@ -375,13 +377,11 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         if not len(pool):
             raise StopIteration
         is_chosen_freely = not (planner.ended or planner.is_dearest)
-        group = planner.next_group()
+        group = self._table.take(planner.next_group())
         if is_chosen_freely and planner.window_is_chosen:
-            self._pool_check.note(group, planner.window)
+            self._pool_check.note(group.tokens.tolist(), planner.window)
         if self.keeps_planned and not self._has_keys:
-            numbers = [sample.ordinal for sample in group if sample.ordinal is not None]
-            self._planned.update(zip(numbers, group, strict=True))
-            self._planned_from = min(self._planned_from, *numbers)
+            self._plan({**self._planned, **dict.fromkeys(group.facts[ORDINAL].tolist())})
         if planner.ended and not len(pool):
             self._end()
         self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
@@ -407,7 +407,7 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         budget = self.planner.limits.of_samples(self._budget)
         keys, said = self.excluded | self.exclude, self._exclusions.said
         self._exclusions = ExclusionCounter(budget, keys, said)
-        self._log = PoolLog(self._pool)
+        self._table = PooledTable(self._pool)
         self._encoded: dict[int, bytes] = {}
         self._has_keys = can_restore(self.source) or self._mode == "payload"
         self._floor_until = 0  # age of the samples whose numbers may be as low as `_floor`
@@ -461,9 +461,12 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             ]
             self._floor, self._floor_until = min(numbers), state.pulled
         # One that is `Skipped` now is named where the groups are made.
-        self._planned = {number: again[number] for number in planned}
-        self._planned_from = min(planned, default=MAX_KEY)
+        self._plan({number: again[number] for number in planned})
         return samples
+
+    def _plan(self, planned: dict[int, Any]) -> None:
+        """Note which samples without keys are in groups above, and those made again for them."""
+        self._planned, self._planned_from = planned, min(planned, default=MAX_KEY)
 
     def _use_present_options(self, saved: Limits) -> None:
         """Exclude the keys, and lower the limits, that the state does not know of."""
@@ -471,9 +474,10 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         counter.keys = keys | self.exclude
         self.keys_changed = counter.keys != keys
         if self.keys_changed:
-            waiting = self._pool.items()
-            gone = [at for at, sample in waiting.items() if sample in counter.keys]
-            counter.exclude(self._pool.remove(gone))
+            ordinals = np.sort(self._pool.table()[ORDINALS])
+            is_out = counter.are_excluded(waiting := self._table.all())
+            counter.exclude(waiting.take(np.flatnonzero(is_out)))
+            self._remove(ordinals[is_out])
         self.planner.lower_limits(Limits.of(self._budget))
         counter.budget = self.planner.limits.of_samples(self._budget)
         self.limits_changed = self.planner.limits != saved
@@ -491,44 +495,57 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
             most = min(self.window, self.remaining_samples or self.window)
             progress = SlowProgress("samples in the pool before the first batch", most)
         while (room := self.planner.room()) > 0:
-            ordinals: list[int] = []
-            samples: list[Sample] = []
+            admitted: list[tuple[list[int], SampleBlock | list[Sample]]] = []
             try:
                 while room > 0:
                     due = self._snapshots.take_if_due(self._pool.pulled, self._interval)
                     pulled = take(self.source, min(room, due))[0]
                     room -= len(pulled)
-                    self._admit(pulled, ordinals, samples)
+                    self._admit(pulled, admitted)
                     if progress is not None:
                         progress.update(self._pool.pulled)
             except StopIteration:
                 self.planner.ended = True
             finally:  # Those before an error are in the pool.
-                tokens, patches, tasks = self._columns(samples)
-                self.planner.add(samples, tokens, patches, ordinals, tasks)
+                self._add(admitted)
 
     def _admit(
-        self, pulled: list[Sample | Skipped], ordinals: list[int], samples: list[Sample]
+        self,
+        pulled: Sequence[Sample | Skipped],
+        admitted: list[tuple[list[int], SampleBlock | list[Sample]]],
     ) -> None:
         """Count what was pulled, and note what goes into the pool."""
         pool, exclusions = self._pool, self._exclusions
-        first, noted = pool.pulled, len(samples)
-        if not self._has_tasks and exclusions.admits_all(pulled):
-            ordinals += range(first, first + len(pulled))
-            samples += pulled
-            pool.pulled += len(pulled)
-        else:
-            for sample in pulled:
+        first = pool.pulled
+        if isinstance(pulled, SampleBlock):
+            if not self._has_tasks and exclusions.admits_all(pulled):
+                pool.pulled += len(pulled)
+                admitted.append(([*range(first, pool.pulled)], pulled))
+                return
+        rows: list[int] = []
+        try:
+            for row, sample in enumerate(pulled):
                 self._check(sample)
                 if exclusions.admit(sample, pool.pulled):
-                    ordinals.append(pool.pulled)
-                    samples.append(sample)
+                    rows.append(row)
                 pool.pulled += 1
-        if not self._has_keys:
-            samples[noted:] = [
-                sample._replace(ordinal=ordinal)
-                for sample, ordinal in zip(samples[noted:], ordinals[noted:], strict=True)
-            ]
+        finally:
+            numbers, last = [first + row for row in rows], admitted[-1] if admitted else None
+            if isinstance(pulled, SampleBlock):
+                admitted.append((numbers, pulled.take(rows)))
+            elif last is not None and isinstance(last[1], list):
+                admitted[-1] = ([*last[0], *numbers], [*last[1], *map(pulled.__getitem__, rows)])
+            else:
+                admitted.append((numbers, [*map(pulled.__getitem__, rows)]))
+
+    def _add(self, admitted: Sequence[tuple[list[int], SampleBlock | list[Sample]]]) -> None:
+        """Put samples into the pool, by their ordinals."""
+        for numbers, samples in admitted:
+            ordinals, block = np.array(numbers, np.int64), SampleBlock.of(samples)
+            if not self._has_keys:
+                block = block.with_facts(ordinal=ordinals)
+            self.planner.add(ordinals, block.tokens, block.patches, self._tasks_of(block))
+            self._table.add(ordinals, block)
 
     def _check(self, sample: Any) -> None:
         if not isinstance(sample, (Sample, Skipped)):
@@ -539,12 +556,22 @@ class WindowBucketer(StatefulNode[list[Sample], BucketerState]):
         if self._has_tasks:
             check_has_task(sample)
 
-    def _columns(self, samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int]]:
-        """Return tokens, patches and numbers of the tasks of samples."""
-        tasks, known = list[int](), self._task_numbers
-        if self._has_tasks:
-            tasks = [known.setdefault(sample.task_name, len(known)) for sample in samples]
-        return [one.tokens for one in samples], [one.patches for one in samples], tasks
+    def _remove(self, ordinals: IntArray) -> None:
+        """Take samples out of the pool that no group will hold."""
+        self._pool.remove(ordinals)
+        self._table.take(np.sort(ordinals))
+
+    def _not_excluded(self, samples: SampleBlock) -> SampleBlock:
+        """Return samples without those that are excluded, which are counted."""
+        is_out = self._exclusions.are_excluded(samples)
+        self._exclusions.exclude(samples.take(np.flatnonzero(is_out)))
+        return samples.take(np.flatnonzero(~is_out)) if is_out.any() else samples
+
+    def _tasks_of(self, samples: SampleBlock) -> list[int]:
+        """Return the numbers of the tasks of samples, where they decide groups."""
+        known = self._task_numbers
+        kinds = samples.kinds if self._has_tasks else ()
+        return [known.setdefault(kind.task_name, len(known)) for kind in kinds]
 
     def _end(self) -> None:
         """Stand at the end of the epoch: no pooled sample is left to pull again."""

@@ -15,8 +15,9 @@ from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.shared_pages import split_parts
+from odb_nodes.processing.stored_chunk import StoredChunk
 from odb_nodes.processing.transport import unpack
-from odb_nodes.sample import Sample, StoredData
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
 __all__ = ["WorkerBatches"]
@@ -57,7 +58,7 @@ class WorkerBatches:
         self._told: set[str] = set()  # what was warned of
 
     def order(
-        self, group: Sequence[Sample], key: int, info: StepInfo
+        self, group: SampleBlock, key: int, info: StepInfo
     ) -> Callable[[Callable[[], Batch]], Batch] | None:
         """Order a batch; `None` where no worker can make it.
 
@@ -70,10 +71,10 @@ class WorkerBatches:
             What waits for the batch. It takes a function that makes the batch here, which it calls
             where the workers have failed.
         """
-        data = [sample.data for sample in group]
-        worth_it = self._always or any(isinstance(one, StoredData) for one in data)
-        if not (worth_it and self._works):
+        is_stored = any(isinstance(one, StoredChunk) for one in group.sources.values())
+        if not ((self._always or is_stored) and self._works):
             return None
+        data = group.data()
         runner = self._runners[next(self._turn) % len(self._runners)]
         try:
             made = runner.make_batch(data, key, info if self._takes_info else None)
@@ -101,8 +102,7 @@ class WorkerBatches:
             batch = make_here()  # which raises the same error, but where only a worker cannot do it
             self._give_up(result.error)
             return batch
-        (batch,) = unpack(split_parts(result.content))
-        return self._finish(batch)
+        return self._finish(unpack(split_parts(result.content)))
 
     def _warn_of(self, death: str) -> None:
         """Warn of the death of a worker, which may have owed several batches, once."""

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.group_planner import PoolReport
 from odb_nodes.planning.table import IntArray
-
-T = TypeVar("T")
+from odb_nodes.sample_block import SampleBlock
 
 Uneven = Literal["fill", "stop"]
 
@@ -124,18 +123,17 @@ class RoundPlan:
 
 
 def make_report(
-    groups: Sequence[Sequence[T]],
+    groups: Sequence[SampleBlock],
     *,
     most: int,
     ended: bool,
     has_filler: bool = True,
     may_split: bool = True,
-    measure: Callable[[Sequence[T]], GroupCost],
-    tokens: Callable[[T], int],
+    measure: Callable[[SampleBlock], GroupCost],
     tasks: int = 0,
-) -> tuple[CostReport, SplitLadder[T]]:
+) -> tuple[CostReport, SplitLadder]:
     """Return what a rank reports for a round, and the ladder that its groups are split by."""
-    ladder = SplitLadder(groups, measure, tokens)
+    ladder = SplitLadder(groups, measure)
     rows = [row_of(one) for one in ladder.costs]
     if ended and may_split:
         while len(rows) < most and (split := ladder.split()) is not None:
@@ -157,7 +155,7 @@ def as_table(rows: Sequence[Sequence[int]], tasks: int) -> IntArray:
     return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
 
 
-class SplitLadder(Generic[T]):
+class SplitLadder:
     """Groups, and what they become when they are split one after the other.
 
     Each split takes the group of the highest cost that has two samples or more, orders it by
@@ -166,16 +164,12 @@ class SplitLadder(Generic[T]):
     """
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[T]],
-        measure: Callable[[Sequence[T]], GroupCost],
-        tokens: Callable[[T], int],
+        self, groups: Sequence[SampleBlock], measure: Callable[[SampleBlock], GroupCost]
     ) -> None:
         self._measure = measure
-        self._tokens = tokens
-        self._groups = [list(group) for group in groups]
+        self._groups = [*groups]
         self.costs = [measure(group) for group in groups]
-        self._parts: list[tuple[int, list[T], list[T]]] = []
+        self._parts: list[tuple[int, SampleBlock, SampleBlock]] = []
         self._after = list(self.costs)
 
     def split(self) -> tuple[GroupCost, GroupCost] | None:
@@ -186,14 +180,15 @@ class SplitLadder(Generic[T]):
         )
         if parent is None:
             return None
-        off, rest = cut_by_length(self.groups(len(self._parts))[parent], 2, self._tokens)
+        whole = self.groups(len(self._parts))[parent]
+        off, rest = map(whole.take, cut_by_length(whole.tokens.tolist(), 2))
         self._parts.append((parent, off, rest))
         costs = self._measure(off), self._measure(rest)
         self._after[parent] = costs[1]
         self._after.append(costs[0])
         return costs
 
-    def groups(self, splits: int) -> list[list[T]]:
+    def groups(self, splits: int) -> list[SampleBlock]:
         """Return the groups after `splits` splits."""
         groups = list(self._groups)
         for parent, off, rest in self._parts[:splits]:
@@ -202,15 +197,14 @@ class SplitLadder(Generic[T]):
         return groups
 
 
-def cut_by_length(group: Sequence[T], pieces: int, tokens: Callable[[T], int]) -> list[list[T]]:
-    """Return up to `pieces` parts of a group, of like lengths and numbers of samples.
+def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
+    """Return the rows of up to `pieces` parts of a group, of like lengths and numbers of samples.
 
     The shortest samples come first; each part is in the order of the group.
     """
-    by_length = sorted(range(len(group)), key=lambda index: tokens(group[index]))
-    bounds = [len(group) * piece // pieces for piece in range(pieces + 1)]
-    parts = [sorted(by_length[start:stop]) for start, stop in pairwise(bounds) if start < stop]
-    return [[group[index] for index in part] for part in parts]
+    by_length = sorted(range(len(tokens)), key=tokens.__getitem__)
+    bounds = [len(tokens) * piece // pieces for piece in range(pieces + 1)]
+    return [sorted(by_length[start:stop]) for start, stop in pairwise(bounds) if start < stop]
 
 
 def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> RoundPlan:

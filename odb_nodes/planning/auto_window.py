@@ -12,7 +12,6 @@ import numpy.typing as npt
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.sample import Sample
 
 AUTO: Literal["auto"] = "auto"
 WindowSize = int | Literal["auto"]
@@ -143,13 +142,12 @@ class PoolCheck:
         self._budget = budget
         self._groups = self._samples = self._real_tokens = self._padded_tokens = self._cost = 0
 
-    def note(self, group: list[Sample], window: int) -> None:
-        """Take a group into account that was formed from a full pool of `window` samples."""
+    def note(self, tokens: Sequence[int], window: int) -> None:
+        """Take a group of these lengths into account, formed from a full pool of `window`."""
         if self._groups == _GROUPS:
             return
-        tokens = [sample.tokens for sample in group]
         self._groups += 1
-        self._samples += len(group)
+        self._samples += len(tokens)
         self._real_tokens += sum(tokens)
         self._padded_tokens += self._budget.padded_tokens(tokens)
         self._cost += sum(map(self._budget.row_cost, tokens))

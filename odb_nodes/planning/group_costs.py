@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
 from odb_nodes._core.fingerprints import stable_name
@@ -13,6 +14,7 @@ from odb_nodes.errors import SampleError
 from odb_nodes.planning.alignment import FLAG_BITS, GroupCost
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.sample import COUNTED, Sample, name_of
+from odb_nodes.sample_block import KIND, SampleBlock, kinds_of
 
 MOST_MODALITIES = FLAG_BITS - len(COUNTED)
 _COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COUNTED)}
@@ -30,12 +32,7 @@ def counted_in(flags: int) -> str:
 
 def padded_tokens(group: Sequence[Sample]) -> int:
     """Return the longest sample's tokens times the number of samples."""
-    return max(sample.tokens for sample in group) * len(group)
-
-
-def tokens_of(sample: Sample) -> int:
-    """Return the length of a sample."""
-    return sample.tokens
+    return int(SampleBlock.of(group).tokens.max()) * len(group)
 
 
 class BudgetCost:
@@ -51,7 +48,7 @@ class BudgetCost:
 
     def __call__(self, group: Sequence[Sample]) -> int:
         """Return the tokens of a group's batch, padding included, and what attention adds."""
-        return min(self._budget.cost([sample.tokens for sample in group]), MAX_COUNT)
+        return min(self._budget.cost(SampleBlock.of(group).tokens.tolist()), MAX_COUNT)
 
 
 class GroupCostEstimator:
@@ -72,18 +69,18 @@ class GroupCostEstimator:
                 f"`modalities` must be at most {MOST_MODALITIES}, but are {len(self.modalities)}."
             )
 
-    def __call__(self, group: Sequence[Sample]) -> GroupCost:
+    def __call__(self, group: SampleBlock) -> GroupCost:
         """Return the samples, targets, cost and modalities of a group."""
+        counted = {kind.counted for kind in kinds_of({*group.facts[KIND].tolist()})}
+        flags = sum(_COUNTED_BITS[one] for one in counted if one)
+        for bit, is_in in enumerate(self.modalities.values()):
+            found = group.patches.any() if is_in is has_image else any(map(is_in, group))
+            flags |= bool(found) << bit
         return GroupCost(
             samples=len(group),
-            targets=sum([sample.targets for sample in group]),
+            targets=int(group.targets.sum()),
             cost=check_count("cost_fn", self.cost_fn(group), 0),
-            flags=sum(
-                1 << bit
-                for bit, is_in in enumerate(self.modalities.values())
-                if any(map(is_in, group))
-            )
-            | sum(_COUNTED_BITS[kind] for kind in {sample.counted for sample in group} if kind),
+            flags=flags,
             tasks=self._targets_of_tasks(group) if self.tasks else (),
         )
 
@@ -96,20 +93,18 @@ class GroupCostEstimator:
         names = {"modalities": [*self.modalities], "tasks": [*self.tasks]}
         return {"cost_fn": stable_name(self.cost_fn), **names}
 
-    def _targets_of_tasks(self, group: Sequence[Sample]) -> tuple[int, ...]:
+    def _targets_of_tasks(self, group: SampleBlock) -> tuple[int, ...]:
         targets = dict.fromkeys(self.tasks, 0)
-        for sample in group:
-            if sample.task_name not in targets:
+        for row, (kind, count) in enumerate(zip(group.kinds, group.targets.tolist(), strict=True)):
+            if kind.task_name not in targets:
                 raise SampleError(
-                    f"the task of a sample{name_of(sample)} is {sample.task_name!r}, which is none "
-                    f"of `tasks`: {[*self.tasks]}. Name it there, or in `Observation.task`."
+                    f"the task of a sample{name_of(group[row])} is {kind.task_name!r}, which is "
+                    f"none of `tasks`: {[*self.tasks]}. Name it there, or in `Observation.task`."
                 )
-            targets[sample.task_name] += sample.targets
+            targets[kind.task_name] += count
         return (*targets.values(),)
 
 
-def best_filler(groups: Sequence[Sequence[Sample]]) -> Sample:
-    """Return the best sample to fill with: one with targets, few patches and few tokens."""
-    samples = [*chain.from_iterable(groups)]
-    order = [(one.targets == 0, one.patches, one.tokens) for one in samples]
-    return samples[order.index(min(order))]
+def best_filler(samples: SampleBlock) -> int:
+    """Return which sample is best to fill with: one with targets, few patches and few tokens."""
+    return int(np.lexsort((samples.tokens, samples.patches, samples.targets == 0))[0])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes.planning.auto_window import (
     AUTO,
@@ -20,8 +21,6 @@ from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.table import IntArray
-
-T = TypeVar("T")
 
 WindowState = tuple[int, bool, int, int, int]
 """The samples of an `"auto"` window, whether it is chosen for the epoch, and `PulledLengths`."""
@@ -59,7 +58,7 @@ class PoolReport(NamedTuple):
     lengths: tuple[int, int] = (0, 0)
 
 
-class GroupPlanner(Generic[T]):
+class GroupPlanner:
     """Forms groups from a `RollingPool`. It holds no samples' data and pulls nothing itself.
 
     The caller adds as many samples as there is `room` for, and takes groups, until it says by
@@ -95,7 +94,7 @@ class GroupPlanner(Generic[T]):
         """Empty the pool; limits and window stay as they are."""
         self.lengths = PulledLengths()
         self.window_is_chosen = self.given_window != AUTO
-        self.pool = RollingPool[T](self.budget, self.window, self._diversity)
+        self.pool = RollingPool(self.budget, self.window, self._diversity)
         self.pool.limit(self.limits)
         self.ended = False
         self.dearest_groups = 0
@@ -147,14 +146,13 @@ class GroupPlanner(Generic[T]):
 
     def add(
         self,
-        items: Sequence[T],
-        tokens: Sequence[int],
-        patches: Sequence[int],
-        ordinals: Sequence[int],
-        tasks: Sequence[int] = (),
+        ordinals: npt.ArrayLike,
+        tokens: npt.ArrayLike,
+        patches: npt.ArrayLike,
+        tasks: npt.ArrayLike = (),
     ) -> None:
         """Add samples that were pulled; see `RollingPool.add`."""
-        self.pool.add(items, tokens, patches, ordinals, tasks)
+        self.pool.add(ordinals, tokens, patches, tasks)
         if not self.window_is_chosen:
             self.lengths = self.lengths.and_of(self.budget, tokens, patches)
 
@@ -163,8 +161,8 @@ class GroupPlanner(Generic[T]):
         if not (self.window_is_chosen or self.follows_ranks):
             self._use_window(chosen_window([self.lengths.report(self.budget)]))
 
-    def next_group(self) -> list[T]:
-        """Return the next group of a pool that is not empty, oldest sample first."""
+    def next_group(self) -> IntArray:
+        """Return the ordinals of the next group of a pool that is not empty, ascending."""
         dearest = self.is_dearest
         group = self.pool.take(draining=self.ended, dearest=dearest)
         self.dearest_groups += dearest

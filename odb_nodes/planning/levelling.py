@@ -9,16 +9,17 @@ have into the same number of groups.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes.planning.alignment import SAMPLES, CostReport
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
-from odb_nodes.sample import Sample
+from odb_nodes.sample_block import SampleBlock
 
 UNKNOWN_LEFT = 2**62
 """Stands for the samples that are left where a source does not know its length."""
@@ -44,9 +45,9 @@ def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
     return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
 
 
-def work_of(tokens: Iterable[int], budget: TokenBudget) -> IntArray:
+def work_of(tokens: npt.ArrayLike, budget: TokenBudget) -> IntArray:
     """Return what samples of some lengths cost under a budget without padding, (n,) int64."""
-    return budget.row_cost(np.array([*tokens], dtype=np.int64))
+    return budget.row_cost(np.asarray(tokens, dtype=np.int64))
 
 
 def gifts(work: IntArray, surplus: float) -> list[int]:
@@ -110,13 +111,8 @@ def shared_out(works: Sequence[IntArray]) -> list[tuple[list[int], list[int]]]:
 class Rest:
     """The samples that a rank has for the last round, as they are cut into groups."""
 
-    def __init__(self, samples: Sequence[Sample], budget: TokenBudget) -> None:
-        rows = [
-            [one.tokens for one in samples],
-            range(len(samples)),
-            [one.patches for one in samples],
-        ]
-        table = np.array(rows, dtype=np.int64)
+    def __init__(self, samples: SampleBlock, budget: TokenBudget) -> None:
+        table = np.stack((samples.tokens, np.arange(len(samples)), samples.patches))
         self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
         self._budget = budget
         self._fewest = self._cut(budget)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
-from typing import Generic, TypeVar
-
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS, without_cap_of
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.planning.table import ORDINALS, TASKS, TOKENS, IntArray
-
-T = TypeVar("T")
 
 ANCHORS = 64
 """Every group holds at least one of this many oldest samples."""
@@ -24,8 +19,10 @@ MAX_AGE_WINDOWS = 5
 """No pooled sample gets older than this, in windows."""
 
 
-class RollingPool(Generic[T]):
+class RollingPool:
     """Waiting samples in order of length, from which groups are taken one at a time.
+
+    It knows a sample by its ordinal: its number in the stream of samples.
 
     A padded budget is grouped by `LengthRuns`, a packed one by `Packing`. Every group holds an
     anchor, one of the `ANCHORS` oldest samples, and apart from that is chosen for efficiency. Once
@@ -52,16 +49,20 @@ class RollingPool(Generic[T]):
         The caller counts them."""
         self.caps = NO_CAPS
         """What further groups may cost, ascending, one cap for each; see `planning.caps`."""
-        self._items: dict[int, T] = {}  # ordinal -> item, oldest first: ordinals only grow
         self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
+        self._oldest: int | None = None  # where it is known
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._table[0])
 
     @property
     def oldest(self) -> int:
         """Ordinal of the oldest pooled sample; `pulled` where the pool is empty."""
-        return next(iter(self._items), self.pulled)
+        if not len(self):
+            return self.pulled
+        if self._oldest is None:
+            self._oldest = int(self._table[ORDINALS].min())
+        return self._oldest
 
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
@@ -76,7 +77,7 @@ class RollingPool(Generic[T]):
     def room(self) -> int:
         """Return the number of samples that may be added now."""
         youngest_allowed = self.oldest + MAX_AGE_WINDOWS * self.window
-        return min(self.window - len(self._items), youngest_allowed - self.pulled)
+        return min(self.window - len(self), youngest_allowed - self.pulled)
 
     def table(self) -> IntArray:
         """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.
@@ -85,67 +86,49 @@ class RollingPool(Generic[T]):
         """
         return self._table
 
-    def items(self) -> dict[int, T]:
-        """Return the pooled items by ordinal, oldest first. The pool's own dict: read only."""
-        return self._items
-
     def add(
         self,
-        items: Sequence[T],
-        tokens: Sequence[int],
-        patches: Sequence[int],
-        ordinals: Sequence[int],
-        tasks: Sequence[int] = (),
+        ordinals: npt.ArrayLike,
+        tokens: npt.ArrayLike,
+        patches: npt.ArrayLike,
+        tasks: npt.ArrayLike = (),
     ) -> None:
         """Put samples into the pool, each with a larger ordinal than any before it.
 
         Args:
-            items: what `take` returns of them.
-            tokens: length of each in tokens.
-            patches: image patches of each.
-            ordinals: which samples of the stream they are.
-            tasks: numbers of their tasks, not negative, in any order. Used with `diversity` alone.
+            ordinals: which samples of the stream they are, (n,).
+            tokens: length of each in tokens, (n,).
+            patches: image patches of each, (n,).
+            tasks: numbers of their tasks, (n,), not negative, in any order; for `diversity` alone.
         """
-        if not items:
-            return
-        self._tail = None
-        self._items.update(zip(ordinals, items, strict=True))
-        rows = (tokens, ordinals, patches, tasks)[: len(self._table)]
-        incoming = np.array(rows, dtype=np.int64)
-        table = np.concatenate((self._table, incoming), axis=1)
-        # Stable, so that equal lengths stay in order of age; fast, since most is in order already.
-        self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
+        incoming = np.array((tokens, ordinals, patches, tasks)[: len(self._table)], dtype=np.int64)
+        if incoming.shape[1]:
+            table = np.concatenate((self._table, incoming), axis=1)
+            # Stable, so that equal lengths stay in order of age; fast, since most is in order.
+            self._keep(table.take(table[TOKENS].argsort(kind="stable"), axis=1))
 
     def put_back(
-        self,
-        items: Sequence[T],
-        tokens: Sequence[int],
-        patches: Sequence[int],
-        tasks: Sequence[int] = (),
+        self, tokens: npt.ArrayLike, patches: npt.ArrayLike, tasks: npt.ArrayLike = ()
     ) -> None:
         """Put samples into the pool that it had yielded: before all others, in age.
 
-        All samples are numbered anew, as those that were pulled last.
+        All samples are numbered anew, without gaps, as those that were pulled last.
         """
-        waiting, ages = [*self._items.values()], np.array([*self._items], dtype=np.int64)
-        first = self.pulled - len(waiting) - len(items)
-        table = self._table.copy()
-        table[ORDINALS] = np.searchsorted(ages, table[ORDINALS]) + first + len(items)
-        self._items, self._table = {}, table[:, :0]
-        self.add(items, tokens, patches, range(first, first + len(items)), tasks)
-        self._items.update(zip(range(first + len(items), self.pulled), waiting, strict=True))
-        both = np.concatenate((self._table, table), axis=1)
-        self._table = both.take(both[TOKENS].argsort(kind="stable"), axis=1)
+        returned, waiting = len(np.asarray(tokens)), self._table.copy()
+        first = self.pulled - len(self) - returned
+        ages = np.sort(waiting[ORDINALS])
+        waiting[ORDINALS] = np.searchsorted(ages, waiting[ORDINALS]) + first + returned
+        self._table = waiting[:, :0]
+        self.add(np.arange(first, first + returned), tokens, patches, tasks)
+        both = np.concatenate((self._table, waiting), axis=1)
+        self._keep(both.take(both[TOKENS].argsort(kind="stable"), axis=1))
 
-    def remove(self, ordinals: Sequence[int]) -> list[T]:
-        """Remove samples and return them: no group will hold them."""
-        self._tail = None
-        is_left = np.isin(self._table[ORDINALS], ordinals, invert=True)
-        self._table = self._table[:, is_left]
-        return [self._items.pop(ordinal) for ordinal in ordinals]
+    def remove(self, ordinals: npt.ArrayLike) -> None:
+        """Remove samples: no group will hold them."""
+        self._keep(self._table[:, np.isin(self._table[ORDINALS], ordinals, invert=True)])
 
-    def take(self, *, draining: bool = False, dearest: bool = False) -> list[T]:
-        """Remove and return the next group, oldest sample first.
+    def take(self, *, draining: bool = False, dearest: bool = False) -> IntArray:
+        """Remove the next group, and return the ordinals of its samples, ascending, (n,).
 
         Args:
             draining: whether the source has ended. The rest is then partitioned as a whole,
@@ -156,25 +139,31 @@ class RollingPool(Generic[T]):
         Raises:
             IndexError: the pool is empty.
         """
-        if not self._items:
+        if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")
         columns = self._next_of_tail(dearest) if draining else self._choose(dearest)
-        table = self._table
-        ordinals = sorted(table[ORDINALS, columns].tolist())
+        table, tail = self._table, self._tail
+        ordinals: IntArray = np.sort(table[ORDINALS, columns])
         if isinstance(columns, slice):
             parts = (table[:, : columns.start], table[:, columns.stop :])
-            self._table = np.concatenate(parts, axis=1)
+            self._keep(np.concatenate(parts, axis=1))
         else:
-            self._table = np.delete(table, columns, axis=1)
-        return [self._items.pop(ordinal) for ordinal in ordinals]
+            self._keep(np.delete(table, columns, axis=1))
+        self._tail = tail
+        return ordinals
+
+    def _keep(self, table: IntArray) -> None:
+        self._table, self._tail, self._oldest = table, None, None
 
     def _choose(self, dearest: bool) -> IntArray | slice:
         self._tail = None
         is_forced = self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self.window
         if dearest and not is_forced:
             return self._grouping.dearest(self._table)
-        anchors = 1 if is_forced else min(ANCHORS, len(self._items))
-        youngest_anchor = next(islice(self._items, anchors - 1, None))
+        youngest_anchor = self.oldest
+        if not is_forced:
+            anchors, ages = min(ANCHORS, len(self)), self._table[ORDINALS]
+            youngest_anchor = int(np.partition(ages, anchors - 1)[anchors - 1])
         columns = self._grouping.choose(self._table, youngest_anchor, self.caps)
         if len(self.caps):
             cost = self._budget.cost(self._table[TOKENS, columns].tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from odb_nodes.planning.alignment import CostReport, GroupCost, make_report
 from odb_nodes.planning.auto_window import chosen_window
@@ -12,8 +12,7 @@ from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.caps import agreed_caps, caps_of_round
 from odb_nodes.planning.group_planner import PoolReport, RoundSettings
 from odb_nodes.planning.levelling import begins_last_round
-
-T = TypeVar("T")
+from odb_nodes.sample_block import SampleBlock
 
 FIRST_ROUND_STEPS = 4
 """Steps of an epoch's first round: few, so the first batch does not wait for a full round."""
@@ -54,10 +53,10 @@ def next_settings(
     )
 
 
-class GroupSource(Protocol[T]):
+class GroupSource(Protocol):
     """What a `RoundPlanner` reads groups from."""
 
-    def next_group(self) -> list[T] | None:
+    def next_group(self) -> SampleBlock | None:
         """Return the next group; `None` where the epoch has no more."""
 
     def use(self, settings: RoundSettings, caps: Sequence[int]) -> None:
@@ -66,11 +65,11 @@ class GroupSource(Protocol[T]):
     def report(self, groups: int) -> PoolReport:
         """Return what the other ranks are told, for caps of so many groups."""
 
-    def left(self, lookahead: list[T] | None) -> int:
+    def left(self, lookahead: SampleBlock | None) -> int:
         """Return `CostReport.left`, where `lookahead` is the group that was taken last."""
 
 
-class RoundPlanner(Generic[T]):
+class RoundPlanner:
     """Reads the groups of rounds, one further than asked for, and tells what they cost.
 
     Without that further group, a rank would find out too late that its data has ended: it could
@@ -79,25 +78,23 @@ class RoundPlanner(Generic[T]):
     Args:
         source: what groups are read from.
         measure: group -> its cost.
-        tokens: sample -> its length, by which groups are split.
         tasks: number of tasks.
         may_split: groups may be split where there are fewer than steps.
     """
 
     def __init__(
         self,
-        source: GroupSource[T],
-        measure: Callable[[Sequence[T]], GroupCost],
-        tokens: Callable[[T], int],
+        source: GroupSource,
+        measure: Callable[[SampleBlock], GroupCost],
         tasks: int = 0,
         may_split: bool = True,
     ) -> None:
-        self._source, self._measure, self._tokens = source, measure, tokens
+        self._source, self._measure = source, measure
         self._tasks, self._may_split = tasks, may_split
-        self.lookahead: list[T] | None = None
+        self.lookahead: SampleBlock | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
 
-    def read(self, most: int, settings: RoundSettings) -> list[list[T]]:
+    def read(self, most: int, settings: RoundSettings) -> list[SampleBlock]:
         """Return the groups of a round: `most` of them, or all that are left.
 
         Caps are for the groups after the first, which was formed with the round before. The group
@@ -111,20 +108,20 @@ class RoundPlanner(Generic[T]):
         self._source.use(settings, settings.caps[-1:])
         return groups
 
-    def read_ahead(self, groups: list[list[T]], most: int) -> None:
+    def read_ahead(self, groups: list[SampleBlock], most: int) -> None:
         """Read the group after those of a round, where there may be one."""
         self.lookahead = self._source.next_group() if len(groups) == most else None
 
-    def read_rest(self, settings: RoundSettings) -> list[T]:
+    def read_rest(self, settings: RoundSettings) -> SampleBlock:
         """Return all samples that are left."""
-        rest, self.lookahead = [*(self.lookahead or [])], None
+        rest, self.lookahead = [] if self.lookahead is None else [self.lookahead], None
         self._source.use(settings, ())
         while (group := self._source.next_group()) is not None:
-            rest += group
-        return rest
+            rest.append(group)
+        return SampleBlock.joined(rest)
 
     def report(
-        self, groups: list[list[T]], most: int, offered: int, *, has_filler: bool = True
+        self, groups: list[SampleBlock], most: int, offered: int, *, has_filler: bool = True
     ) -> CostReport:
         """Return what the other ranks are told of the groups of a round.
 
@@ -141,13 +138,12 @@ class RoundPlanner(Generic[T]):
             has_filler=has_filler,
             may_split=self._may_split,
             measure=self._measure,
-            tokens=self._tokens,
             tasks=self._tasks,
         )
         left, pool = self._source.left(self.lookahead), self._source.report(offered)
         return replace(report, left=left, pool=pool)
 
-    def groups(self, splits: int) -> list[list[T]]:
+    def groups(self, splits: int) -> list[SampleBlock]:
         """Return the groups of the last report after `splits` splits, once."""
         groups = self._ladder.groups(splits)
         del self._ladder  # which would keep the samples

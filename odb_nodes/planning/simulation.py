@@ -21,20 +21,31 @@ from odb_nodes.planning.alignment import FILLER, Uneven, plan_round
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.diversity import check_diversity
-from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator, tokens_of
+from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator
 from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, shared_out, work_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import RoundPlanner, next_settings, round_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
+from odb_nodes.sample_block import (
+    FACTS,
+    KIND,
+    NONE,
+    PATCHES,
+    TARGETS,
+    TOKENS,
+    SampleBlock,
+    SampleKind,
+    code_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _FIRST_EPOCH = 0
 
-Step = list[list[Sample] | None]
+Step = list[SampleBlock | None]
 """The group of each rank; `None` for one that fills the step."""
 
 
@@ -171,8 +182,7 @@ def plan_epoch(
         world_size=world_size, budget=budget, window=window, seed=seed, cost_fn=cost_fn, **options
     )
     return [
-        [[sample.data for sample in group or ()] for group in step]
-        for step in steps_of(tokens, job)
+        [[] if group is None else group.data() for group in step] for step in steps_of(tokens, job)
     ]
 
 
@@ -213,7 +223,7 @@ def plan_steps(
     pools = [
         _ShardPool(samples, shard, job, knows_length, shares_rest and fills) for shard in shards
     ]
-    ranks = [RoundPlanner(pool, measure, tokens_of, may_split=fills) for pool in pools]
+    ranks = [RoundPlanner(pool, measure, may_split=fills) for pool in pools]
     full_round = round_up(job.round_size, job.accumulate)
     offered = full_round if job.world_size > 1 and job.cost_fn is None else 0
     settings = RoundSettings()
@@ -242,24 +252,27 @@ def plan_steps(
 
 
 def _share_out(
-    rests: Sequence[list[Sample]], budget: TokenBudget
-) -> tuple[list[list[list[Sample]]], int]:
+    rests: Sequence[SampleBlock], budget: TokenBudget
+) -> tuple[list[list[SampleBlock]], int]:
     """Share out what ranks have left, and return the groups of each, and the steps of the round."""
-    moves = shared_out([work_of(map(tokens_of, rest), budget) for rest in rests])
+    moves = shared_out([work_of(rest.tokens, budget) for rest in rests])
     shares = [
-        [sample for index, sample in enumerate(rest) if index not in {*given}]
+        [rest.take(np.delete(np.arange(len(rest)), given))]
         for rest, (given, _) in zip(rests, moves, strict=True)
     ]
     for rest, (given, to) in zip(rests, moves, strict=True):
         for index, receiver in zip(given, to, strict=True):
-            shares[receiver].append(rest[index])
-    cuts = [Rest(share, budget) for share in shares]
+            shares[receiver].append(rest.take([index]))
+    joined = [SampleBlock.joined(share) for share in shares]
+    cuts = [Rest(share, budget) for share in joined]
     steps = max(cut.fewest for cut in cuts)
     groups = [
-        [[share[index] for index in group] for group in cut.groups(steps)]
-        for share, cut in zip(shares, cuts, strict=True)
+        [*map(share.take, cut.groups(steps))] for share, cut in zip(joined, cuts, strict=True)
     ]
     return groups, steps
+
+
+_KIND = code_of(SampleKind("", "", "", None, 0))
 
 
 class _ShardPool:
@@ -281,7 +294,7 @@ class _ShardPool:
         if budget.oversize == "drop":
             self._left_out |= samples.are_oversize(budget)[shard]
         self._knows_length, self._shares_rest = knows_length, shares_rest
-        self._planner: GroupPlanner[int] = GroupPlanner(  # of places in the shard
+        self._planner = GroupPlanner(  # of places in the shard
             budget,
             job.window,
             job.dearest_first,
@@ -291,17 +304,18 @@ class _ShardPool:
         self._planner.follows_ranks = True
         self.use, self.report = self._planner.use, self._planner.report
 
-    def next_group(self) -> list[Sample] | None:
+    def next_group(self) -> SampleBlock | None:
         """Return the next group, if there is one."""
         self._fill()
         if not len(self._planner.pool):
             return None
         places = self._planner.next_group()
-        columns = (self._shard, self._tokens, self._targets, self._patches)
-        rows = zip(*(column[places].tolist() for column in columns), strict=True)
-        return [Sample(*row) for row in rows]
+        facts = np.full((FACTS, len(places)), NONE)
+        facts[TOKENS], facts[TARGETS] = self._tokens[places], self._targets[places]
+        facts[PATCHES], facts[KIND] = self._patches[places], _KIND
+        return SampleBlock(facts, {}).with_data(self._shard[places].tolist())
 
-    def left(self, lookahead: list[Sample] | None) -> int:
+    def left(self, lookahead: SampleBlock | None) -> int:
         """Return how many samples the rank has left, as far as it knows."""
         if not self._shares_rest:
             return -1
@@ -321,8 +335,7 @@ class _ShardPool:
             planner.ended = pulled.stop > len(self._shard)
             pool.pulled = min(pulled.stop, len(self._shard))
             of_each = (self._tokens, self._patches, self._tasks)
-            tokens, patches, tasks = (column[places].tolist() for column in of_each)
-            planner.add(places.tolist(), tokens, patches, places.tolist(), tasks)
+            planner.add(places, *(column[places] for column in of_each))
 
 
 def check_lengths(lengths: npt.ArrayLike) -> IntArray:

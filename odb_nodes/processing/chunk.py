@@ -12,17 +12,20 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.collate_request import BatchMaker
+from odb_nodes.processing.columns import DataColumns
 from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.shared_pages import size_of
-from odb_nodes.processing.transport import pack, pack_facts
-from odb_nodes.sample import ItemKey, Sample, Skipped, key_columns, keys_of, name_of
+from odb_nodes.processing.transport import pack
+from odb_nodes.sample import Sample, Skipped, name_of
+from odb_nodes.sample_block import ItemKeys, SampleBlock
 
 _KNOWN = (Sample, Skipped)
 
@@ -53,30 +56,21 @@ class ChunkTask:
 
     Attributes:
         items: its items.
-        keys: their keys, `None` where an item has none.
+        keys: their keys.
         epoch: the number of the epoch.
         cycle: how often the epoch was begun again.
         positions: of the items in the epoch; 0, 1, ... where they are made again, by their keys.
     """
 
     items: Sequence[Any]
-    keys: Sequence[ItemKey | None]
+    keys: ItemKeys
     epoch: int
     cycle: int
     positions: Sequence[int]
 
-    def __reduce__(self) -> Any:
-        known = all(self.keys)
-        keys = key_columns(self.keys) if known else self.keys  # type: ignore[arg-type]
-        return _task_of, (known, keys, self.items, self.epoch, self.cycle, self.positions)
-
     def __str__(self) -> str:
         first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
         return f"samples {first}..{last} of epoch {self.epoch}"
-
-
-def _task_of(known: bool, keys: Any, items: Sequence[Any], *rest: Any) -> ChunkTask:
-    return ChunkTask(items, keys_of(keys) if known else keys, *rest)
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class ChunkResult:
     """What became of a chunk.
 
     Attributes:
-        results: its good results in order, packed or not.
+        results: its good results in order, in runs of one kind (see `runs_of`), packed or not.
         failure: what ended it early.
         seconds: that it has taken.
         content: the data of its samples, packed, where workers are to collate them; `results` are
@@ -120,7 +114,7 @@ class ChunkProcessor:
         else:
             with own_rngs(self.limit_s):
                 results, failure = self._apply(task, caught)
-        return ChunkResult(results, failure, time.perf_counter() - start)
+        return ChunkResult(runs_of(results), failure, time.perf_counter() - start)
 
     def run_pickled(self, task: Any) -> ChunkResult:
         """Process a chunk that was pickled, and pack the results for transport."""
@@ -135,13 +129,13 @@ class ChunkProcessor:
         start = time.perf_counter()
         results, failure = self._apply(task, (BaseException,))
         try:
-            parts, content = self._packed(results, task.keys)
+            parts, content = self._packed(results)
             return ChunkResult(parts, failure, time.perf_counter() - start, content)
         except Exception:
             good = 0
             try:
                 for result in results:
-                    pack([result])
+                    pack(result)
                     good += 1
             except Exception as error:
                 cause = TypeError(
@@ -149,21 +143,21 @@ class ChunkProcessor:
                     f'data, or use `method="thread"`: {type(error).__name__}: {error}'
                 )
                 failure = _describe(task.items[good], cause)
-            return ChunkResult(pack(results[:good], task.keys), failure)
+            return ChunkResult(pack(runs_of(results[:good], joined=True)), failure)
 
-    def _packed(
-        self, results: list[Any], keys: Sequence[ItemKey | None]
-    ) -> tuple[list[memoryview], list[memoryview] | None]:
+    def _packed(self, results: list[Any]) -> tuple[list[memoryview], list[memoryview] | None]:
         """Return results as parts, and apart from them the data that workers keep, if any."""
+        runs = runs_of(results, joined=True)
         least_bytes = math.inf if self.maker is None else self.maker.least_bytes
         if least_bytes:
-            parts = pack(results, keys)
+            parts = pack(runs)
             if size_of(parts) < least_bytes * len(results):
                 return parts, None
-        data = [one.data for one in results if isinstance(one, Sample)]
-        if not data or not all(isinstance(one, _KNOWN) for one in results):
-            return pack(results, keys), None
-        return pack_facts(results, keys), pack(data)
+        blocks = [run for run in runs if isinstance(run, SampleBlock)]
+        if not blocks or not all(isinstance(one, _KNOWN) for one in results):
+            return pack(runs), None
+        facts = [run.with_data(()) if isinstance(run, SampleBlock) else run for run in runs]
+        return pack(facts), pack(DataColumns.of([one for block in blocks for one in block.data()]))
 
     def _apply(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
@@ -182,13 +176,11 @@ class ChunkProcessor:
 
     def _seeds_of(self, task: ChunkTask) -> Iterator[int]:
         """Return the seed of each item: of its own, on whatever rank, where it has a key."""
-        if len(task.keys) >= _ROWS and all(task.keys):
-            try:
-                names, numbers, world_sizes, repeats = zip(*task.keys, strict=True)
-                begin = cache(partial(self._begin, task.epoch))
-                return iter(hash_rows([*map(begin, names, world_sizes)], numbers, repeats))
-            except Exception:  # of a key that is not valid: raised again, at its item
-                pass
+        keys = task.keys
+        if len(keys) >= _ROWS and keys.are_known:
+            begins = [self._begin(task.epoch, *origin) for origin in keys.origins]
+            of_each = [begins[code] for code in keys.codes.tolist()]
+            return iter(hash_rows(of_each, keys.numbers.tolist(), keys.repeats.tolist()))
         return self._seeds_one_by_one(task)
 
     def _seeds_one_by_one(self, task: ChunkTask) -> Iterator[int]:
@@ -205,6 +197,24 @@ class ChunkProcessor:
         assert self.seed is not None
         owner = 0 if world_size == self.world_size else 1 + self.rank
         return hash_ints(self.seed, epoch, owner, zlib.crc32(source.encode()))
+
+
+def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[Any]]:
+    """Return results in runs: samples as a `SampleBlock`, and what is in between.
+
+    Args:
+        results: samples, and what else processing returns.
+        joined: whether their data become columns, as which they travel.
+    """
+    runs: list[Sequence[Any]] = []
+    for are_samples, group in groupby(results, lambda one: type(one) is Sample):
+        run: Sequence[Any] = [*group]
+        if are_samples:
+            run = SampleBlock.of(run, DataColumns.of([one.data for one in run]) if joined else None)
+        elif joined:
+            run = DataColumns.of(run)
+        runs.append(run)
+    return runs
 
 
 def describe_unread(task: ChunkTask, dumps: Callable[[Any], bytes]) -> str:

@@ -14,6 +14,7 @@ from odb_nodes.contract import snapshot
 from odb_nodes.contract.node import ItemLocation, call_member, checked_key, take
 from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey
+from odb_nodes.sample_block import ItemKeys
 
 __all__ = ["ChunkReader", "ReadItems"]
 
@@ -24,7 +25,7 @@ class ReadItems:
 
     Attributes:
         items: the items.
-        keys: their keys.
+        keys: their keys; filled in when all are read.
         locations: where each was read, where the source knows that.
         steps: raw items from each on to the next one.
         states: numbers of items, and the states of the source before them.
@@ -33,7 +34,7 @@ class ReadItems:
     """
 
     items: list[Any] = field(default_factory=list)
-    keys: list[ItemKey | None] = field(default_factory=list)
+    keys: ItemKeys = field(default_factory=lambda: ItemKeys.of([]))
     locations: list[ItemLocation | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     states: list[tuple[int, Any]] = field(default_factory=list)
@@ -68,7 +69,7 @@ class ChunkReader:
 
     def read(self, count: int) -> ReadItems:
         """Return the next items, fewer at the end of the source; its error comes after them."""
-        read = ReadItems()
+        read, keys_read = ReadItems(), list[Sequence[ItemKey | None]]()
         try:
             while (left := count - len(read.items)) > 0:
                 if self._since_state in (0, self._distance):
@@ -77,7 +78,9 @@ class ChunkReader:
                 left = min(left, self._distance - self._since_state)
                 some, keys = take(self._source, 1 if self._gaps else left)
                 self._since_state += len(some)
-                read.keys += [checked_key(self._source, key) for key in keys]
+                if not isinstance(keys, ItemKeys):
+                    keys = [checked_key(self._source, key) for key in keys]
+                keys_read.append(keys)
                 locations = [None] * len(some)
                 if len(some) == 1:
                     locations = [call_member(self._source, "item_location")]
@@ -91,6 +94,7 @@ class ChunkReader:
             self.has_ended = True
         except Exception as error:
             self.has_ended, read.error = True, error
+        read.keys = ItemKeys.joined(keys_read)
         positions = [*accumulate(read.steps, initial=self._position)]
         read.positions, self._position = positions[: len(read.items)], positions[-1]
         return read

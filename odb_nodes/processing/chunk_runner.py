@@ -24,9 +24,10 @@ from odb_nodes.processing.options import AUTO, WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.ray_pool import RayPool
 from odb_nodes.processing.shared_pages import CAN_SHARE
-from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
+from odb_nodes.processing.stored_chunk import StoredChunk
 from odb_nodes.processing.thread_pool import ThreadPool
-from odb_nodes.processing.transport import unpack, unpack_facts
+from odb_nodes.processing.transport import unpack
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
 _FIRST_ITEMS = 4
@@ -218,8 +219,8 @@ class ChunkRunner:
             return Submitted(task, None)
         raise WorkerError("the workers were closed: reset the node to start them again.")
 
-    def results(self, submitted: Submitted) -> tuple[list[Any], Failure | None]:
-        """Return the good results of a chunk in order, and the failure that ended it early."""
+    def results(self, submitted: Submitted) -> tuple[list[Sequence[Any]], Failure | None]:
+        """Return the good results of a chunk in runs, and the failure that ended it early."""
         task, future = submitted
         if future is None:
             self.check()
@@ -245,11 +246,8 @@ class ChunkRunner:
             stored = result.content
             parts = result.results if stored is None else [*result.results, stored]
             self._fit.note(len(task.items), result.seconds, sum(map(len, parts)))
-            if stored is None:
-                return unpack(result.results, task.keys), result.failure
-            chunk = StoredChunk(stored)
-            data = [StoredRow(chunk, row) for row in range(len(task.items))]
-            return unpack_facts(result.results, data, task.keys), result.failure
+            runs: list[Sequence[Any]] = unpack(result.results)
+            return runs if stored is None else _stored(runs, stored), result.failure
         except WorkerError as error:
             raise self._fail(f"no result for {task}: {error}") from error
         except Exception as error:
@@ -284,3 +282,16 @@ class ChunkRunner:
         """Stop the workers: the next `start` makes new ones."""
         self.close()
         return WorkerError(message)
+
+
+def _stored(runs: list[Sequence[Any]], content: Any) -> list[Sequence[Any]]:
+    """Return runs whose samples find their data in a chunk, with its content."""
+    samples = sum(len(run) for run in runs if isinstance(run, SampleBlock))
+    chunk, found, first = StoredChunk(content, samples), list[Sequence[Any]](), 0
+    for run in runs:
+        if isinstance(run, SampleBlock):
+            found.append(run.with_data(chunk, first))
+            first += len(run)
+        else:
+            found.append(run)
+    return found

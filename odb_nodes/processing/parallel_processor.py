@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_integer
@@ -22,6 +23,7 @@ from odb_nodes.processing.chunk_reader import ChunkReader, ReadItems
 from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.sample import ItemKey
+from odb_nodes.sample_block import ItemKeys
 
 T = TypeVar("T")
 
@@ -105,7 +107,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         )
         self.runner = ChunkRunner(processor, self._workers, type(self).__name__)
         """Runs chunks, and has the workers make batches."""
-        self._key: ItemKey | None = None  # of the last item that is out
         self._clear()
 
     def __len__(self) -> int:
@@ -173,32 +174,37 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             WorkerError: a worker died, did not answer in time, or belongs to the process that this
                 one was forked from. Likewise.
         """
-        (result,), _ = self._take(1)
+        (result,), _ = self.next_chunk(1)
         return result
 
-    def next_items(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
+    def next_chunk(self, count: int) -> tuple[Sequence[T], ItemKeys]:
         """Return the next processed samples of a chunk, and the keys of their items."""
-        return self._take(count)
-
-    def _take(self, count: int) -> tuple[list[T], list[ItemKey | None]]:
-        while not (ready := [*islice(self._ready, self._until_state(count))]):
+        while self._out == self._ready:
             if self._failure is not None:
                 raise self._failure
             self._take_chunk()
-        self._out += len(ready)
-        results, keys, steps = zip(*ready, strict=True)
-        self._key = keys[-1]
-        self._taken += sum(steps)
-        self._position += sum(steps)
-        for key in keys:
-            if key is not None and key.source:
-                taken, _ = self._taken_of.get(key.source, (0, 0))
-                self._taken_of[key.source] = taken + 1, key.repeat
-        return [*results], [*keys]
+        count = self._until_state(count)
+        while self._run_at == len(self._runs[0]):
+            del self._runs[0]
+            self._run_at = 0
+        run, start = self._runs[0], self._run_at
+        results = run[start : start + count]
+        stop = self._out + len(results)
+        keys, steps = self._keys[self._out : stop], sum(self._steps[self._out : stop])
+        self._run_at, self._out = start + len(results), stop
+        self._taken += steps
+        self._position += steps
+        for code, (source, _) in enumerate(keys.origins):
+            of_source = np.flatnonzero((keys.codes == code) & (keys.numbers >= 0))
+            if source and len(of_source):
+                taken, _ = self._taken_of.get(source, (0, 0))
+                last = int(keys.repeats[of_source[-1]])
+                self._taken_of[source] = taken + len(of_source), last
+        return results, keys
 
     def item_key(self) -> ItemKey | None:
         """Return that of the item that the last sample was made of."""
-        return self._key
+        return self._keys[self._out - 1] if self._out else None
 
     @property
     def can_restore(self) -> bool:
@@ -216,7 +222,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         try:
             while keys := items[start : start + self.runner.chunk_items]:
                 stop = start + len(keys)
-                task = self._task([*islice(again, len(keys))], keys, range(start, stop))
+                task = self._task(
+                    [*islice(again, len(keys))], ItemKeys.of(keys), range(start, stop)
+                )
                 waiting.append(self.runner.submit(task))
                 start = stop
                 while waiting and stop - waiting[0].task.positions[-1] > self.runner.items_ahead:
@@ -255,8 +263,10 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._in_flight: deque[_Chunk] = deque()
         self._ahead = 0  # items in flight
         self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
-        self._out = 0  # items of the chunk in hand that are out
-        self._ready: Iterator[tuple[Any, ItemKey | None, int]] = iter(())
+        self._runs: list[Sequence[Any]] = []  # the results of the chunk in hand
+        self._run_at = 0  # items of the first of them that are out
+        self._ready = self._out = 0  # items of the chunk in hand: good ones, and those that are out
+        self._keys, self._steps = ItemKeys.of([]), list[int]()
         self._failure: Exception | None = None
         self._taken = 0  # items out since `_source_state`
         self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
@@ -279,14 +289,15 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._taken, self._taken_of = 0, {}
             raise StopIteration
         chunk = self._in_flight[0]
-        results, failure = self.runner.results(chunk.submitted)
+        self._runs, failure = self.runner.results(chunk.submitted)
         self._in_flight.popleft()
         task = chunk.submitted.task
         self._ahead -= len(task.items)
-        self._states, self._out = deque(chunk.read.states), 0
-        self._ready = zip(results, task.keys, chunk.read.steps, strict=False)
+        self._states = deque(chunk.read.states)
+        self._run_at, self._out, self._ready = 0, 0, sum(map(len, self._runs))
+        self._keys, self._steps = task.keys, chunk.read.steps
         if failure is not None:
-            bad = len(results)
+            bad = self._ready
             location = format_location(chunk.read.locations[bad])
             where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
             self._failure = failure.explained(where, elsewhere=chunk.submitted.future is not None)
@@ -314,17 +325,16 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._in_flight.append(_Chunk(submitted, read))
             self._ahead += len(read.items)
 
-    def _task(
-        self, items: list[Any], keys: Sequence[ItemKey | None], positions: Sequence[int]
-    ) -> ChunkTask:
+    def _task(self, items: list[Any], keys: ItemKeys, positions: Sequence[int]) -> ChunkTask:
         return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions)
 
-    def _restored(self, submitted: Submitted) -> list[T]:
-        results, failure = self.runner.results(submitted)
+    def _restored(self, submitted: Submitted) -> Iterator[T]:
+        runs, failure = self.runner.results(submitted)
+        yield from chain(*runs)
         if failure is not None:
-            where = f"which is made again for a restore ({submitted.task.keys[len(results)]})"
+            bad = submitted.task.keys[sum(map(len, runs))]
+            where = f"which is made again for a restore ({bad})"
             raise failure.explained(where, elsewhere=submitted.future is not None)
-        return results
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

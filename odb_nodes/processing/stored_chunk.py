@@ -17,12 +17,13 @@ _numbers = count()
 class StoredChunk:
     """The data of samples, packed as a worker has sent them."""
 
-    def __init__(self, content: PageFile | Pages) -> None:
+    def __init__(self, content: PageFile | Pages, samples: int) -> None:
+        self._samples = samples
         self.number = next(_numbers)
         """What workers know it by."""
         self.content = content
         """What to send to a worker that shall know it."""
-        self._rows: list[Any] | None = None
+        self._data: list[Any] | None = None
         self.workers_holding: set[Any] = set()
         """The workers that know it."""
 
@@ -36,11 +37,17 @@ class StoredChunk:
         if isinstance(self.content, PageFile):
             worker.leases[self.number] = self.content.lease
 
-    def rows(self) -> list[Any]:
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, row: int) -> StoredRow:
+        return StoredRow(self, row)
+
+    def data(self) -> list[Any]:
         """Return the data of all its samples, which are unpacked once."""
-        if self._rows is None:
-            self._rows = unpack(split_parts(self.content))
-        return self._rows
+        if self._data is None:
+            self._data = [*unpack(split_parts(self.content))]
+        return self._data
 
 
 class StoredRow(StoredData):
@@ -56,4 +63,4 @@ class StoredRow(StoredData):
 
     def load(self) -> Any:
         """Return the data of the sample: the same object each time."""
-        return self.chunk.rows()[self.row]
+        return self.chunk.data()[self.row]

@@ -121,14 +121,14 @@ class WorkerLoop:
                 if isinstance(content, PageFile):
                     content.lease = Lease(number, self._dropped.append)
                 self._chunks[number] = _Chunk(content)
-            inline = unpack(split_parts(parts[-1])) if request.has_inline else []
+            inline = [*unpack(split_parts(parts[-1]))] if request.has_inline else []
             samples = [
-                inline[row] if number == INLINE else self._chunks[number].rows()[row]
+                inline[row] if number == INLINE else self._chunks[number].data()[row]
                 for number, row in request.rows
             ]
             assert self._maker is not None
             batch = self._maker(samples, request.key, request.info)
-            return BatchResult(pack([batch]))
+            return BatchResult(pack(batch))
         except BaseException as error:
             return BatchResult(None, f"{type(error).__name__}: {error}".removesuffix(": "))
 
@@ -138,9 +138,9 @@ class _Chunk:
 
     def __init__(self, content: PageFile | Pages) -> None:
         self._content: PageFile | Pages | None = content
-        self._rows: list[Any] = []
+        self._data: list[Any] = []
 
-    def rows(self) -> list[Any]:
+    def data(self) -> list[Any]:
         if self._content is not None:
-            self._rows, self._content = unpack(split_parts(self._content)), None
-        return self._rows
+            self._data, self._content = [*unpack(split_parts(self._content))], None
+        return self._data

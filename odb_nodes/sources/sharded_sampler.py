@@ -6,12 +6,15 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import EpochNode
 from odb_nodes.errors import StateError
-from odb_nodes.sample import ItemKey, keys_of
+from odb_nodes.sample import ItemKey
+from odb_nodes.sample_block import ItemKeys
 from odb_nodes.sources.permutation import Permutation
 from odb_nodes.sources.share import Share, ShareState
 
@@ -150,11 +153,13 @@ class ShardedSampler(ShardedOrder[int]):
         (index,) = self._take(1)
         return index
 
-    def next_items(self, count: int) -> tuple[list[int], list[ItemKey | None]]:
+    def next_chunk(self, count: int) -> tuple[list[int], ItemKeys]:
         """Return some of the next indices of this rank, and their keys."""
-        indices, cycle = self._take(count), self._epochs.cycle
-        n = len(indices)
-        return indices, [*keys_of(([""] * n, indices, [self._world_size] * n, [cycle] * n))]
+        indices = self._take(count)
+        numbers = np.array(indices, np.int64)
+        repeats = np.full_like(numbers, self._epochs.cycle)
+        origin = ("", self._world_size)
+        return indices, ItemKeys(numbers, repeats, np.zeros_like(numbers), [origin])
 
     def item_key(self) -> ItemKey:
         """Return the last index."""

@@ -158,11 +158,10 @@ def _windows(
 
 def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[list[int]]:
     """Return samples as groups, longest first, by their lengths."""
-    pool: RollingPool[int] = RollingPool(budget, max(1, len(rows)))
-    tokens = table.tokens[rows].tolist()
-    pool.add(tokens, tokens, table.patches[rows].tolist(), range(len(rows)))
+    pool, tokens = RollingPool(budget, max(1, len(rows))), table.tokens[rows]
+    pool.add(np.arange(len(rows)), tokens, table.patches[rows])
     pool.pulled = len(rows)
     groups = []
     while len(pool):
-        groups.append(pool.take(draining=True))
+        groups.append(tokens[pool.take(draining=True)].tolist())
     return groups

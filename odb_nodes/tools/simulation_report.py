@@ -11,6 +11,7 @@ from odb_nodes._core.text import html_table
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.sample import Sample
+from odb_nodes.sample_block import SampleBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class SimulationReport:
 
     @classmethod
     def of(
-        cls, steps: Iterable[Sequence[list[Sample] | None]], budget: TokenBudget
+        cls, steps: Iterable[Sequence[Sequence[Sample] | None]], budget: TokenBudget
     ) -> SimulationReport:
         """Return the report of a job's steps.
 
@@ -71,8 +72,9 @@ class SimulationReport:
         shapes = set()
         for step in steps:
             slots += len(step)
-            rows.append(_measure(step, budget))
-            shapes |= {budget.shape([sample.tokens for sample in group]) for group in step if group}
+            lengths = [SampleBlock.of(group).tokens.tolist() for group in step if group]
+            rows.append(_measure(lengths, len(step), budget))
+            shapes |= {*map(budget.shape, lengths)}
         if not rows:
             raise ValueError("there is no step: all samples are dropped, or a rank has none.")
         table = np.array(rows, dtype=np.float64)  # a square of tokens does not fit 64-bit integers
@@ -114,9 +116,10 @@ class SimulationReport:
         }
 
 
-def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[float, ...]:
+def _measure(
+    lengths: Sequence[Sequence[int]], ranks: int, budget: TokenBudget
+) -> tuple[float, ...]:
     """Return the sums and maxima of one step that the report adds up."""
-    lengths = [[sample.tokens for sample in group] for group in step if group]
     padded = [budget.padded_tokens(tokens) for tokens in lengths]
     costs = [
         cost + _attention(tokens, cost, budget)
@@ -126,7 +129,7 @@ def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[
         sum(map(len, lengths)),
         sum(map(sum, lengths)),
         sum(length * length for tokens in lengths for length in tokens),
-        len(step) - len(lengths),
+        ranks - len(lengths),
         sum(padded),
         max(padded),
         sum(costs),
@@ -134,7 +137,7 @@ def _measure(step: Sequence[list[Sample] | None], budget: TokenBudget) -> tuple[
     )
 
 
-def _attention(tokens: list[int], cost: int, budget: TokenBudget) -> float:
+def _attention(tokens: Sequence[int], cost: int, budget: TokenBudget) -> float:
     """Return what attention adds to the cost of a group."""
     attention_tokens = budget.attention_tokens or ATTENTION_TOKENS
     if budget.layout == "packed":  # each sample attends to itself alone

@@ -35,7 +35,8 @@ from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.alignment import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
-from odb_nodes.step_info import AlignedGroup, StepInfo
+from odb_nodes.sample_block import SampleBlock
+from odb_nodes.step_info import StepInfo
 from odb_nodes.tools.lengths import files_read
 from odb_nodes.tools.rank_states import states_in
 from odb_nodes.tools.remade_step import RemadeStep
@@ -74,7 +75,7 @@ def remake_from_ledger(
     if not (found := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
     hub = InProcessHub(len(found[step]), _TIMEOUT_S)
-    groups: list[list[list[Sample]]] = []  # rank -> step of the optimizer step -> samples
+    groups: list[list[SampleBlock]] = []  # rank -> step of the optimizer step -> samples
     with ExitStack() as stack:
         ranks = range(hub.world_size)
         graphs = [stack.enter_context(_graph(make_loader, hub.exchange(rank))) for rank in ranks]
@@ -159,7 +160,7 @@ class _Graph:
         """Steps of an optimizer step."""
         return 1 if self.aligner is None else self.aligner.accumulate
 
-    def restore_items(self, record: StepRecord, world_size: int) -> list[Sample]:
+    def restore_items(self, record: StepRecord, world_size: int) -> SampleBlock:
         """Return the samples of a step of this rank."""
         if None in record.keys:
             raise StateError("a sample of this step has no key, so it cannot be read again.")
@@ -182,9 +183,9 @@ class _Graph:
                     "processing changed, or keys are of your own (`Observation.key`), by which "
                     "nothing can be read. Make the step again from a checkpoint before it."
                 )
-        return samples
+        return SampleBlock.of(samples)
 
-    def remade(self, rank: int, group: list[Sample], info: StepInfo) -> RemadeStep:
+    def remade(self, rank: int, group: Sequence[Sample], info: StepInfo) -> RemadeStep:
         """Return a step with its batch."""
         rows = [] if info.is_filler else group
         batch = self.collator.collate(group, info) if group else None
@@ -221,11 +222,11 @@ def _only(root: BaseNode[Any], kind: type[N]) -> N:
 
 def _with_info(
     graph: _Graph,
-    groups: Sequence[Sequence[list[Sample]]],
+    groups: Sequence[Sequence[SampleBlock]],
     records: Sequence[Sequence[StepRecord]],
     rank: int,
     index: int,
-) -> tuple[list[Sample], StepInfo]:
+) -> tuple[Sequence[Sample], StepInfo]:
     """Return the samples of a rank at a step of an optimizer step, and its `StepInfo`."""
     group, record = groups[rank][index], records[index][rank]
     facts: dict[str, Any] = {
@@ -234,18 +235,19 @@ def _with_info(
         "left_out": record.left_out,
     }
     if graph.aligner is None:
-        return group, dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
+        info = dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
+        return group, info
     measure = graph.aligner.measure
     nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
     costs = [[measure(group) if group else nothing for group in of_rank] for of_rank in groups]
     own = [FILLER if of_ranks[rank].is_filler else at for at, of_ranks in enumerate(records)]
     again = AlignedRound(np.column_stack((own, step_totals(costs))))
-    again.fill([[*one] for one in groups[rank]], None)
+    again.fill([*groups[rank]], None)
     rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
     return again.take(index, rule, measure, step=record.step, **facts)
 
 
-def _group_after(collator: GroupCollator, further: int) -> AlignedGroup:
+def _group_after(collator: GroupCollator, further: int) -> tuple[Sequence[Sample], StepInfo]:
     for taken in range(further + 1):
         try:
             group = collator.take_group()

@@ -1,0 +1,134 @@
+"""The data of samples as a few flat buffers, which travel and are collated as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odb_nodes._core.codec import is_plain_tensor
+from odb_nodes.sample_block import IntArray
+
+__all__ = ["Column", "DataColumns"]
+
+_JOINED_BYTES = 64 << 10  # of a value, on average: a longer one has a buffer of its own
+
+
+class Column:
+    """1-d arrays, or tensors, of one dtype, joined.
+
+    Args:
+        values: all values.
+        offsets: where each row begins, and the end of the last one: n + 1 numbers.
+        are_tensors: whether the rows are tensors.
+    """
+
+    __slots__ = ("are_tensors", "offsets", "values")
+
+    def __init__(self, values: npt.NDArray[Any], offsets: list[int], are_tensors: bool) -> None:
+        self.values, self.offsets, self.are_tensors = values, offsets, are_tensors
+
+    def __reduce__(self) -> Any:
+        return Column, (self.values, self.offsets, self.are_tensors)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Any:
+        value = self.values[self.offsets[row] : self.offsets[row + 1]]
+        return torch.from_numpy(value) if self.are_tensors else value
+
+    def kept(self, rows: Sequence[int], offsets: list[int]) -> Column:
+        """Return some rows in a buffer of their own, where they have these offsets."""
+        own, values = self.offsets, self.values
+        arrays = [values[own[row] : own[row + 1]] for row in rows]
+        return Column(np.concatenate(arrays), offsets, self.are_tensors)
+
+
+class DataColumns(Sequence[Any]):
+    """The data of samples, in order: dicts with the same keys by column, others as they are.
+
+    Args:
+        keys: the keys of all dicts; `None` where they are not such.
+        columns: the values of each key; the data themselves in one, where there are no keys.
+    """
+
+    __slots__ = ("columns", "keys")
+
+    def __init__(self, keys: tuple[Any, ...] | None, columns: Sequence[Column | list[Any]]) -> None:
+        self.keys, self.columns = keys, columns
+
+    @classmethod
+    def of(cls, data: Sequence[Any]) -> DataColumns:
+        """Return data as columns: short arrays are copied into them."""
+        if {*map(type, data)} == {dict}:
+            keys = tuple(data[0])
+            if keys and all(tuple(one) == keys for one in data):
+                return cls(keys, _columns_of([[one[key] for one in data] for key in keys]))
+        return cls(None, [[*data]])
+
+    def __reduce__(self) -> Any:
+        return DataColumns, (self.keys, self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, row: Any) -> Any:
+        if self.keys is None:
+            return self.columns[0][row]
+        if isinstance(row, slice):
+            return [self[at] for at in range(len(self))[row]]
+        return {key: column[row] for key, column in zip(self.keys, self.columns, strict=True)}
+
+    def column(self, key: Any) -> Column | list[Any] | None:
+        """Return the values of a key; `None` where the data have none."""
+        if self.keys is None or key not in self.keys:
+            return None
+        return self.columns[self.keys.index(key)]
+
+    def kept(self, rows: IntArray) -> DataColumns:
+        """Return some rows in buffers of their own."""
+        found, places = list[Column | list[Any]](), rows.tolist()
+        known: dict[int, list[int]] = {}  # the new offsets, by those of old
+        for column in self.columns:
+            if isinstance(column, list):
+                found.append([column[row] for row in places])
+                continue
+            own = column.offsets
+            if (offsets := known.get(id(own))) is None:
+                lengths = (own[row + 1] - own[row] for row in places)
+                offsets = known[id(own)] = [*accumulate(lengths, initial=0)]
+            found.append(column.kept(places, offsets))
+        return DataColumns(self.keys, found)
+
+
+def _columns_of(columns: Sequence[list[Any]]) -> list[Column | list[Any]]:
+    found: list[Column | list[Any]] = []
+    offsets: list[int] = []  # mostly the same for all
+    for values in columns:
+        if (joined := _joined(values)) is None:
+            found.append(values)
+            continue
+        bounds = [*accumulate(map(len, values), initial=0)]
+        offsets = offsets if offsets == bounds else bounds
+        found.append(Column(joined, offsets, type(values[0]) is torch.Tensor))
+    return found
+
+
+def _joined(values: list[Any]) -> npt.NDArray[Any] | None:
+    """Join short 1-d arrays or tensors of the same type and dtype; `None` where they are not."""
+    kind, first = type(values[0]), values[0]
+    joinable = kind is np.ndarray or (kind is torch.Tensor and is_plain_tensor(first))
+    if not joinable or any(
+        type(value) is not kind or value.ndim != 1 or value.dtype != first.dtype for value in values
+    ):
+        return None
+    if sum(value.nbytes for value in values) > _JOINED_BYTES * len(values):
+        return None
+    if kind is np.ndarray:
+        return None if first.dtype.hasobject else np.concatenate(values)
+    return torch.cat(values).numpy() if all(map(is_plain_tensor, values)) else None

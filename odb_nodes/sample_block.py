@@ -1,0 +1,352 @@
+"""Samples as a table: what is known of them in columns, and their data wherever they are."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.sample import ItemKey, Sample
+
+IntArray = npt.NDArray[np.int64]
+
+TOKENS, TARGETS, PATCHES, KIND, KEY, ITEM, REPEAT, DIGEST, ORDINAL, DATA, ROW = range(11)
+"""The rows of `SampleBlock.facts`: those of a `Sample`; `KIND`, the code of a `SampleKind`; `ITEM`
+and `REPEAT` of its `ItemKey`; and where its data are. From `KEY` to `ORDINAL`, -1 is `None`."""
+FACTS = 11
+NONE = -1
+
+_SAMPLE_OF = partial(tuple.__new__, Sample)  # `Sample()` is a function in Python
+_KEY_OF = partial(tuple.__new__, ItemKey)
+
+
+class SampleKind(NamedTuple):
+    """What many samples have in common; `item_source` is `None` where they have no `ItemKey`."""
+
+    source: str
+    counted: str
+    task: str
+    item_source: str | None
+    world_size: int
+
+    @property
+    def task_name(self) -> str:
+        """See `Sample.task_name`."""
+        return self.task or self.source
+
+
+class _Kinds:
+    """Numbers the kinds of this process, without a lock, which a fork might inherit."""
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[Any, ...], int] = {}
+        self._next = count()
+        self.of: dict[int, SampleKind] = {}
+
+    def __getitem__(self, value: tuple[Any, ...]) -> int:
+        if (code := self._codes.get(value)) is None:
+            code = next(self._next)
+            self.of[code] = SampleKind(*value)
+            code = self._codes.setdefault(value, code)
+        return code
+
+
+_KINDS = _Kinds()
+
+
+def kinds_of(codes: Iterable[int]) -> list[SampleKind]:
+    """Return what the codes of kinds stand for."""
+    return [*map(_KINDS.of.__getitem__, codes)]
+
+
+def code_of(kind: SampleKind) -> int:
+    """Return the code of a kind, which is one of this process alone."""
+    return _KINDS[kind]
+
+
+class SampleBlock(Sequence[Sample]):
+    """Samples of a chunk, a pool or a group. It never changes.
+
+    A `Sample` is made of a row only where somebody asks for it.
+
+    Args:
+        facts: what is known of the samples, (11, n) int64: see `TOKENS` and the others.
+        sources: what holds the data of samples, a sequence each, by the number in `DATA`.
+    """
+
+    __slots__ = ("_samples", "facts", "sources")
+
+    def __init__(self, facts: IntArray, sources: Mapping[int, Any]) -> None:
+        self.facts, self.sources = facts, sources
+        self._samples: list[Sample] | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], data: Sequence[Any] | None = None) -> SampleBlock:
+        """Return samples as a block, with their data held by `data`, or as they are."""
+        if isinstance(samples, SampleBlock):
+            return samples
+        facts = np.empty((FACTS, len(samples)), np.int64)
+        rows = [_row_of(sample) for sample in samples]
+        facts[:DATA] = np.array(rows, dtype=np.int64).reshape(-1, DATA).T
+        own = [sample.data for sample in samples] if data is None else data
+        block = cls(facts, {}).with_data(own)
+        if data is None:
+            block._samples = [*samples]
+        return block
+
+    @classmethod
+    def joined(cls, blocks: Sequence[SampleBlock]) -> SampleBlock:
+        """Return the samples of all blocks, in their order."""
+        if len(blocks) == 1:
+            return blocks[0]
+        if not blocks:
+            return NO_SAMPLES
+        facts = np.concatenate([block.facts for block in blocks], axis=1)
+        return cls(facts, dict(ChainMap(*(dict(block.sources) for block in blocks))))
+
+    def __reduce__(self) -> Any:
+        facts, kinds, numbers = self.facts.copy(), [], [*self.sources]
+        codes = np.unique(facts[KIND])
+        facts[KIND] = np.searchsorted(codes, facts[KIND])
+        kinds = kinds_of(codes.tolist())
+        if len(numbers) > 1:
+            numbers = np.unique(facts[DATA]).tolist()
+            facts[DATA] = np.searchsorted(numbers, facts[DATA])
+        else:
+            facts[DATA] = 0
+        return _block_of, (facts, kinds, [self.sources[number] for number in numbers])
+
+    def __len__(self) -> int:
+        return len(self.facts[0])
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> SampleBlock: ...
+    def __getitem__(self, index: int | slice) -> Sample | SampleBlock:
+        if isinstance(index, slice):
+            return SampleBlock(self.facts[:, index], self.sources)
+        if self._samples is not None:
+            return self._samples[index]
+        number, row = self.facts[DATA:, index].tolist()
+        return _sample_of(self.sources[number][row], *self.facts[:DATA, index].tolist())
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.samples() == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.samples()})"
+
+    @property
+    def tokens(self) -> IntArray:
+        """Length of each sample, (n,)."""
+        return self._row(TOKENS)
+
+    @property
+    def targets(self) -> IntArray:
+        """Supervised tokens of each, (n,)."""
+        return self._row(TARGETS)
+
+    @property
+    def patches(self) -> IntArray:
+        """Image patches of each, (n,)."""
+        return self._row(PATCHES)
+
+    @property
+    def kinds(self) -> list[SampleKind]:
+        """What each has in common with others."""
+        return kinds_of(self.facts[KIND].tolist())
+
+    def _row(self, row: int) -> IntArray:
+        found: IntArray = self.facts[row]
+        return found
+
+    def take(self, indices: npt.NDArray[Any] | Sequence[int]) -> SampleBlock:
+        """Return the samples at some indices, in their order."""
+        return SampleBlock(self.facts.take(np.asarray(indices, np.int64), axis=1), self.sources)
+
+    def with_facts(self, **rows: npt.ArrayLike) -> SampleBlock:
+        """Return these samples with other values in rows of the facts, by their names."""
+        facts = self.facts.copy()
+        for name, values in rows.items():
+            facts[_ROWS[name]] = values
+        return SampleBlock(facts, self.sources)
+
+    def with_data(self, data: Any, first: int = 0) -> SampleBlock:
+        """Return these samples with their data held by something else, from row `first` on."""
+        facts, number = self.facts.copy(), next(_numbers)
+        facts[DATA], facts[ROW] = number, np.arange(first, first + len(self))
+        return SampleBlock(facts, {number: data})
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yield where the data of each are: the number of a source, and the row there."""
+        return zip(self.facts[DATA].tolist(), self.facts[ROW].tolist(), strict=True)
+
+    def data(self) -> list[Any]:
+        """Return the data of each sample."""
+        if self._samples is not None:
+            return [sample.data for sample in self._samples]
+        sources = self.sources
+        return [sources[number][row] for number, row in self.places()]
+
+    def samples(self) -> list[Sample]:
+        """Return the samples: the same objects each time."""
+        if self._samples is None:
+            self._samples = [*map(_sample_of, self.data(), *self.facts[:DATA].tolist())]
+        return self._samples
+
+
+_numbers = count()  # of what holds data, in this process
+NO_SAMPLES = SampleBlock(np.empty((FACTS, 0), np.int64), {})
+
+_ROWS = {"digest": DIGEST, "ordinal": ORDINAL}
+
+
+def _block_of(facts: IntArray, kinds: Sequence[SampleKind], data: Sequence[Any]) -> SampleBlock:
+    codes, numbers = [_KINDS[kind] for kind in kinds], [next(_numbers) for _ in data]
+    for row, values in (KIND, codes), (DATA, numbers):
+        one = values[0] if len(values) == 1 else np.array(values, np.int64)[facts[row]]
+        facts[row] = one
+    return SampleBlock(facts, dict(zip(numbers, data, strict=True)))
+
+
+def _row_of(sample: Sample) -> tuple[int, ...]:
+    _, tokens, targets, patches, source, counted, key, item, digest, task, ordinal = sample
+    item_source, number, world_size, repeat = (None, NONE, 0, 0) if item is None else item
+    return (
+        tokens,
+        targets,
+        patches,
+        _KINDS[source, counted, task, item_source, world_size],
+        NONE if key is None else key,
+        number,
+        repeat,
+        NONE if digest is None else digest,
+        NONE if ordinal is None else ordinal,
+    )
+
+
+def _sample_of(
+    data: Any,
+    tokens: int,
+    targets: int,
+    patches: int,
+    code: int,
+    key: int,
+    item: int,
+    repeat: int,
+    digest: int,
+    ordinal: int,
+) -> Sample:
+    source, counted, task, item_source, world_size = _KINDS.of[code]
+    return _SAMPLE_OF(
+        (
+            data,
+            tokens,
+            targets,
+            patches,
+            source,
+            counted,
+            None if key == NONE else key,
+            None if item == NONE else _KEY_OF((item_source, item, world_size, repeat)),
+            None if digest == NONE else digest,
+            task,
+            None if ordinal == NONE else ordinal,
+        )
+    )
+
+
+class ItemKeys(Sequence["ItemKey | None"]):
+    """Keys of items, in columns. It never changes.
+
+    Args:
+        numbers: `ItemKey.key` of each, -1 where an item has no key, (n,) int64.
+        repeats: `ItemKey.repeat` of each, (n,) int64.
+        codes: the number of the origin of each, (n,) int64.
+        origins: source and world size of the items.
+    """
+
+    __slots__ = ("codes", "numbers", "origins", "repeats")
+
+    def __init__(
+        self,
+        numbers: IntArray,
+        repeats: IntArray,
+        codes: IntArray,
+        origins: Sequence[tuple[str, int]],
+    ) -> None:
+        self.numbers, self.repeats, self.codes, self.origins = numbers, repeats, codes, origins
+
+    @classmethod
+    def of(cls, keys: Sequence[ItemKey | None]) -> ItemKeys:
+        """Return keys as columns."""
+        if isinstance(keys, ItemKeys):
+            return keys
+        origins: dict[tuple[str, int], int] = {}
+        rows = [
+            (NONE, 0, 0)
+            if key is None
+            else (key[1], key[3], origins.setdefault((key[0], key[2]), len(origins)))
+            for key in keys
+        ]
+        numbers, repeats, codes = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+        return cls(numbers, repeats, codes, [*origins] or [("", 1)])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequence[ItemKey | None]]) -> ItemKeys:
+        """Return the keys of all parts, in their order."""
+        if len(parts) == 1:
+            return cls.of(parts[0])
+        known = [part for part in parts if isinstance(part, ItemKeys)]
+        if (
+            known
+            and len(known) == len(parts)
+            and all(part.origins == known[0].origins for part in known)
+        ):
+            return cls(
+                np.concatenate([part.numbers for part in known]),
+                np.concatenate([part.repeats for part in known]),
+                np.concatenate([part.codes for part in known]),
+                known[0].origins,
+            )
+        return cls.of([key for part in parts for key in part])
+
+    def __reduce__(self) -> Any:
+        return ItemKeys, (self.numbers, self.repeats, self.codes, [*self.origins])
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> ItemKey | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> ItemKeys: ...
+    def __getitem__(self, index: int | slice) -> ItemKey | ItemKeys | None:
+        if isinstance(index, slice):
+            rows = self.numbers[index], self.repeats[index], self.codes[index]
+            return ItemKeys(*rows, self.origins)
+        number, repeat = int(self.numbers[index]), int(self.repeats[index])
+        source, world_size = self.origins[int(self.codes[index])]
+        return None if number == NONE else ItemKey(source, number, world_size, repeat)
+
+    def __iter__(self) -> Iterator[ItemKey | None]:
+        origins = self.origins
+        columns = self.numbers.tolist(), self.codes.tolist(), self.repeats.tolist()
+        for number, code, repeat in zip(*columns, strict=True):
+            source, world_size = origins[code]
+            yield None if number == NONE else _KEY_OF((source, number, world_size, repeat))
+
+    @property
+    def are_known(self) -> bool:
+        """Whether each item has a key."""
+        return bool((self.numbers >= 0).all())

@@ -182,6 +182,12 @@ class StepInfo:
         hint = ": take it out of the batch first, by `pop_step_info(batch)`" if name == "to" else ""
         raise AttributeError(f"`StepInfo` has no attribute {name!r}{hint}.", name=name, obj=self)
 
+    def with_counts(self, **counts: int) -> StepInfo:
+        """Return this with other counts: in a tenth of the time that `replace` takes."""
+        info = object.__new__(StepInfo)
+        vars(info).update(vars(self), **counts)
+        return info
+
     @property
     def ends_optimizer_step(self) -> bool:
         """Whether the optimizer steps after this step's backward."""

@@ -434,7 +434,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             raise SampleError(
                 f"no rank has a sample in epoch {epoch}. {describe_empty_epoch(self.source)}"
             )
-        if groups:
+        if groups and self.peers.world_size > 1:  # One rank fills no step.
             samples = SampleBlock.joined(groups)
             self._filler, at.filler = samples.take([best_filler(samples)]), None
         if self.uneven == "fill":

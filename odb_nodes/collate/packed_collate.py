@@ -125,10 +125,11 @@ class PackedCollate(TokenRows):
             batch["attention_mask"] = _block_mask(starts, width, self.mask_dtype)
         return batch
 
-    def place(self, _key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
+    def place(
+        self, _key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]
+    ) -> None:
         """Write the rows one after the other. See `TokenRows.place`."""
-        total = sum(map(len, rows))
-        np.concatenate(rows, out=joined[0, :total], casting="same_kind")
+        np.concatenate(rows, out=joined[0, : sum(lengths)], casting="same_kind")
 
     def _check_packable(self, key: str, value: Any) -> None:
         """Refuse images, and a mask or positions that a packed row cannot keep."""

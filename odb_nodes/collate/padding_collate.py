@@ -59,15 +59,18 @@ class PaddingCollate(TokenRows):
             )
         return rows, width
 
-    def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
+    def place(
+        self, key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]
+    ) -> None:
         """Write each row at its end of a row of `joined`. See `TokenRows.place`."""
-        for target, row in zip(joined, rows, strict=False):
-            if self.side == "right":
-                target[: len(row)] = row
-            elif len(row):
-                target[-len(row) :] = row
+        is_right, width = self.side == "right", joined.shape[1]
+        for target, row, length in zip(joined, rows, lengths, strict=False):
+            if is_right:
+                target[:length] = row
+            elif length:
+                target[width - length :] = row
                 if key == "labels":
-                    target[-len(row)] = IGNORE_INDEX  # padding would predict it
+                    target[width - length] = IGNORE_INDEX  # padding would predict it
 
     def _attention_mask(self, lengths: list[int], shape: Shape) -> torch.Tensor:
         rows, width = shape

@@ -17,7 +17,7 @@ from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.collate.protocol import owned
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import Shape, TokenBudget
-from odb_nodes.processing.columns import Column, DataColumns
+from odb_nodes.processing.columns import DataColumns, RowsLike
 from odb_nodes.sample import IGNORE_INDEX, StoredData
 from odb_nodes.sample_block import SampleBlock
 
@@ -125,10 +125,12 @@ class TokenRows:
                 dtype = INT64  # what embeddings and losses take
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
         joined = np.full(shape, fill, dtype=dtype)
-        self.place(key, joined, rows)
+        self.place(key, joined, rows, group.lengths)
         return torch.from_numpy(joined)
 
-    def place(self, key: str, joined: npt.NDArray[Any], rows: list[Any]) -> None:
+    def place(
+        self, key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]
+    ) -> None:
         """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
         raise NotImplementedError
 
@@ -161,13 +163,12 @@ class GroupRows:
 class GroupColumns(GroupRows):
     """The samples of a group whose data are in columns, of which rows are read as they are."""
 
-    def __init__(self, block: SampleBlock, ids: Mapping[int, Column]) -> None:
-        self._sources = block.sources
-        self._ids = ids
+    def __init__(self, block: SampleBlock, ids: Mapping[int, RowsLike]) -> None:
+        self._sources, self._ids = block.sources, ids
         self._places = [*block.places()]
-        offsets = {number: column.offsets for number, column in ids.items()}
+        offsets = {number: one for number, (one, _) in ids.items()}
         self._spans = [
-            (number, offsets[number][row], offsets[number][row + 1]) for number, row in self._places
+            (number, (of := offsets[number])[row], of[row + 1]) for number, row in self._places
         ]
         self.keys = next(iter(block.sources.values())).keys
         self.lengths = [stop - start for _, start, stop in self._spans]
@@ -175,14 +176,14 @@ class GroupColumns(GroupRows):
     @classmethod
     def of(cls, block: SampleBlock) -> GroupColumns | None:
         """Return a group; `None` where not all of its `input_ids` are in columns."""
-        ids: dict[int, Column] = {}
+        ids: dict[int, RowsLike] = {}
+        keys = None
         for number, data in block.sources.items():
-            column = data.column("input_ids") if isinstance(data, DataColumns) else None
-            if not isinstance(column, Column):
+            rows = data.rows_like("input_ids") if isinstance(data, DataColumns) else None
+            if rows is None or (ids and data.keys != keys):
                 return None
-            ids[number] = column
-        same = len({data.keys for data in block.sources.values()}) == 1
-        return cls(block, ids) if same else None
+            ids[number], keys = rows, data.keys
+        return cls(block, ids) if ids else None
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a key."""
@@ -192,12 +193,11 @@ class GroupColumns(GroupRows):
     def int64_rows(self, key: str) -> list[Any] | None:
         """Return the values of a key where they are int64 arrays with one for each token."""
         found: dict[int, Any] = {}
-        for number, data in self._sources.items():
-            column = data.column(key)
-            is_ready = isinstance(column, Column) and column.values.dtype == INT64
-            if not is_ready or column.offsets is not self._ids[number].offsets:
+        for number, (_, alike) in self._ids.items():
+            values = alike.get(key)
+            if values is None or values.dtype != INT64:
                 return None
-            found[number] = column.values
+            found[number] = values
         return [found[number][start:stop] for number, start, stop in self._spans]
 
 

@@ -19,6 +19,7 @@ from odb_nodes.contract.state import (
     check_saved,
     copy_state,
     frozen,
+    frozen_state,
     seal,
     source_fields,
     unseal,
@@ -148,7 +149,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     _STATE_BASE: ClassVar[type[Any]] = NodeState
     _epochs: Any = None  # the `EpochCounter` of an `EpochNode`
-    __is_made = __is_reset = __is_checked = False
+    __is_made = __is_reset = False
+    __config: Snapshot | None = None  # the fingerprint, which stays until the next reset
     __failure: Exception | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -265,7 +267,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not self.__is_made:
             raise TypeError(f"`{type(self).__name__}.__init__` must call `super().__init__()`.")
         super().reset(initial_state)
-        self.__is_reset = self.__is_checked = False
+        self.__is_reset, self.__config = False, None
         try:
             self.prepare_reset()
             if initial_state is None:
@@ -305,15 +307,18 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                 f"{type(self).__name__} has no state after an error, which would lose the item "
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
-        name, config, saved = type(self).__name__, self.fingerprint(), self.save()
+        name, saved = type(self).__name__, self.save()
         # Once after a reset, since some ask for a state at each item.
-        if not self.__is_checked or type(saved) is not self.STATE:
+        if self.__config is None or type(saved) is not self.STATE:
+            config = self.fingerprint()
             check_saved(name, config, self.STATE, saved)
-            self.__is_checked = True
+            self.__config = Snapshot(frozen(config))
         declared: Any = self.STATE
-        _check_sources(self, source_fields(declared), vars(saved))
-        values = vars(saved) if self._epochs is None else {**vars(saved), **self._epochs.save()}
-        return Snapshot(frozen(seal(name, config, values)))
+        values = vars(saved)
+        _check_sources(self, source_fields(declared), values)
+        if self._epochs is not None:
+            values.update(self._epochs.save())
+        return frozen_state(seal(name, self.__config, values))
 
     def __next__(self) -> T:
         return self.__guarded(self.next)

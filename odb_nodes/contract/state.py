@@ -65,6 +65,9 @@ class Snapshot(dict[str, Any]):
     __slots__ = ()
 
 
+_SHARED = _PLAIN | {Snapshot}
+
+
 def copy_state(state: Any) -> Any:
     """Return a copy of a state that shares nothing mutable with it, as plain data.
 
@@ -89,10 +92,19 @@ def copy_state(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
+def frozen_state(values: dict[str, Any]) -> Snapshot:
+    """Return a state that shares with some values only what never changes."""
+    state = Snapshot(values)
+    for name, value in values.items():
+        if type(value) not in _SHARED:
+            state[name] = frozen(value)
+    return state
+
+
 def frozen(state: Any) -> Any:
-    """Return a copy of a state that shares with it only what never changes."""
+    """Return a copy of a part of a state that shares with it only what never changes."""
     kind = type(state)
-    if kind in _PLAIN or kind is Snapshot:
+    if kind in _SHARED:
         return state
     if kind is dict:
         return {
@@ -180,7 +192,7 @@ def _is_plain(value: Any) -> bool:
 
 def seal(node: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a node: its envelope, and the values of its fields beside it."""
-    return {"version": STATE_VERSION, "node": node, "config": dict(config), **values}
+    return {"version": STATE_VERSION, "node": node, "config": config, **values}
 
 
 def unseal(

@@ -312,7 +312,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         if isinstance(ids := batch.get("input_ids"), torch.Tensor):
             padded = ids.numel()
         real = 0 if info.is_filler else sum(tokens)
-        return replace(info, local_tokens=real, local_padded_tokens=padded)
+        return info.with_counts(local_tokens=real, local_padded_tokens=padded)
 
 
 def _with_tasks(info: StepInfo, group: SampleBlock) -> StepInfo:

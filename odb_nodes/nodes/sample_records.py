@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -238,8 +237,8 @@ class PooledTable:
     """What is known of the samples of a pool, and their data, by ordinal.
 
     The facts of a sample are written once, behind those of all before it, so a state may refer to
-    them. Where the chunks that hold data have twice as many samples as are pooled, those are cut
-    down of which less than half is.
+    them. Where the chunks that hold data have three times as many samples as are pooled, those are
+    cut down of which less than a third is.
     """
 
     def __init__(self, pool: RollingPool) -> None:
@@ -254,15 +253,20 @@ class PooledTable:
         """Put samples into the table, younger ones than all before."""
         if not len(block):
             return
-        self._make_room(int(ordinals[0]), int(ordinals[-1]) + 1)
-        self._facts[:, ordinals - self._first] = block.facts
-        for number, samples in Counter(block.facts[DATA].tolist()).items():
-            if number not in self._sources:
-                self._sources[number], self._left[number] = block.sources[number], 0
+        first, stop = int(ordinals[0]), int(ordinals[-1]) + 1
+        self._make_room(first, stop)
+        is_dense = stop - first == len(ordinals)
+        at = slice(first - self._first, stop - self._first) if is_dense else ordinals - self._first
+        self._facts[:, at] = block.facts
+        numbers, left = block.facts[DATA].tolist(), self._left
+        for number in {*numbers}:
+            if number not in left:
+                self._sources[number], left[number] = block.sources[number], 0
                 self._rows += len(block.sources[number])
-            self._left[number] += samples
-        if self._rows > 2 * max(len(self._pool), _LEAST_ROWS):
-            self._compact(newest=int(block.facts[DATA, -1]))
+        for number in numbers:
+            left[number] += 1
+        if self._rows > _SPARSE * max(len(self._pool), _LEAST_ROWS):
+            self._compact(newest=numbers[-1])
 
     def take(self, ordinals: IntArray) -> SampleBlock:
         """Return samples that have left the pool, in ascending order of their ordinals."""
@@ -311,7 +315,7 @@ class PooledTable:
         for number, left in [*self._left.items()]:
             data = self._sources[number]
             # Of the newest, further samples may be on their way.
-            if number != newest and hasattr(data, "kept") and 2 * left <= len(data):
+            if number != newest and hasattr(data, "kept") and _SPARSE * left <= len(data):
                 own = at[numbers == number]
                 block = SampleBlock(self._facts.take(own, axis=1), {})
                 block = block.with_data(data.kept(block.facts[ROW]))
@@ -323,6 +327,7 @@ class PooledTable:
 
 
 _LEAST_ROWS = 256  # below, nothing is cut down
+_SPARSE = 3
 
 
 def with_digests(block: SampleBlock) -> SampleBlock:

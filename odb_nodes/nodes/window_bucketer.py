@@ -540,12 +540,14 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
 
     def _add(self, admitted: Sequence[tuple[list[int], SampleBlock | list[Sample]]]) -> None:
         """Put samples into the pool, by their ordinals."""
-        for numbers, samples in admitted:
-            ordinals, block = np.array(numbers, np.int64), SampleBlock.of(samples)
-            if not self._has_keys:
-                block = block.with_facts(ordinal=ordinals)
-            self.planner.add(ordinals, block.tokens, block.patches, self._tasks_of(block))
-            self._table.add(ordinals, block)
+        if not admitted:
+            return
+        ordinals = np.array([number for numbers, _ in admitted for number in numbers], np.int64)
+        block = SampleBlock.joined([SampleBlock.of(samples) for _, samples in admitted])
+        if not self._has_keys:
+            block = block.with_facts(ordinal=ordinals)
+        self.planner.add(ordinals, block.tokens, block.patches, self._tasks_of(block))
+        self._table.add(ordinals, block)
 
     def _check(self, sample: Any) -> None:
         if not isinstance(sample, (Sample, Skipped)):

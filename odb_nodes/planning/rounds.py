@@ -17,18 +17,23 @@ from odb_nodes.sample_block import SampleBlock
 FIRST_ROUND_STEPS = 4
 """Steps of an epoch's first round: few, so the first batch does not wait for a full round."""
 
+MOST_STEPS_ALONE = 4
+"""Steps of a round of a single rank: it holds the samples of all of them."""
+
 
 def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:
     """Return the number of steps of a round in which no data ends: 4, 8, 16, ... `round_size`.
 
+    A single rank settles rounds with nobody: 1, 2, 4 spread what a round costs over its steps.
+
     Args:
         number: the round's number in its epoch, from 0.
-        world_size: number of ranks; a single rank has nobody to settle a round with.
+        world_size: number of ranks.
         round_size: steps of a full round.
         accumulate: steps of an optimizer step; a round is rounded up to a multiple of it.
     """
     if world_size == 1:
-        return accumulate
+        return round_up(min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16)), accumulate)
     ramp = FIRST_ROUND_STEPS << min(number, 16)
     return round_up(min(round_size, ramp), accumulate)
 

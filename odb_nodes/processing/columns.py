@@ -18,6 +18,10 @@ __all__ = ["Column", "DataColumns"]
 _JOINED_BYTES = 64 << 10  # of a value, on average: a longer one has a buffer of its own
 
 
+RowsLike = tuple[list[int], dict[Any, npt.NDArray[Any]]]
+"""Where rows begin, and the values of all columns that have such rows."""
+
+
 class Column:
     """1-d arrays, or tensors, of one dtype, joined.
 
@@ -57,10 +61,11 @@ class DataColumns(Sequence[Any]):
         columns: the values of each key; the data themselves in one, where there are no keys.
     """
 
-    __slots__ = ("columns", "keys")
+    __slots__ = ("_rows_like", "columns", "keys")
 
     def __init__(self, keys: tuple[Any, ...] | None, columns: Sequence[Column | list[Any]]) -> None:
         self.keys, self.columns = keys, columns
+        self._rows_like: dict[Any, RowsLike | None] = {}
 
     @classmethod
     def of(cls, data: Sequence[Any]) -> DataColumns:
@@ -89,6 +94,23 @@ class DataColumns(Sequence[Any]):
         if self.keys is None or key not in self.keys:
             return None
         return self.columns[self.keys.index(key)]
+
+    def rows_like(self, key: Any) -> RowsLike | None:
+        """Return the columns whose rows are as long as those of a key, and where they begin.
+
+        `None` where the rows of that key are not joined.
+        """
+        if key not in self._rows_like:
+            column, found = self.column(key), None
+            if isinstance(column, Column):
+                alike = {
+                    name: one.values
+                    for name, one in zip(self.keys or (), self.columns, strict=True)
+                    if isinstance(one, Column) and one.offsets is column.offsets
+                }
+                found = column.offsets, alike
+            self._rows_like[key] = found
+        return self._rows_like[key]
 
     def kept(self, rows: IntArray) -> DataColumns:
         """Return some rows in buffers of their own."""

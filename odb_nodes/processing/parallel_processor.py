@@ -183,24 +183,32 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             if self._failure is not None:
                 raise self._failure
             self._take_chunk()
-        count = self._until_state(count)
-        while self._run_at == len(self._runs[0]):
+        if self._run_at == len(self._runs[0]):
             del self._runs[0]
             self._run_at = 0
-        run, start = self._runs[0], self._run_at
-        results = run[start : start + count]
-        stop = self._out + len(results)
-        keys, steps = self._keys[self._out : stop], sum(self._steps[self._out : stop])
-        self._run_at, self._out = start + len(results), stop
-        self._taken += steps
-        self._position += steps
+        run, at, first = self._runs[0], self._run_at, self._out
+        results = run[at : at + count]
+        self._run_at, self._out = at + len(results), first + len(results)
+        self._note_taken(first)
+        return results, self._keys[first : self._out]
+
+    def _note_taken(self, first: int) -> None:
+        """Count the items of the chunk in hand that went out, from number `first` on."""
+        self._position += sum(self._steps[first : self._out])
+        while self._states and self._states[0][0] < self._out:
+            first, self._source_state = self._states.popleft()
+            self._taken, self._taken_of = 0, {}
+        self._taken += sum(self._steps[first : self._out])
+        keys = self._keys
         for code, (source, _) in enumerate(keys.origins):
-            of_source = np.flatnonzero((keys.codes == code) & (keys.numbers >= 0))
-            if source and len(of_source):
+            if not source:
+                continue
+            own = keys.codes[first : self._out] == code
+            of_source = first + np.flatnonzero(own & (keys.numbers[first : self._out] >= 0))
+            if len(of_source):
                 taken, _ = self._taken_of.get(source, (0, 0))
                 last = int(keys.repeats[of_source[-1]])
                 self._taken_of[source] = taken + len(of_source), last
-        return results, keys
 
     def item_key(self) -> ItemKey | None:
         """Return that of the item that the last sample was made of."""
@@ -303,13 +311,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._failure = failure.explained(where, elsewhere=chunk.submitted.future is not None)
         elif chunk.read.error is not None:
             self._failure = chunk.read.error
-
-    def _until_state(self, count: int) -> int:
-        """Take the state before the next item, if there is one; return the items up to another."""
-        if self._states and self._states[0][0] == self._out:
-            self._source_state = self._states.popleft()[1]
-            self._taken, self._taken_of = 0, {}
-        return min(count, self._states[0][0] - self._out) if self._states else count
 
     def _has_room(self) -> bool:
         """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""

@@ -39,20 +39,20 @@ def run(lengths, budget, window, patches=None, dearest_first=0, tasks=(), divers
         while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:
             new = range(pool.pulled, pool.pulled + room)
             costs = [lengths[i] for i in new], [patches[i] for i in new]
-            pool.add(new, *costs, new, [tasks[i] for i in new])
+            pool.add(new, *costs, [tasks[i] for i in new])
             pool.pulled += room
         if not len(pool):
             return groups, age
         age = max(age, pool.pulled - pool.oldest)
         dearest = len(groups) < dearest_first
-        groups.append(pool.take(draining=pool.pulled == len(lengths), dearest=dearest))
+        taken = pool.take(draining=pool.pulled == len(lengths), dearest=dearest)
+        groups.append(taken.tolist())
 
 
 def pool_of(lengths, budget, patches=None):
     """A pool that holds samples of these lengths, by their numbers."""
     pool = RollingPool(TokenBudget.of(budget), len(lengths))
-    numbers = range(len(lengths))
-    pool.add([*numbers], lengths, patches or [0] * len(lengths), [*numbers])
+    pool.add(range(len(lengths)), lengths, patches or [0] * len(lengths))
     pool.pulled = len(lengths)
     return pool
 

@@ -178,9 +178,12 @@ class ChunkProcessor:
         """Return the seed of each item: of its own, on whatever rank, where it has a key."""
         keys = task.keys
         if len(keys) >= _ROWS and keys.are_known:
-            begins = [self._begin(task.epoch, *origin) for origin in keys.origins]
-            of_each = [begins[code] for code in keys.codes.tolist()]
-            return iter(hash_rows(of_each, keys.numbers.tolist(), keys.repeats.tolist()))
+            try:
+                begins = [self._begin(task.epoch, *origin) for origin in keys.origins]
+                of_each = [begins[code] for code in keys.codes.tolist()]
+                return iter(hash_rows(of_each, keys.numbers.tolist(), keys.repeats.tolist()))
+            except Exception:  # of a key that is not valid: raised again, at its item
+                pass
         return self._seeds_one_by_one(task)
 
     def _seeds_one_by_one(self, task: ChunkTask) -> Iterator[int]:

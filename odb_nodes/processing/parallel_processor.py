@@ -174,21 +174,24 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             WorkerError: a worker died, did not answer in time, or belongs to the process that this
                 one was forked from. Likewise.
         """
-        (result,), _ = self.next_chunk(1)
+        (result,), _ = self._take(1)
         return result
 
     def next_chunk(self, count: int) -> tuple[Sequence[T], ItemKeys]:
         """Return the next processed samples of a chunk, and the keys of their items."""
+        return self._take(count)
+
+    def _take(self, count: int) -> tuple[Sequence[T], ItemKeys]:
         while self._out == self._ready:
             if self._failure is not None:
                 raise self._failure
             self._take_chunk()
-        if self._run_at == len(self._runs[0]):
-            del self._runs[0]
-            self._run_at = 0
         run, at, first = self._runs[0], self._run_at, self._out
         results = run[at : at + count]
         self._run_at, self._out = at + len(results), first + len(results)
+        if self._run_at == len(run):  # Samples that are out shall not stay here.
+            del self._runs[0]
+            self._run_at = 0
         self._note_taken(first)
         return results, self._keys[first : self._out]
 

@@ -18,6 +18,7 @@ from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.state import source_fields
 from odb_nodes.loader.loader import Loader
+from odb_nodes.sample_block import SampleBlock
 
 __all__ = ["ResumeReport", "assert_resumes_exactly"]
 
@@ -283,7 +284,7 @@ def _difference(expected: Any, got: Any) -> str | None:
         if expected.keys() != got.keys():
             return f" has keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
         pairs = [(key, expected[key], got[key]) for key in expected]
-    elif isinstance(expected, (list, tuple)) and type(got) is type(expected):
+    elif isinstance(expected, (list, tuple, SampleBlock)) and type(got) is type(expected):
         if len(expected) != len(got):
             return f" has {len(got)} elements instead of {len(expected)}"
         pairs = list(zip(range(len(expected)), expected, got, strict=True))

@@ -16,6 +16,7 @@ from odb_nodes.planning.levelling import (
     receivers,
     work_of,
 )
+from odb_nodes.sample_block import SampleBlock
 
 lengths = st.lists(st.integers(1, 200), max_size=80)
 
@@ -86,7 +87,9 @@ def test_ranks_that_receive_come_as_near_to_each_other_as_samples_allow(ranks):
 
 @given(lengths, budgets, st.integers(0, 5))
 def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(tokens, budget, more):
-    samples = [Sample(None, length, 1, index % 4) for index, length in enumerate(tokens)]
+    samples = SampleBlock.of(
+        [Sample(None, length, 1, index % 4) for index, length in enumerate(tokens)]
+    )
     rest = Rest(samples, budget)
     groups = rest.groups(rest.fewest + more)
     assert sorted(index for group in groups for index in group) == [*range(len(samples))]
@@ -107,7 +110,7 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
 def test_more_groups_make_the_dearest_one_cheaper_also_beside_an_oversize_sample():
     lengths, costs = [*range(10, 60)], []
     for beside, more in (([], 0), ([], 4), ([], 8), ([500], 8)):
-        samples = [Sample(None, length, 1, 0) for length in [*lengths, *beside]]
+        samples = SampleBlock.of([Sample(None, length, 1) for length in [*lengths, *beside]])
         rest = Rest(samples, TokenBudget(400))
         cut = [[samples[at].tokens for at in group] for group in rest.groups(rest.fewest + more)]
         costs.append(max(max(group) * len(group) for group in cut if group != beside))
@@ -116,6 +119,6 @@ def test_more_groups_make_the_dearest_one_cheaper_also_beside_an_oversize_sample
 
 
 def test_fewer_groups_than_the_budget_needs_are_refused():
-    samples = [Sample(None, 30, 1, 0)] * 9
+    samples = SampleBlock.of([Sample(None, 30, 1)] * 9)
     with pytest.raises(ValueError, match="`most` must be at least 3, but is 2"):
         Rest(samples, TokenBudget(90)).groups(2)

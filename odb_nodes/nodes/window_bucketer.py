@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -173,6 +174,21 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Whether keys are excluded, or limits lower, that the restored state does not know of."""
         self._config = self._decides_output(window, dearest_first, diversity)
         self._clear()
+
+    def _clear(self) -> None:
+        self._pool = self.planner.pool
+        self._snapshots = Snapshots(self.source, self._name)
+        self._refilling = self._is_cut = False
+        budget = self.planner.limits.of_samples(self._budget)
+        keys, said = self.excluded | self.exclude, self._exclusions.said
+        self._exclusions = ExclusionCounter(budget, keys, said)
+        self._table = PooledTable(self._pool)
+        self._encoded: dict[int, bytes] = {}
+        self._has_keys = can_restore(self.source) or self._mode == "payload"
+        self._floor_until = 0  # age of the samples whose numbers may be as low as `_floor`
+        self._floor = 0
+        self.release()
+        self.keys_changed = self.limits_changed = False
 
     @property
     def budget(self) -> TokenBudget:
@@ -400,21 +416,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
         return {**budget, **options, "state": self._mode}
 
-    def _clear(self) -> None:
-        self._pool = self.planner.pool
-        self._snapshots = Snapshots(self.source, self._name)
-        self._refilling = self._is_cut = False
-        budget = self.planner.limits.of_samples(self._budget)
-        keys, said = self.excluded | self.exclude, self._exclusions.said
-        self._exclusions = ExclusionCounter(budget, keys, said)
-        self._table = PooledTable(self._pool)
-        self._encoded: dict[int, bytes] = {}
-        self._has_keys = can_restore(self.source) or self._mode == "payload"
-        self._floor_until = 0  # age of the samples whose numbers may be as low as `_floor`
-        self._floor = 0
-        self.release()
-        self.keys_changed = self.limits_changed = False
-
     @property
     def _needed_from(self) -> int:
         """The first sample of the epoch that a restore has to pull again."""
@@ -495,55 +496,57 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             most = min(self.window, self.remaining_samples or self.window)
             progress = SlowProgress("samples in the pool before the first batch", most)
         while (room := self.planner.room()) > 0:
-            admitted: list[tuple[list[int], SampleBlock | list[Sample]]] = []
+            ordinals, admitted = list[int](), list[SampleBlock | Sample]()
             try:
                 while room > 0:
                     due = self._snapshots.take_if_due(self._pool.pulled, self._interval)
                     pulled = take(self.source, min(room, due))[0]
                     room -= len(pulled)
-                    self._admit(pulled, admitted)
+                    self._admit(pulled, ordinals, admitted)
                     if progress is not None:
                         progress.update(self._pool.pulled)
             except StopIteration:
                 self.planner.ended = True
             finally:  # Those before an error are in the pool.
-                self._add(admitted)
+                self._add(ordinals, admitted)
 
     def _admit(
         self,
         pulled: Sequence[Sample | Skipped],
-        admitted: list[tuple[list[int], SampleBlock | list[Sample]]],
+        ordinals: list[int],
+        admitted: list[SampleBlock | Sample],
     ) -> None:
         """Count what was pulled, and note what goes into the pool."""
         pool, exclusions = self._pool, self._exclusions
-        first = pool.pulled
-        if isinstance(pulled, SampleBlock):
-            if not self._has_tasks and exclusions.admits_all(pulled):
-                pool.pulled += len(pulled)
-                admitted.append(([*range(first, pool.pulled)], pulled))
-                return
+        block = pulled if isinstance(pulled, SampleBlock) else None
+        if block is not None and not self._has_tasks and exclusions.admits_all(block):
+            ordinals += range(pool.pulled, pool.pulled + len(block))
+            admitted.append(block)
+            pool.pulled += len(block)
+            return
         rows: list[int] = []
         try:
             for row, sample in enumerate(pulled):
                 self._check(sample)
                 if exclusions.admit(sample, pool.pulled):
+                    ordinals.append(pool.pulled)
                     rows.append(row)
+                    if block is None:
+                        admitted.append(sample)
                 pool.pulled += 1
         finally:
-            numbers, last = [first + row for row in rows], admitted[-1] if admitted else None
-            if isinstance(pulled, SampleBlock):
-                admitted.append((numbers, pulled.take(rows)))
-            elif last is not None and isinstance(last[1], list):
-                admitted[-1] = ([*last[0], *numbers], [*last[1], *map(pulled.__getitem__, rows)])
-            else:
-                admitted.append((numbers, [*map(pulled.__getitem__, rows)]))
+            if block is not None:
+                admitted.append(block.take(rows))
 
-    def _add(self, admitted: Sequence[tuple[list[int], SampleBlock | list[Sample]]]) -> None:
+    def _add(self, numbers: Sequence[int], admitted: Sequence[SampleBlock | Sample]) -> None:
         """Put samples into the pool, by their ordinals."""
-        if not admitted:
+        if not numbers:
             return
-        ordinals = np.array([number for numbers, _ in admitted for number in numbers], np.int64)
-        block = SampleBlock.joined([SampleBlock.of(samples) for _, samples in admitted])
+        ordinals, blocks = np.array(numbers, np.int64), list[SampleBlock]()
+        for are_blocks, some in groupby(admitted, lambda one: isinstance(one, SampleBlock)):
+            run: Any = [*some]
+            blocks += run if are_blocks else [SampleBlock.of(run)]
+        block = SampleBlock.joined(blocks)
         if not self._has_keys:
             block = block.with_facts(ordinal=ordinals)
         self.planner.add(ordinals, block.tokens, block.patches, self._tasks_of(block))

@@ -109,6 +109,22 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Runs chunks, and has the workers make batches."""
         self._clear()
 
+    def _clear(self) -> None:
+        self.runner.resume()
+        self._in_flight: deque[_Chunk] = deque()
+        self._ahead = 0  # items in flight
+        self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
+        self._runs: list[Sequence[Any]] = []  # the results of the chunk in hand
+        self._run_at = 0  # items of the first of them that are out
+        self._ready = self._out = 0  # items of the chunk in hand: good ones, and those that are out
+        self._keys, self._steps = ItemKeys.of([]), list[int]()
+        self._failure: Exception | None = None
+        self._taken = 0  # items out since `_source_state`
+        self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
+        self._position = 0  # items out in this epoch
+        distance = self._workers.nominal_chunk_samples
+        self._reader = ChunkReader(self.source, distance, type(self).__name__)
+
     def __len__(self) -> int:
         """Return how many items an epoch has."""
         return length_of(self.source)
@@ -268,22 +284,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         A forked child forgets them: they go on for the process that started them.
         """
         self.runner.close()
-
-    def _clear(self) -> None:
-        self.runner.resume()
-        self._in_flight: deque[_Chunk] = deque()
-        self._ahead = 0  # items in flight
-        self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
-        self._runs: list[Sequence[Any]] = []  # the results of the chunk in hand
-        self._run_at = 0  # items of the first of them that are out
-        self._ready = self._out = 0  # items of the chunk in hand: good ones, and those that are out
-        self._keys, self._steps = ItemKeys.of([]), list[int]()
-        self._failure: Exception | None = None
-        self._taken = 0  # items out since `_source_state`
-        self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
-        self._position = 0  # items out in this epoch
-        distance = self._workers.nominal_chunk_samples
-        self._reader = ChunkReader(self.source, distance, type(self).__name__)
 
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""

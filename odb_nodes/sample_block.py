@@ -130,7 +130,7 @@ class SampleBlock(Sequence[Sample]):
     def __getitem__(self, index: slice) -> SampleBlock: ...
     def __getitem__(self, index: int | slice) -> Sample | SampleBlock:
         if isinstance(index, slice):
-            return SampleBlock(self.facts[:, index], self.sources)
+            return self._of_facts(self.facts[:, index])
         if self._samples is not None:
             return self._samples[index]
         number, row = self.facts[DATA:, index].tolist()
@@ -173,7 +173,26 @@ class SampleBlock(Sequence[Sample]):
 
     def take(self, indices: npt.NDArray[Any] | Sequence[int]) -> SampleBlock:
         """Return the samples at some indices, in their order."""
-        return SampleBlock(self.facts.take(np.asarray(indices, np.int64), axis=1), self.sources)
+        return self._of_facts(self.facts.take(np.asarray(indices, np.int64), axis=1))
+
+    def _of_facts(self, facts: IntArray) -> SampleBlock:
+        """Return some of the samples, with what holds data of theirs alone."""
+        sources = self.sources
+        if len(sources) > 1:
+            sources = {number: sources[number] for number in {*facts[DATA].tolist()}}
+        return SampleBlock(facts, sources)
+
+    def alone(self) -> SampleBlock:
+        """Return these samples without the data of others, where what holds both can be cut."""
+        facts, sources = self.facts.copy(), dict[int, Any]()
+        for number in {*facts[DATA].tolist()}:
+            own, data = np.flatnonzero(facts[DATA] == number), self.sources[number]
+            if (kept := kept_rows(data, facts[ROW, own])) is None:
+                sources[number] = data
+            else:
+                facts[DATA, own], facts[ROW, own] = (new := next(_numbers)), np.arange(len(own))
+                sources[new] = kept
+        return SampleBlock(facts, sources)
 
     def with_facts(self, **rows: npt.ArrayLike) -> SampleBlock:
         """Return these samples with other values in rows of the facts, by their names."""
@@ -204,6 +223,13 @@ class SampleBlock(Sequence[Sample]):
         if self._samples is None:
             self._samples = [*map(_sample_of, self.data(), *self.facts[:DATA].tolist())]
         return self._samples
+
+
+def kept_rows(data: Any, rows: IntArray) -> Any:
+    """Return some rows of what holds data, without the others; `None` where it cannot be cut."""
+    if isinstance(data, list):
+        return [data[row] for row in rows.tolist()]
+    return data.kept(rows) if hasattr(data, "kept") else None
 
 
 _numbers = count()  # of what holds data, in this process

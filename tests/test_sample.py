@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import asdict
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from odb_nodes import LengthObserver, Sample, SampleError, SourceCount, SourceItem, StepInfo
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
+from odb_nodes.processing.chunk import runs_of
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import pack, unpack
 from odb_nodes.sample import ItemKey
@@ -20,8 +22,10 @@ PLAIN = Sample({"input_ids": [1, 2, 3]}, 3, 2, 1)
 NAMED = PLAIN.of_source("ocr")
 
 
-def through_transport(items, *keys):
-    return unpack([bytearray(part) for part in pack(items, *keys)], *keys)
+def through_transport(items):
+    """What arrives of the results of a chunk that a worker has made."""
+    packed = pack(runs_of(items, joined=True))
+    return [*chain(*unpack([bytearray(part) for part in packed]))]
 
 
 COPIES = {
@@ -44,12 +48,20 @@ def test_a_copy_keeps_it(how):
 
 
 def test_its_payload_is_the_same_whether_a_worker_has_made_it():
-    """Its key comes from the trainer then, with an equal name of the source."""
-    key = ItemKey("ocr", 4, 1)
-    here = NAMED._replace(source=key.source, item=key)
-    (there,) = through_transport([here], [key])
-    assert there.source is not there.item.source
-    assert encode_sample(there) == encode_sample(here)
+    """There, and in a block, the names of its source and of that of its item may be two objects."""
+    names = ["".join(("o", "cr", end)) for end in ("", "", "x", "x")]
+    assert names[0] is not names[1]
+    for first, second in (names[:2], names[2:]):
+        for source, of_item in ((first, first), (first, second), (second, first)):
+            here = NAMED._replace(source=source, item=ItemKey(of_item, 4, 1))
+            (there,) = through_transport([here])
+            assert there == here
+            assert encode_sample(there) == encode_sample(here) == encode_sample(again(here))
+
+
+def again(sample):
+    """The sample, with one object for both names."""
+    return sample._replace(source=sample.item.source)
 
 
 def test_it_has_no_source_unless_one_is_named():

@@ -436,7 +436,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             )
         if groups and self.peers.world_size > 1:  # One rank fills no step.
             samples = SampleBlock.joined(groups)
-            self._filler, at.filler = samples.take([best_filler(samples)]), None
+            self._filler, at.filler = samples.take([best_filler(samples)]).alone(), None
         if self.uneven == "fill":
             yield from self._share_filler(reports, where)
         key = hash_ints(self._seed, epoch, at.round)

@@ -31,7 +31,6 @@ from odb_nodes.sample_block import (
     NONE,
     ORDINAL,
     REPEAT,
-    ROW,
     TOKENS,
     IntArray,
     SampleBlock,
@@ -237,13 +236,14 @@ class PooledTable:
     """What is known of the samples of a pool, and their data, by ordinal.
 
     The facts of a sample are written once, behind those of all before it, so a state may refer to
-    them. Where the chunks that hold data have three times as many samples as are pooled, those are
-    cut down of which less than a third is.
+    them. Their digests are noted beside the facts: a sample is the same whether there is a state or
+    not. Where the chunks that hold data have three times as many samples as are pooled, those are
+    cut down of which at most a third is.
     """
 
     def __init__(self, pool: RollingPool) -> None:
         self._pool = pool
-        self._facts: IntArray = np.empty((FACTS, 0), np.int64)
+        self._facts: IntArray = np.empty((FACTS + 1, 0), np.int64)  # and a row of `_NOTED`
         self._first = self._stop = 0  # the ordinals that it has facts of
         self._sources: dict[int, Any] = {}  # what holds data
         self._left: dict[int, int] = {}  # samples of each that are pooled
@@ -257,7 +257,7 @@ class PooledTable:
         self._make_room(first, stop)
         is_dense = stop - first == len(ordinals)
         at = slice(first - self._first, stop - self._first) if is_dense else ordinals - self._first
-        self._facts[:, at] = block.facts
+        self._facts[:FACTS, at], self._facts[_NOTED, at] = block.facts, block.facts[DIGEST]
         numbers, left = block.facts[DATA].tolist(), self._left
         for number in {*numbers}:
             if number not in left:
@@ -270,7 +270,7 @@ class PooledTable:
 
     def take(self, ordinals: IntArray) -> SampleBlock:
         """Return samples that have left the pool, in ascending order of their ordinals."""
-        facts, sources = self._facts.take(ordinals - self._first, axis=1), dict[int, Any]()
+        facts, sources = self._facts_of(ordinals - self._first), dict[int, Any]()
         for number in facts[DATA].tolist():
             sources[number] = self._sources[number]
             self._left[number] -= 1
@@ -282,27 +282,30 @@ class PooledTable:
     def all(self) -> SampleBlock:
         """Return the samples of the pool, oldest first."""
         ordinals = np.sort(self._pool.table()[ORDINALS])
-        return SampleBlock(self._facts.take(ordinals - self._first, axis=1), {**self._sources})
+        return SampleBlock(self._facts_of(ordinals - self._first), {**self._sources})
 
     def state(self) -> PooledRecords:
         """Return the records of the pool as it is now, which a state may keep."""
         pool, facts = self._pool, self._facts[:, : self._stop - self._first]
         ordinals = pool.table()[ORDINALS]
-        if (facts[DIGEST] == NONE).any():
-            lacking = ordinals[facts[DIGEST, ordinals - self._first] == NONE] - self._first
-            block = SampleBlock(facts.take(lacking, axis=1), self._sources)
-            facts[DIGEST, lacking] = [*map(digest_of, block)]
+        if (facts[_NOTED] == NONE).any():
+            lacking = ordinals[facts[_NOTED, ordinals - self._first] == NONE] - self._first
+            block = SampleBlock(self._facts_of(lacking), self._sources)
+            facts[_NOTED, lacking] = [*map(digest_of, block)]
         return PooledRecords(facts, self._first, ordinals, pool.pulled)
+
+    def _facts_of(self, at: IntArray) -> IntArray:
+        return self._facts[:FACTS].take(at, axis=1)
 
     def _make_room(self, first: int, stop: int) -> None:
         """Have a place for the facts of further ordinals; forget those of samples that are gone."""
         if stop - self._first > len(self._facts[0]):
             oldest = min(self._pool.oldest, first)
             known = self._facts[:, oldest - self._first : self._stop - self._first]
-            self._facts = np.empty((FACTS, 2 * (stop - oldest) + _LEAST_ROWS), np.int64)
+            self._facts = np.empty((FACTS + 1, 2 * (stop - oldest) + _LEAST_ROWS), np.int64)
             self._facts[:, : len(known[0])] = known
             self._first = oldest
-        self._facts[DIGEST, self._stop - self._first : stop - self._first] = 0  # of those left out
+        self._facts[_NOTED, self._stop - self._first : stop - self._first] = 0  # of those left out
         self._stop = stop
 
     def _forget(self, number: int) -> None:
@@ -315,19 +318,22 @@ class PooledTable:
         for number, left in [*self._left.items()]:
             data = self._sources[number]
             # Of the newest, further samples may be on their way.
-            if number != newest and hasattr(data, "kept") and _SPARSE * left <= len(data):
-                own = at[numbers == number]
-                block = SampleBlock(self._facts.take(own, axis=1), {})
-                block = block.with_data(data.kept(block.facts[ROW]))
-                self._facts[DATA:, own] = block.facts[DATA:]
-                self._forget(number)
-                ((number, data),) = block.sources.items()
-                self._sources[number], self._left[number] = data, left
-                self._rows += left
+            if number == newest or _SPARSE * left > len(data):
+                continue
+            own = at[numbers == number]
+            block = SampleBlock(self._facts_of(own), {number: data}).alone()
+            if number in block.sources:
+                continue
+            self._facts[DATA:FACTS, own] = block.facts[DATA:]
+            self._forget(number)
+            ((number, data),) = block.sources.items()
+            self._sources[number], self._left[number] = data, left
+            self._rows += left
 
 
 _LEAST_ROWS = 256  # below, nothing is cut down
 _SPARSE = 3
+_NOTED = FACTS  # the row of the digests of records
 
 
 def with_digests(block: SampleBlock) -> SampleBlock:
@@ -355,6 +361,7 @@ class PooledRecords:
         pooled = np.zeros(self._pulled - self._first, dtype=bool)
         pooled[self._ordinals - self._first] = True
         facts = self._facts.take(np.flatnonzero(pooled), axis=1)
+        facts[DIGEST] = facts[_NOTED]
         return to_bits(pooled), SampleRecords.of(SampleBlock(facts, {})).to_state(), None
 
 

@@ -24,7 +24,9 @@ from odb_nodes import (
 )
 from odb_nodes.alignment import RankAligner
 from odb_nodes.contract import copy_state, snapshot
-from odb_nodes.nodes.sample_records import SampleRecords
+from odb_nodes.nodes.sample_records import SampleRecords, with_digests
+from odb_nodes.planning.table import ORDINALS
+from odb_nodes.sample_block import DATA
 
 SIZE = 150
 LENGTHS = np.random.default_rng(3).integers(3, 90, SIZE).tolist()
@@ -54,12 +56,13 @@ def unmade_in(state):
     return sum(map(unmade_in, parts)) if isinstance(state, (dict, list, tuple)) else 0
 
 
-def content_of(pool):
+def content_of(node):
     """What a state holds of pooled samples, from the samples themselves."""
-    ordinals = np.array([*pool.items()], np.int64)
+    pool = node._pool
+    ordinals = np.sort(pool.table()[ORDINALS])
     bits = np.zeros(pool.pulled - pool.oldest, np.uint8)
     bits[pool.pulled - 1 - ordinals] = 1
-    records = SampleRecords.of([*pool.items().values()])
+    records = SampleRecords.of(with_digests(node._table.all()))
     return np.packbits(bits).tobytes() or None, records.to_state(), None
 
 
@@ -143,10 +146,10 @@ def test_a_pool_in_a_state_is_that_of_the_pooled_samples_in_whatever_order_it_is
     with pytest.warns(UserWarning, match="skipped"):
         for number, _ in enumerate(node):
             if number % every == 0:
-                pool = node._pool
-                kept.append((snapshot(node), content_of(pool)))
-                noted = [one for ordinals, _ in node._log._parts for one in ordinals]
-                assert noted == sorted({*noted})  # each sample is in one part
+                kept.append((snapshot(node), content_of(node)))
+                table = node._table  # has no data but of pooled samples
+                assert sum(table._left.values()) == len(node._pool) and all(table._left.values())
+                assert {*table._left} == {*table._sources} == {*table.all().facts[DATA].tolist()}
                 if draw.random() < 0.5:  # of this state or one before it, maybe again
                     state, content = draw.choice(kept)
                     assert copy_state(state)["pool"] == content

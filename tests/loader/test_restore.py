@@ -163,7 +163,7 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
     shelf = Shelf()
     again = make(shelf)
     again.reset(first.state_dict())
-    pooled = [one.key for one in again._pool.items().values()]
+    pooled = [one.key for one in again._table.all()]
     assert shelf.nexts < WorkerOptions().nominal_chunk_samples  # of the chunk that it stands in
     assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
     assert {*shelf.reads} <= {*pooled}
@@ -222,8 +222,8 @@ def test_an_item_that_was_edited_or_swapped_is_found(seed):
     for _ in range(rng.randrange(1, 15)):
         next(it)
     state = loader.state_dict()
-    pool = resumed(data, state)._graphs[0].bucketer._pool
-    key = rng.choice([one.key for one in pool.items().values()])
+    pooled = resumed(data, state)._graphs[0].bucketer._table.all()
+    key = rng.choice([one.key for one in pooled])
     changed = [list(one) for one in data]
     if seed % 2:
         changed[key][rng.randrange(len(data[key]))] += 1
@@ -327,7 +327,7 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["__init__", "joined", "to_state"])
+@pytest.mark.parametrize("at", ["__init__", "of", "to_state"])
 def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
     def make():
         node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))

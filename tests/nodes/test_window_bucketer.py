@@ -25,6 +25,7 @@ from odb_nodes import (
 )
 from odb_nodes._core import progress
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.testing import assert_resumes_exactly
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
@@ -439,7 +440,7 @@ def test_samples_without_keys_that_are_put_back_are_found_again():
     node.reset(None)
     out = [one.data["id"] for _ in range(6) for one in next(node)]
     node.release()
-    node.put_back([one for _ in range(4) for one in next(node)])
+    node.put_back(SampleBlock.joined([next(node) for _ in range(4)]))
     groups, states = rest_of(node)
     assert sorted([*out, *sum(groups, [])]) == [*range(len(lengths))]
     for at, state in enumerate(states):

@@ -1,4 +1,4 @@
-"""Several items at once: those that single calls of `next` give, also of derived nodes."""
+"""A chunk of items at once: those that single calls of `next` give, also of derived nodes."""
 
 import pytest
 
@@ -32,7 +32,7 @@ class KeyedProcessor(ParallelProcessor):
 class SquareSampler(MarkedSampler):
     """Defines anew what it hands on at once."""
 
-    def next_items(self, count):
+    def next_chunk(self, count):
         indices, keys = self._take(count), [None] * count
         return [index * index for index in indices], keys
 
@@ -51,13 +51,13 @@ def test_a_processor_may_be_derived(kind, mark, first_key, together):
     node.reset(None)
     while len(items) < 5:
         some, their_keys = take(node, together)
-        items, keys = items + some, keys + [key.key for key in their_keys]
+        items, keys = [*items, *some], keys + [key.key for key in their_keys]
     assert items == [f"{number}{mark}" for number in range(5)]
     assert keys == [*range(first_key, first_key + 5)]
     assert list(kind(sampler(), str)) == items
 
 
-def test_next_items_are_used_beside_or_below_next_and_not_above_it():
+def test_a_chunk_is_taken_where_it_is_defined_beside_or_below_next_and_not_above_it():
     assert take(sampler(SquareSampler), 3) == ([0, 1, 4], [None] * 3)
     derived = type("Derived", (MarkedSampler,), {})
     assert list(ParallelProcessor(sampler(derived), str)) == ["0!", "1!", "2!", "3!", "4!"]
@@ -73,10 +73,10 @@ def test_next_items_are_used_beside_or_below_next_and_not_above_it():
 )
 def test_what_is_not_as_declared_is_refused(found, told):
     class Wrong(ShardedSampler):
-        def next_items(self, count):
+        def next_chunk(self, count):
             return found
 
     node = sampler(Wrong)
     for _ in range(2):  # The items are lost: it stays an error until a reset.
-        with pytest.raises(TypeError, match=rf"`next_items` of `Wrong`.*{told}|{told}"):
+        with pytest.raises(TypeError, match=rf"`next_chunk` of `Wrong`.*{told}|{told}"):
             take(node, 2)

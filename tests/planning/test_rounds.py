@@ -11,8 +11,9 @@ from odb_nodes.planning import round_steps
         (2, 2, 1, [2, 2, 2, 2, 2]),
         (2, 32, 3, [6, 9, 18, 33, 33]),
         (2, 4, 8, [8, 8, 8, 8, 8]),
-        (1, 32, 1, [1, 1, 1, 1, 1]),
-        (1, 32, 3, [3, 3, 3, 3, 3]),
+        (1, 32, 1, [1, 2, 4, 4, 4]),
+        (1, 32, 3, [3, 3, 6, 6, 6]),
+        (1, 2, 1, [1, 2, 2, 2, 2]),
     ],
 )
 def test_rounds_grow_in_whole_optimizer_steps(world_size, round_size, accumulate, steps):

@@ -44,8 +44,8 @@ def test_an_outcome_by_hand():
     assert outcome.padding_share == pytest.approx(1 / 36)
     assert (outcome.replayed_samples, outcome.held_samples) == (4, 4)  # all that there are
     outcome = outcome_of([10, 8, 9, 8] * 9, time, accumulate=2)
-    assert outcome.replayed_samples == 4 + 4  # the pool, and a round of two steps
-    assert outcome.held_samples == 8 + 4 + 4 * 2  # in flight; four batches ahead
+    assert outcome.replayed_samples == 4 + 8  # the pool, and a round of four steps
+    assert outcome.held_samples == 12 + 4 + 4 * 2  # in flight; four batches ahead
     # Attention in a packed row is that of its samples; a step takes as long as its slowest rank.
     packed = TokenBudget(7, layout="packed")
     assert outcome_of([3, 4], (0.0, 0.0, 1.0), budget=packed).epoch_s == 9 + 16

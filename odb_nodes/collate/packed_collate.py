@@ -116,7 +116,7 @@ class PackedCollate(TokenRows):
         if "labels" not in batch:
             batch["labels"] = batch["input_ids"].clone()
             batch["labels"][:, total:] = IGNORE_INDEX
-        if "labels" not in group.keys or not is_number(group.values("labels")[0]):
+        if batch["labels"].ndim > 1:  # else a number of each sample
             batch["labels"][:, starts[:-1][np.diff(starts) > 0]] = IGNORE_INDEX
         batch["position_ids"] = torch.from_numpy(positions[None])
         if self.model_arguments:

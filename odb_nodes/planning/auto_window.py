@@ -150,7 +150,7 @@ class PoolCheck:
         self._samples += len(tokens)
         self._real_tokens += sum(tokens)
         self._padded_tokens += self._budget.padded_tokens(tokens)
-        self._cost += sum(map(self._budget.row_cost, tokens))
+        self._cost += int(self._budget.row_cost(np.array(tokens, np.int64)).sum())
         if self._groups == _GROUPS and self._budget.layout == "padded":
             self._judge(window)
 

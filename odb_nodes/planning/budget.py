@@ -186,7 +186,8 @@ class TokenBudget:
         """
         rows, width = shape
         if self.layout == "packed":
-            return rows * width + sum(self.row_cost(one) - one for one in tokens)
+            c = self.attention_tokens
+            return rows * width + (0 if c is None else sum([one * one // c for one in tokens]))
         return rows * self.row_cost(width)
 
     def row_cost(self, width: Tokens) -> Tokens:

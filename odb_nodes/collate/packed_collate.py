@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_bool, check_count
-from odb_nodes.collate.token_rows import GroupRows, TokenRows, is_number, of_group, row_of
+from odb_nodes.collate.token_rows import GroupRows, TokenRows, of_group, row_of
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget, fit_shape
 from odb_nodes.planning.table import IntArray

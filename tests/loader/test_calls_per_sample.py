@@ -1,4 +1,4 @@
-"""The trainer's process does nothing for each sample: what it calls grows with groups and chunks."""
+"""The trainer's process calls nothing for each sample, but for groups and chunks."""
 
 import sys
 

@@ -241,8 +241,8 @@ _ROWS = {"digest": DIGEST, "ordinal": ORDINAL}
 def _block_of(facts: IntArray, kinds: Sequence[SampleKind], data: Sequence[Any]) -> SampleBlock:
     codes, numbers = [_KINDS[kind] for kind in kinds], [next(_numbers) for _ in data]
     for row, values in (KIND, codes), (DATA, numbers):
-        one = values[0] if len(values) == 1 else np.array(values, np.int64)[facts[row]]
-        facts[row] = one
+        if values:  # Facts may be without what holds data.
+            facts[row] = np.array(values, np.int64)[facts[row]] if len(values) > 1 else values[0]
     return SampleBlock(facts, dict(zip(numbers, data, strict=True)))
 
 

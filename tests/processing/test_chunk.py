@@ -6,6 +6,7 @@ from worker_functions import draw, drawn
 
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.sample import ItemKey
+from odb_nodes.sample_block import ItemKeys
 
 KEYS = st.builds(
     ItemKey,
@@ -18,9 +19,9 @@ KEYS = st.builds(
 
 def draws_of(keys, positions, seed):
     processor = ChunkProcessor(draw, seed, rank=1, world_size=2)
-    chunk = processor.run(ChunkTask([*positions], [*keys], 3, 1, [*positions]))
+    chunk = processor.run(ChunkTask([*positions], ItemKeys.of(keys), 3, 1, [*positions]))
     assert chunk.failure is None
-    return [drawn(one) for one in chunk.results]
+    return [drawn(one) for run in chunk.results for one in run]
 
 
 @given(

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from worker_functions import processor, same
 
 from odb_nodes import IterableSource, Sample
 from odb_nodes.processing import shared_pages
-from odb_nodes.processing.chunk import ChunkTask
+from odb_nodes.processing.chunk import ChunkTask, runs_of
 from odb_nodes.processing.shared_pages import SHARED_BYTES, PageFile
 from odb_nodes.processing.transport import dumps, pack, receive, send, unpack
 from odb_nodes.sample import ItemKey
+from odb_nodes.sample_block import ItemKeys
 
 TENSOR_DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -255,15 +257,15 @@ KEYS = st.builds(
 )
 
 
-@given(st.lists(KEYS | st.none(), max_size=20), st.booleans())
-def test_a_task_arrives_as_it_was_sent_and_samples_know_their_keys(keys, of_the_task):
-    task = ChunkTask([*range(len(keys))], keys, 3, 1, range(len(keys)))
+@given(st.lists(KEYS | st.none(), max_size=20))
+def test_a_task_arrives_as_it_was_sent_and_samples_know_their_keys(keys):
+    task = ChunkTask([*range(len(keys))], ItemKeys.of(keys), 3, 1, range(len(keys)))
     (again,) = moved([task])
-    assert again == task and [*map(type, again.keys)] == [*map(type, keys)]
+    assert [*again.keys] == keys and [*map(type, again.keys)] == [*map(type, keys)]
+    assert replace(again, keys=task.keys) == task
     samples = [Sample({}, 1, 1, item=key) for key in keys]
-    others = keys if of_the_task else keys[::-1]
-    parts = [bytearray(part) for part in pack(samples, others)]
-    assert [one.item for one in unpack(parts, others)] == keys
+    arrived = [one for run in moved(runs_of(samples, joined=True)) for one in run]
+    assert arrived == samples and [type(one.item) for one in arrived] == [*map(type, keys)]
 
 
 # --- between processes ----------------------------------------------------------------------------

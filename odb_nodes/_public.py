@@ -15,6 +15,7 @@ from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
@@ -52,6 +53,7 @@ __all__ = [
     "PerSource",
     "RankAligner",
     "Sample",
+    "SampleBlock",
     "SampleError",
     "ShardedSampler",
     "Skipped",

@@ -144,6 +144,12 @@ class SampleBlock(Sequence[Sample]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __add__(self, other: Sequence[Sample]) -> list[Sample]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Sample]) -> list[Sample]:
+        return [*other, *self]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.samples()})"
 
@@ -190,7 +196,7 @@ class SampleBlock(Sequence[Sample]):
             if (kept := kept_rows(data, facts[ROW, own])) is None:
                 sources[number] = data
             else:
-                facts[DATA, own], facts[ROW, own] = (new := next(_numbers)), np.arange(len(own))
+                facts[DATA, own], facts[ROW, own] = (new := new_number()), np.arange(len(own))
                 sources[new] = kept
         return SampleBlock(facts, sources)
 
@@ -203,7 +209,7 @@ class SampleBlock(Sequence[Sample]):
 
     def with_data(self, data: Any, first: int = 0) -> SampleBlock:
         """Return these samples with their data held by something else, from row `first` on."""
-        facts, number = self.facts.copy(), next(_numbers)
+        facts, number = self.facts.copy(), new_number()
         facts[DATA], facts[ROW] = number, np.arange(first, first + len(self))
         return SampleBlock(facts, {number: data})
 
@@ -232,14 +238,21 @@ def kept_rows(data: Any, rows: IntArray) -> Any:
     return data.kept(rows) if hasattr(data, "kept") else None
 
 
-_numbers = count()  # of what holds data, in this process
+_numbers = count()
+
+
+def new_number() -> int:
+    """Return a number for what holds data, one of this process alone."""
+    return next(_numbers)
+
+
 NO_SAMPLES = SampleBlock(np.empty((FACTS, 0), np.int64), {})
 
 _ROWS = {"digest": DIGEST, "ordinal": ORDINAL}
 
 
 def _block_of(facts: IntArray, kinds: Sequence[SampleKind], data: Sequence[Any]) -> SampleBlock:
-    codes, numbers = [_KINDS[kind] for kind in kinds], [next(_numbers) for _ in data]
+    codes, numbers = [_KINDS[kind] for kind in kinds], [new_number() for _ in data]
     for row, values in (KIND, codes), (DATA, numbers):
         if values:  # Facts may be without what holds data.
             facts[row] = np.array(values, np.int64)[facts[row]] if len(values) > 1 else values[0]

@@ -35,6 +35,7 @@ from odb_nodes.sample_block import (
     IntArray,
     SampleBlock,
     kinds_of,
+    new_number,
 )
 
 logger = logging.getLogger("odb_nodes")
@@ -261,8 +262,9 @@ class PooledTable:
         numbers, left = block.facts[DATA].tolist(), self._left
         for number in {*numbers}:
             if number not in left:
-                self._sources[number], left[number] = block.sources[number], 0
-                self._rows += len(block.sources[number])
+                data = block.sources[number]
+                self._sources[number], left[number] = _own(data), 0
+                self._rows += _rows_of(data)
         for number in numbers:
             left[number] += 1
         if self._rows > _SPARSE * max(len(self._pool), _LEAST_ROWS):
@@ -274,15 +276,17 @@ class PooledTable:
         for number in facts[DATA].tolist():
             sources[number] = self._sources[number]
             self._left[number] -= 1
+        block = SampleBlock(facts, _moved(facts, sources))
         for number in sources:
             if not self._left[number]:
                 self._forget(number)
-        return SampleBlock(facts, sources)
+        return block
 
     def all(self) -> SampleBlock:
         """Return the samples of the pool, oldest first."""
         ordinals = np.sort(self._pool.table()[ORDINALS])
-        return SampleBlock(self._facts_of(ordinals - self._first), {**self._sources})
+        sources = {number: _own(data) for number, data in self._sources.items()}
+        return SampleBlock(self._facts_of(ordinals - self._first), sources)
 
     def state(self) -> PooledRecords:
         """Return the records of the pool as it is now, which a state may keep."""
@@ -309,7 +313,7 @@ class PooledTable:
         self._stop = stop
 
     def _forget(self, number: int) -> None:
-        self._rows -= len(self._sources.pop(number))
+        self._rows -= _rows_of(self._sources.pop(number))
         del self._left[number]
 
     def _compact(self, newest: int) -> None:
@@ -331,7 +335,31 @@ class PooledTable:
             self._rows += left
 
 
-_LEAST_ROWS = 256  # below, nothing is cut down
+def _own(data: Any) -> Any:
+    """Return what holds data, of which `_moved` may take some out."""
+    return [*data] if type(data) is list else data
+
+
+def _rows_of(data: Any) -> int:
+    """Return how many samples' data are held together."""
+    return 0 if type(data) is list else len(data)
+
+
+def _moved(facts: IntArray, sources: dict[int, Any]) -> dict[int, Any]:
+    """Take the data of samples out of lists, which hold them no longer; return where they are."""
+    if not any(type(data) is list for data in sources.values()):
+        return sources
+    moved, number = list[Any](), new_number()
+    for at, (old, row) in enumerate(zip(*facts[DATA:FACTS].tolist(), strict=True)):
+        if type(data := sources[old]) is list:
+            facts[DATA, at], facts[DATA + 1, at] = number, len(moved)
+            moved.append(data[row])
+            data[row] = None
+    held = {old: data for old, data in sources.items() if type(data) is not list}
+    return {**held, number: moved}
+
+
+_LEAST_ROWS = 32  # below, nothing is cut down
 _SPARSE = 3
 _NOTED = FACTS  # the row of the digests of records
 

@@ -51,6 +51,7 @@ def calls_of_an_epoch(of_each, budget, ledger):
     return calls
 
 
+@pytest.mark.slow  # worker processes
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_no_function_is_called_for_each_sample(layout, tmp_path):
     few, many = (

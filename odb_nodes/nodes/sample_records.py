@@ -100,8 +100,11 @@ class SampleRecords:
                 "the source can read items by their keys, but `item_key()` returned None for one "
                 "that it yielded. Return its `ItemKey`, or define no `read`."
             )
-        codes, kinds = np.unique(facts[KIND], return_inverse=True)
-        found = [(str(kind.item_source), kind.world_size) for kind in kinds_of(codes.tolist())]
+        codes = facts[KIND]
+        known, kinds = codes[:1], np.zeros(len(codes), np.intp)
+        if (codes != codes[0]).any():
+            known, kinds = np.unique(codes, return_inverse=True)
+        found = [(str(kind.item_source), kind.world_size) for kind in kinds_of(known.tolist())]
         origins = sorted({*found})
         numbers = np.array([*map(origins.index, found)], "<u2")[kinds]
         return cls(costs, facts[ITEM], facts[REPEAT], numbers, origins)

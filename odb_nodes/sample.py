@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -119,19 +118,6 @@ class ItemKey(NamedTuple):
     def of_source(self, name: str) -> ItemKey:
         """Return this key with the name of the source, put before a name that it has already."""
         return self._replace(source=nested_name(name, self.source))
-
-
-def key_columns(keys: Sequence[ItemKey]) -> tuple[tuple[Any, ...], ...]:
-    """Return the fields of keys as columns: pickling the keys takes nine times as long."""
-    return (*zip(*keys, strict=True),)
-
-
-def keys_of(columns: Iterable[Iterable[Any]]) -> list[ItemKey]:
-    """Return the keys of `key_columns`."""
-    return [*map(_KEY_OF, zip(*columns, strict=True))]
-
-
-_KEY_OF = partial(tuple.__new__, ItemKey)  # `ItemKey()` is a function in Python
 
 
 class LeftOut(NamedTuple):

@@ -19,12 +19,12 @@ from odb_nodes.processing.chunk import (
     describe_unread,
 )
 from odb_nodes.processing.collate_request import BatchMaker, BatchResult
+from odb_nodes.processing.columns import StoredChunk
 from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import AUTO, WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.ray_pool import RayPool
 from odb_nodes.processing.shared_pages import CAN_SHARE
-from odb_nodes.processing.stored_chunk import StoredChunk
 from odb_nodes.processing.thread_pool import ThreadPool
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sample_block import SampleBlock

@@ -1,9 +1,9 @@
-"""The data of samples as a few flat buffers, which travel and are collated as they are."""
+"""The data of a chunk's samples: columns that are collated as they are, or what a worker keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,12 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.codec import is_plain_tensor
+from odb_nodes.processing.shared_pages import PageFile, Pages, split_parts
+from odb_nodes.processing.transport import unpack
+from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import IntArray
 
-__all__ = ["Column", "DataColumns"]
+__all__ = ["Column", "DataColumns", "RowsLike", "StoredChunk", "StoredRow"]
 
 _JOINED_BYTES = 64 << 10  # of a value, on average: a longer one has a buffer of its own
 
@@ -154,3 +157,58 @@ def _joined(values: list[Any]) -> npt.NDArray[Any] | None:
     if kind is np.ndarray:
         return None if first.dtype.hasobject else np.concatenate(values)
     return torch.cat(values).numpy() if all(map(is_plain_tensor, values)) else None
+
+
+_numbers = count()
+
+
+class StoredChunk:
+    """The data of samples, packed as a worker has sent them."""
+
+    def __init__(self, content: PageFile | Pages, samples: int) -> None:
+        self._samples = samples
+        self.number = next(_numbers)
+        """What workers know it by."""
+        self.content = content
+        """What to send to a worker that shall know it."""
+        self._data: list[Any] | None = None
+        self.workers_holding: set[Any] = set()
+        """The workers that know it."""
+
+    def __del__(self) -> None:
+        for worker in self.workers_holding:
+            worker.forget(self.number)
+
+    def tell(self, worker: Any) -> None:
+        """Note that a worker is sent the content, which it is to forget when this is gone."""
+        self.workers_holding.add(worker)
+        if isinstance(self.content, PageFile):
+            worker.leases[self.number] = self.content.lease
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, row: int) -> StoredRow:
+        return StoredRow(self, row)
+
+    def data(self) -> list[Any]:
+        """Return the data of all its samples, which are unpacked once."""
+        if self._data is None:
+            self._data = [*unpack(split_parts(self.content))]
+        return self._data
+
+
+class StoredRow(StoredData):
+    """The data of one sample of a chunk."""
+
+    __slots__ = ("chunk", "row")
+
+    def __init__(self, chunk: StoredChunk, row: int) -> None:
+        self.chunk, self.row = chunk, row
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.row} of chunk {self.chunk.number})"
+
+    def load(self) -> Any:
+        """Return the data of the sample: the same object each time."""
+        return self.chunk.data()[self.row]

@@ -25,10 +25,10 @@ from typing import Any
 from odb_nodes._core.processes import Owner, block_interrupt
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.collate_request import INLINE, BatchResult, CollateRequest
+from odb_nodes.processing.columns import StoredChunk, StoredRow
 from odb_nodes.processing.limits import start_thread
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.shared_pages import join_parts
-from odb_nodes.processing.stored_chunk import StoredChunk, StoredRow
 from odb_nodes.processing.transport import dumps, mapped, pack, receive
 from odb_nodes.processing.worker_process import Answer, WorkerProcess, kill
 from odb_nodes.step_info import StepInfo

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes.sample import ItemKey, Sample
+from odb_nodes._core.checks import MAX_KEY, check_count
+from odb_nodes.errors import SampleError
+from odb_nodes.sample import ItemKey, Sample, name_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -41,7 +43,7 @@ class SampleKind(NamedTuple):
 
 
 class _Kinds:
-    """Numbers the kinds of this process, without a lock, which a fork might inherit."""
+    """Numbers the kinds of this process, for good, without a lock, which a fork might inherit."""
 
     def __init__(self) -> None:
         self._codes: dict[tuple[Any, ...], int] = {}
@@ -87,12 +89,19 @@ class SampleBlock(Sequence[Sample]):
 
     @classmethod
     def of(cls, samples: Sequence[Sample], data: Sequence[Any] | None = None) -> SampleBlock:
-        """Return samples as a block, with their data held by `data`, or as they are."""
+        """Return samples as a block, with their data held by `data`, or as they are.
+
+        Raises:
+            SampleError: a count or key of a sample is no integer of 63 bits.
+        """
         if isinstance(samples, SampleBlock):
             return samples
         facts = np.empty((FACTS, len(samples)), np.int64)
-        rows = [_row_of(sample) for sample in samples]
-        facts[:DATA] = np.array(rows, dtype=np.int64).reshape(-1, DATA).T
+        table = np.array([_row_of(sample) for sample in samples]).reshape(-1, DATA)
+        if len(samples) and table.dtype != np.int64:
+            for sample in samples:
+                check_fits(sample)
+        facts[:DATA] = table.T
         own = [sample.data for sample in samples] if data is None else data
         block = cls(facts, {}).with_data(own)
         if data is None:
@@ -107,7 +116,10 @@ class SampleBlock(Sequence[Sample]):
         if not blocks:
             return NO_SAMPLES
         facts = np.concatenate([block.facts for block in blocks], axis=1)
-        return cls(facts, dict(ChainMap(*(dict(block.sources) for block in blocks))))
+        joined = cls(facts, dict(ChainMap(*(dict(block.sources) for block in blocks))))
+        if any(block.is_made for block in blocks):
+            joined._samples = [sample for block in blocks for sample in block]
+        return joined
 
     def __reduce__(self) -> Any:
         facts, kinds, numbers = self.facts.copy(), [], [*self.sources]
@@ -130,11 +142,9 @@ class SampleBlock(Sequence[Sample]):
     def __getitem__(self, index: slice) -> SampleBlock: ...
     def __getitem__(self, index: int | slice) -> Sample | SampleBlock:
         if isinstance(index, slice):
-            return self._of_facts(self.facts[:, index])
-        if self._samples is not None:
-            return self._samples[index]
-        number, row = self.facts[DATA:, index].tolist()
-        return _sample_of(self.sources[number][row], *self.facts[:DATA, index].tolist())
+            made = None if self._samples is None else self._samples[index]
+            return self._of_facts(self.facts[:, index], made)
+        return self.samples()[index]
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.samples())
@@ -179,14 +189,24 @@ class SampleBlock(Sequence[Sample]):
 
     def take(self, indices: npt.NDArray[Any] | Sequence[int]) -> SampleBlock:
         """Return the samples at some indices, in their order."""
-        return self._of_facts(self.facts.take(np.asarray(indices, np.int64), axis=1))
+        at, made = np.asarray(indices, np.int64), None
+        if self._samples is not None:
+            made = [self._samples[index] for index in at.tolist()]
+        return self._of_facts(self.facts.take(at, axis=1), made)
 
-    def _of_facts(self, facts: IntArray) -> SampleBlock:
+    def _of_facts(self, facts: IntArray, made: list[Sample] | None) -> SampleBlock:
         """Return some of the samples, with what holds data of theirs alone."""
         sources = self.sources
         if len(sources) > 1:
             sources = {number: sources[number] for number in {*facts[DATA].tolist()}}
-        return SampleBlock(facts, sources)
+        block = SampleBlock(facts, sources)
+        block._samples = made
+        return block
+
+    @property
+    def is_made(self) -> bool:
+        """Whether somebody has asked for the samples, and may have changed what they hold."""
+        return self._samples is not None
 
     def alone(self) -> SampleBlock:
         """Return these samples without the data of others, where what holds both can be cut."""
@@ -198,7 +218,9 @@ class SampleBlock(Sequence[Sample]):
             else:
                 facts[DATA, own], facts[ROW, own] = (new := new_number()), np.arange(len(own))
                 sources[new] = kept
-        return SampleBlock(facts, sources)
+        block = SampleBlock(facts, sources)
+        block._samples = self._samples
+        return block
 
     def with_facts(self, **rows: npt.ArrayLike) -> SampleBlock:
         """Return these samples with other values in rows of the facts, by their names."""
@@ -259,7 +281,22 @@ def _block_of(facts: IntArray, kinds: Sequence[SampleKind], data: Sequence[Any])
     return SampleBlock(facts, dict(zip(numbers, data, strict=True)))
 
 
-def _row_of(sample: Sample) -> tuple[int, ...]:
+def check_fits(sample: Sample) -> None:
+    """Raise a `SampleError` where a number of a sample is none that a table can hold."""
+    _, tokens, targets, patches, _, _, key, *_ = sample
+    if type(tokens) is type(targets) is type(patches) is int and key is None:
+        if 0 <= min(tokens, targets, patches) and max(tokens, targets, patches) <= MAX_KEY:
+            return
+    for name in ("tokens", "targets", "patches", "key", "digest", "ordinal"):
+        value = getattr(sample, name)
+        try:
+            if value is not None:
+                check_count(name, value, 0, MAX_KEY)
+        except (TypeError, ValueError) as error:
+            raise SampleError(f"a `Sample`{name_of(sample)} is not valid: {error}") from error
+
+
+def _row_of(sample: Sample) -> tuple[Any, ...]:
     _, tokens, targets, patches, source, counted, key, item, digest, task, ordinal = sample
     item_source, number, world_size, repeat = (None, NONE, 0, 0) if item is None else item
     return (
@@ -267,7 +304,7 @@ def _row_of(sample: Sample) -> tuple[int, ...]:
         targets,
         patches,
         _KINDS[source, counted, task, item_source, world_size],
-        NONE if key is None else key,
+        NONE if key is None else None if key == NONE else key,
         number,
         repeat,
         NONE if digest is None else digest,

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from odb_nodes import ItemKey, Sample
+from odb_nodes import ItemKey, PaddingCollate, Sample, SampleError, TokenBudget
+from odb_nodes.nodes.sample_records import PooledTable
+from odb_nodes.planning import RollingPool
 from odb_nodes.processing.columns import Column, DataColumns
+from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.transport import pack, unpack
 from odb_nodes.sample_block import DATA, NO_SAMPLES, ItemKeys, SampleBlock
 
@@ -247,3 +250,43 @@ def test_other_data_stay_as_they_are(data):
     assert [*map(repr, sent(columns))] == [*map(repr, data)]
     assert columns[1:] == data[1:]
     assert [*columns.kept(np.arange(len(data))[::-1])] == data[::-1]
+
+
+TEXTS = [{"input_ids": np.array([5, 6]), "labels": np.array([7, 8])} for _ in range(2)]
+
+
+def test_what_somebody_changes_in_a_sample_is_collated():
+    block = SampleBlock.of(
+        [Sample(one, 2, 1) for one in TEXTS], DataColumns.of([{**one} for one in TEXTS])
+    )
+    assert PaddingCollate().collate_block(block)["labels"].all()
+    for one in block:
+        one.data["labels"] = one.data["labels"] * 0
+    assert block[0] is block[0] and block.index(block[0]) == 0
+    for changed in (block, block.take([0, 1]), block[:2], SampleBlock.joined([block, block])):
+        labels = PaddingCollate().collate_block(changed)["labels"]
+        assert not labels.any()
+
+
+def test_a_sample_that_comes_twice_keeps_its_data_until_both_are_out():
+    block = SampleBlock.of([Sample({"at": at}, 1, 1) for at in range(2)]).take([0, 0, 1])
+    pool = RollingPool(TokenBudget(1), 8)
+    table = PooledTable(pool)
+    pool.add([0, 1, 2], block.tokens, block.patches)
+    table.add(np.arange(3), block)
+    pool.pulled = 3
+    taken = [table.take(np.array([at])).data() for at in range(3)]
+    assert taken == [[{"at": 0}], [{"at": 0}], [{"at": 1}]]
+    assert not table._sources and not table._rows
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 3.5}, {"key": -1}, {"key": 2**63}, {"key": "doc"}, {"targets": -2}]
+)
+def test_a_number_that_does_not_fit_is_an_error_that_names_it(wrong):
+    sample = Sample({}, 1, 1)._replace(**wrong)
+    with pytest.raises(SampleError, match=f"`{next(iter(wrong))}`"):
+        made_of(sample, None)
+    if wrong != {"targets": -2}:
+        with pytest.raises(SampleError, match=f"`{next(iter(wrong))}`"):
+            SampleBlock.of([sample])

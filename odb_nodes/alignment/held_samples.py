@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -11,6 +11,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.sample_records import (
+    NO_RECORDS,
     RecordsState,
     SampleRecords,
     decode_sample,
@@ -57,7 +58,7 @@ def groups_again(
     if payload is not None:
         samples = [*map(decode_sample, payload)]
     else:
-        records = SampleRecords.from_state(records_state or (None, None, [], None, None))
+        records = SampleRecords.from_state(records_state or NO_RECORDS)
         made = len(records)
         if not may_differ:
             with allow_mismatch(False):
@@ -66,5 +67,5 @@ def groups_again(
             samples = records.restore(source, node)
     if len(samples) != sum(sizes):
         raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")
-    stops, block = [*accumulate(sizes)], SampleBlock.of(samples)
-    return [block[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)], made
+    rest = iter(samples)
+    return [SampleBlock.of([*islice(rest, size)]) for size in sizes], made

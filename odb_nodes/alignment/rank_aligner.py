@@ -128,7 +128,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     puts the samples of the round's further optimizer steps back into the pool, and begins a round.
 
     Args:
-        source: node that yields groups, `list[Sample]`: a `WindowBucketer`.
+        source: node that yields groups, each a sequence of `Sample`: a `WindowBucketer`.
         process_group: the ranks that share steps: a process group of any backend, or a
             `DeviceMesh` of one dimension (the data-parallel one). Default: all ranks of the job;
             one where torch.distributed is not initialised.

@@ -93,7 +93,7 @@ class TokenRows:
 
     def collate_block(self, block: SampleBlock) -> dict[str, Any]:
         """Return the batch of the samples of a block: from their columns, where they have such."""
-        columns = GroupColumns.of(block)
+        columns = None if block.is_made else GroupColumns.of(block)
         return self(block_data(block)) if columns is None else self.batch_of(columns)
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -262,12 +262,13 @@ class PooledTable:
         is_dense = stop - first == len(ordinals)
         at = slice(first - self._first, stop - self._first) if is_dense else ordinals - self._first
         self._facts[:FACTS, at], self._facts[_NOTED, at] = block.facts, block.facts[DIGEST]
-        numbers, left = block.facts[DATA].tolist(), self._left
+        sources = _moved(own := block.facts.copy(), block.sources)
+        self._facts[DATA:FACTS, at] = own[DATA:]
+        numbers, left = own[DATA].tolist(), self._left
         for number in {*numbers}:
             if number not in left:
-                data = block.sources[number]
-                self._sources[number], left[number] = _own(data), 0
-                self._rows += _rows_of(data)
+                self._sources[number], left[number] = sources[number], 0
+                self._rows += _rows_of(sources[number])
         for number in numbers:
             left[number] += 1
         if self._rows > _SPARSE * max(len(self._pool), _LEAST_ROWS):
@@ -279,7 +280,7 @@ class PooledTable:
         for number in facts[DATA].tolist():
             sources[number] = self._sources[number]
             self._left[number] -= 1
-        block = SampleBlock(facts, _moved(facts, sources))
+        block = SampleBlock(facts, _moved(facts, sources, clear=True))
         for number in sources:
             if not self._left[number]:
                 self._forget(number)
@@ -288,8 +289,8 @@ class PooledTable:
     def all(self) -> SampleBlock:
         """Return the samples of the pool, oldest first."""
         ordinals = np.sort(self._pool.table()[ORDINALS])
-        sources = {number: _own(data) for number, data in self._sources.items()}
-        return SampleBlock(self._facts_of(ordinals - self._first), sources)
+        facts = self._facts_of(ordinals - self._first)
+        return SampleBlock(facts, _moved(facts, {**self._sources}))
 
     def state(self) -> PooledRecords:
         """Return the records of the pool as it is now, which a state may keep."""
@@ -312,7 +313,8 @@ class PooledTable:
             self._facts = np.empty((FACTS + 1, 2 * (stop - oldest) + _LEAST_ROWS), np.int64)
             self._facts[:, : len(known[0])] = known
             self._first = oldest
-        self._facts[_NOTED, self._stop - self._first : stop - self._first] = 0  # of those left out
+        at = max(0, self._stop - self._first)
+        self._facts[_NOTED, at : stop - self._first] = 0  # of those left out
         self._stop = stop
 
     def _forget(self, number: int) -> None:
@@ -325,12 +327,10 @@ class PooledTable:
         for number, left in [*self._left.items()]:
             data = self._sources[number]
             # Of the newest, further samples may be on their way.
-            if number == newest or _SPARSE * left > len(data):
+            if number == newest or _SPARSE * left > _rows_of(data):
                 continue
             own = at[numbers == number]
             block = SampleBlock(self._facts_of(own), {number: data}).alone()
-            if number in block.sources:
-                continue
             self._facts[DATA:FACTS, own] = block.facts[DATA:]
             self._forget(number)
             ((number, data),) = block.sources.items()
@@ -338,18 +338,16 @@ class PooledTable:
             self._rows += left
 
 
-def _own(data: Any) -> Any:
-    """Return what holds data, of which `_moved` may take some out."""
-    return [*data] if type(data) is list else data
-
-
 def _rows_of(data: Any) -> int:
-    """Return how many samples' data are held together."""
-    return 0 if type(data) is list else len(data)
+    """Return how many samples' data are held together, and could be cut down."""
+    return len(data) if hasattr(data, "kept") else 0
 
 
-def _moved(facts: IntArray, sources: dict[int, Any]) -> dict[int, Any]:
-    """Take the data of samples out of lists, which hold them no longer; return where they are."""
+def _moved(facts: IntArray, sources: Mapping[int, Any], clear: bool = False) -> Mapping[int, Any]:
+    """Put the data of samples that are in lists into one of their own, and return where all are.
+
+    A list of the table has each sample once, so it can be cleared of one that leaves.
+    """
     if not any(type(data) is list for data in sources.values()):
         return sources
     moved, number = list[Any](), new_number()
@@ -357,7 +355,8 @@ def _moved(facts: IntArray, sources: dict[int, Any]) -> dict[int, Any]:
         if type(data := sources[old]) is list:
             facts[DATA, at], facts[DATA + 1, at] = number, len(moved)
             moved.append(data[row])
-            data[row] = None
+            if clear:
+                data[row] = None
     held = {old: data for old, data in sources.items() if type(data) is not list}
     return {**held, number: moved}
 

@@ -14,9 +14,10 @@ from odb_nodes.errors import WorkerError
 from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.processing.chunk_runner import ChunkRunner
-from odb_nodes.processing.columns import StoredChunk
+from odb_nodes.processing.columns import DataColumns
 from odb_nodes.processing.shared_pages import split_parts
 from odb_nodes.processing.transport import unpack
+from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
@@ -71,10 +72,13 @@ class WorkerBatches:
             What waits for the batch. It takes a function that makes the batch here, which it calls
             where the workers have failed.
         """
-        is_stored = any(isinstance(one, StoredChunk) for one in group.sources.values())
-        if not ((self._always or is_stored) and self._works):
+        if not self._works:
+            return None
+        if not self._always and all(isinstance(one, DataColumns) for one in group.sources.values()):
             return None
         data = group.data()
+        if not (self._always or any(isinstance(one, StoredData) for one in data)):
+            return None
         runner = self._runners[next(self._turn) % len(self._runners)]
         try:
             made = runner.make_batch(data, key, info if self._takes_info else None)

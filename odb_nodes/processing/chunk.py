@@ -135,7 +135,7 @@ class ChunkProcessor:
             good = 0
             try:
                 for result in results:
-                    pack(result)
+                    pack(runs_of([result], joined=True))
                     good += 1
             except Exception as error:
                 cause = TypeError(
@@ -213,7 +213,8 @@ def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[An
     for are_samples, group in groupby(results, lambda one: type(one) is Sample):
         run: Sequence[Any] = [*group]
         if are_samples:
-            run = SampleBlock.of(run, DataColumns.of([one.data for one in run]) if joined else None)
+            data = DataColumns.of([one.data for one in run]) if joined else None
+            run = SampleBlock.of(run, None if data is None or data.are_apart else data)
         elif joined:
             run = DataColumns.of(run)
         runs.append(run)

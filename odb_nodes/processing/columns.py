@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._core.codec import is_plain_tensor
+from odb_nodes._core.codec import is_plain_tensor, is_simple_tensor
 from odb_nodes.processing.shared_pages import PageFile, Pages, split_parts
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sample import StoredData
@@ -79,6 +79,13 @@ class DataColumns(Sequence[Any]):
                 return cls(keys, _columns_of([[one[key] for one in data] for key in keys]))
         return cls(None, [[*data]])
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether most bytes are arrays or tensors that are not joined: each is freed alone."""
+        joined = sum(one.values.nbytes for one in self.columns if isinstance(one, Column))
+        rest = [value for one in self.columns if isinstance(one, list) for value in one]
+        return sum(getattr(value, "nbytes", 0) for value in rest if _is_dense(value)) > joined
+
     def __reduce__(self) -> Any:
         return DataColumns, (self.keys, self.columns)
 
@@ -144,10 +151,17 @@ def _columns_of(columns: Sequence[list[Any]]) -> list[Column | list[Any]]:
     return found
 
 
+def _is_dense(value: Any) -> bool:
+    return type(value) is np.ndarray or (type(value) is torch.Tensor and is_simple_tensor(value))
+
+
 def _joined(values: list[Any]) -> npt.NDArray[Any] | None:
     """Join short 1-d arrays or tensors of the same type and dtype; `None` where they are not."""
     kind, first = type(values[0]), values[0]
-    joinable = kind is np.ndarray or (kind is torch.Tensor and is_plain_tensor(first))
+    joinable = kind is np.ndarray or (
+        kind is torch.Tensor
+        and all(type(value) is kind and is_plain_tensor(value) for value in values)
+    )
     if not joinable or any(
         type(value) is not kind or value.ndim != 1 or value.dtype != first.dtype for value in values
     ):
@@ -156,7 +170,7 @@ def _joined(values: list[Any]) -> npt.NDArray[Any] | None:
         return None
     if kind is np.ndarray:
         return None if first.dtype.hasobject else np.concatenate(values)
-    return torch.cat(values).numpy() if all(map(is_plain_tensor, values)) else None
+    return torch.cat(values).numpy()
 
 
 _numbers = count()

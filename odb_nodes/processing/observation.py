@@ -25,6 +25,7 @@ from odb_nodes.sample import (
     SourceItem,
     data_of,
 )
+from odb_nodes.sample_block import check_fits
 
 _SPANS = ("start_positions", "end_positions")
 _COUNTED_KEYS = frozenset((*CLASS_KEYS, *_SPANS, "image_grid_thw", "pixel_values"))
@@ -106,6 +107,8 @@ def _observe_text(data: dict[Any, Any]) -> Sample | None:
 
 def made_of(result: Any, item: ItemKey | None) -> Any:
     """Return a result of processing that knows its item, where it has one."""
+    if type(result) is Sample:
+        check_fits(result)
     if item is None:
         return result
     if isinstance(result, Sample):

@@ -149,7 +149,8 @@ def test_a_pool_in_a_state_is_that_of_the_pooled_samples_in_whatever_order_it_is
                 kept.append((snapshot(node), content_of(node)))
                 table = node._table  # has no data but of pooled samples
                 assert sum(table._left.values()) == len(node._pool) and all(table._left.values())
-                assert {*table._left} == {*table._sources} == {*table.all().facts[DATA].tolist()}
+                facts = table._facts_of(node._pool.table()[ORDINALS] - table._first)
+                assert {*table._left} == {*table._sources} == {*facts[DATA].tolist()}
                 if draw.random() < 0.5:  # of this state or one before it, maybe again
                     state, content = draw.choice(kept)
                     assert copy_state(state)["pool"] == content

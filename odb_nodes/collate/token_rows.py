@@ -206,6 +206,9 @@ def block_data(block: SampleBlock) -> list[Any]:
 
     Some take keys out. A sample may come again: in a filler step, or where collation raised.
     """
+    sources = block.sources.values()
+    if not block.is_made and all(isinstance(one, DataColumns) and one.keys for one in sources):
+        return block.data()  # whose dicts are made anew each time
     return [owned(one.load() if isinstance(one, StoredData) else one) for one in block.data()]
 
 

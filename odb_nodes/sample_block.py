@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -116,13 +115,13 @@ class SampleBlock(Sequence[Sample]):
         if not blocks:
             return NO_SAMPLES
         facts = np.concatenate([block.facts for block in blocks], axis=1)
-        joined = cls(facts, dict(ChainMap(*(dict(block.sources) for block in blocks))))
+        joined = cls(facts, {at: data for block in blocks for at, data in block.sources.items()})
         if any(block.is_made for block in blocks):
             joined._samples = [sample for block in blocks for sample in block]
         return joined
 
     def __reduce__(self) -> Any:
-        facts, kinds, numbers = self.facts.copy(), [], [*self.sources]
+        facts, numbers = self.facts.copy(), [*self.sources]
         codes = np.unique(facts[KIND])
         facts[KIND] = np.searchsorted(codes, facts[KIND])
         kinds = kinds_of(codes.tolist())

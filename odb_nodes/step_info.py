@@ -183,7 +183,7 @@ class StepInfo:
         raise AttributeError(f"`StepInfo` has no attribute {name!r}{hint}.", name=name, obj=self)
 
     def with_counts(self, **counts: int) -> StepInfo:
-        """Return this with other counts: in a tenth of the time that `replace` takes."""
+        """Return this with other counts, as `replace` does, without setting each field."""
         info = object.__new__(StepInfo)
         vars(info).update(vars(self), **counts)
         return info

@@ -199,7 +199,10 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         raise NotImplementedError
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output, as plain data: a state fits only where it is equal."""
+        """Return what decides the output, as plain data: a state fits only where it is equal.
+
+        It stays the same until the next reset, and is asked for once.
+        """
         return {}
 
     def fixed_fields(self, _state: S) -> Collection[str]:

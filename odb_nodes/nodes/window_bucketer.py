@@ -335,7 +335,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         ordinals = from_bits(state.pool[0], state.pulled)
         samples, pool = SampleBlock.of(self._pooled_again(state, ordinals)), self._pool
         pool.pulled = state.pulled
-        pool.add(ordinals, samples.tokens, samples.patches, self._tasks_of(samples))
+        # What an "auto" window is chosen by has them already, where the state has it.
+        add = self.planner.add if state.window is None else pool.add
+        add(ordinals, samples.tokens, samples.patches, self._tasks_of(samples))
         self._table.add(np.array(ordinals, np.int64), samples)
         pool.caps = np.frombuffer(state.caps or b"", np.int64)
         self.planner.dearest_groups = state.dearest_groups

@@ -39,7 +39,7 @@ __all__ = ["dumps", "mapped", "pack", "receive", "send", "unpack"]
 _OTHER_DTYPES = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
 """Those that numpy lacks, and that large tensors have."""
 
-_JOINED_BYTES = 64 << 10  # of a value, on average
+_LARGE_BYTES = 64 << 10  # of a part
 
 
 class _Pickler(pickle.Pickler):
@@ -152,7 +152,7 @@ def mapped(part: Pages | PageFile) -> Pages:
 
 def _read(connection: socket.socket, size_bytes: int) -> Pages:
     # A bytearray is filled by zeros first.
-    large = size_bytes >= _JOINED_BYTES
+    large = size_bytes >= _LARGE_BYTES
     buffer = np.empty(size_bytes, np.uint8).data if large else bytearray(size_bytes)
     rest = memoryview(buffer)
     while rest:

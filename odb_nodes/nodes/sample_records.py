@@ -261,16 +261,14 @@ class PooledTable:
         self._make_room(first, stop)
         is_dense = stop - first == len(ordinals)
         at = slice(first - self._first, stop - self._first) if is_dense else ordinals - self._first
-        self._facts[:FACTS, at], self._facts[_NOTED, at] = block.facts, block.facts[DIGEST]
         sources = _moved(own := block.facts.copy(), block.sources)
-        self._facts[DATA:FACTS, at] = own[DATA:]
+        self._facts[:FACTS, at], self._facts[_NOTED, at] = own, own[DIGEST]
         numbers, left = own[DATA].tolist(), self._left
         for number in {*numbers}:
             if number not in left:
                 self._sources[number], left[number] = sources[number], 0
                 self._rows += _rows_of(sources[number])
-        for number in numbers:
-            left[number] += 1
+            left[number] += numbers.count(number)
         if self._rows > _SPARSE * max(len(self._pool), _LEAST_ROWS):
             self._compact(newest=numbers[-1])
 

@@ -397,7 +397,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         is_chosen_freely = not (planner.ended or planner.is_dearest)
         group = self._table.take(planner.next_group())
         if is_chosen_freely and planner.window_is_chosen:
-            self._pool_check.note(group.tokens.tolist(), planner.window)
+            self._pool_check.note(group.lengths, planner.window)
         if self.keeps_planned and not self._has_keys:
             self._plan({**self._planned, **dict.fromkeys(group.facts[ORDINAL].tolist())})
         if planner.ended and not len(pool):

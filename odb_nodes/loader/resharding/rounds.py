@@ -27,10 +27,18 @@ from odb_nodes.loader.resharding.sealed import (
 )
 from odb_nodes.loader.resharding.sources import Reading, reshard_source
 from odb_nodes.nodes.exclusions import ExcludedKeys
-from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords, from_bits, to_bits
+from odb_nodes.nodes.pooled_table import from_bits, to_bits
+from odb_nodes.nodes.sample_records import (
+    NO_RECORDS,
+    among,
+    are_numbered,
+    from_records,
+    to_records,
+)
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
+from odb_nodes.sample_block import SampleBlock
 
 
 def reshard_aligner(
@@ -128,7 +136,7 @@ def _reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str,
         )
     pools = opened(states, BucketerState)
     check_same("WindowBucketer", pools, "mode", "excluded")
-    waiting = _waiting(found, pools, ranks.before).among(ranks.after)
+    waiting = among(_waiting(found, pools, ranks.before), ranks.after)
     owners = dealt_by_tokens(waiting.tokens, ranks.after)
     records = [waiting.take(np.flatnonzero(owners == rank)) for rank in range(ranks.after)]
     counts = _merged_counts(pools, ranks)
@@ -159,7 +167,7 @@ def _reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str,
             common,
             source=sources[rank],
             pulled=done[rank],
-            pool=(to_bits(np.ones(len(own), bool)), own.to_state(), None),
+            pool=(to_bits(np.ones(len(own), bool)), to_records(own), None),
             **counts[rank],
         )
         for rank, own in enumerate(records)
@@ -169,15 +177,15 @@ def _reshard_pool(found: Sequence[AlignerState], ranks: Ranks) -> list[dict[str,
 
 def _waiting(
     found: Sequence[AlignerState], pools: Sequence[BucketerState], world_size: int
-) -> SampleRecords:
+) -> SampleBlock:
     """Return the records of all samples that were read, and are in no step: the oldest first."""
     parts, ages = [], []
     for at, pool in zip(found, pools, strict=True):
         sizes, held_state, _ = at.held or ([0], NO_RECORDS, None)
         bits, pool_state, _ = pool.pool
-        held = SampleRecords.from_state(held_state or NO_RECORDS)[: sum(sizes[:-1])]  # no filler
-        pooled = SampleRecords.from_state(pool_state or NO_RECORDS)
-        if None in (held_state, pool_state) or held.are_numbered or pooled.are_numbered:
+        held = from_records(held_state)[: sum(sizes[:-1])]  # no filler
+        pooled = from_records(pool_state)
+        if None in (held_state, pool_state) or are_numbered(held) or are_numbered(pooled):
             raise StateError(
                 "the states cannot be resharded within an epoch: the source cannot read samples by "
                 'keys that all ranks share, or the pool is saved with `state="payload"`, so no '
@@ -189,8 +197,8 @@ def _waiting(
         oldest = pool.pulled - min(ordinals, default=pool.pulled)
         parts += [held, pooled]
         ages += [oldest + np.arange(len(held), 0, -1), pool.pulled - np.array(ordinals)]
-    joined = SampleRecords.joined(parts)
-    if any(size != world_size for _, size in joined.origins):
+    joined = SampleBlock.joined(parts)
+    if any(kind.world_size != world_size for kind in joined.kinds):
         raise StateError(
             "the states cannot be resharded within an epoch: each rank has data of its own, which "
             "no other can read. Go on with as many ranks as before up to the end of the epoch."

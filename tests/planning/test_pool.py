@@ -95,6 +95,25 @@ def test_groups_are_full(budget, window, steps, fill):
     assert work / len(groups) >= fill * budget.tokens
 
 
+@pytest.mark.parametrize("window", [511, 512, 600])
+def test_a_refill_that_is_interrupted_ends_as_a_whole_one(window):
+    lengths = lognormal(4000)
+
+    def groups(most):
+        pool, found = RollingPool(TokenBudget(16_384), window), []
+        while pool.pulled < len(lengths):
+            while (room := min(pool.room(), len(lengths) - pool.pulled, most)) > 0:
+                new = [at for at in range(pool.pulled, pool.pulled + room) if at % 7]  # some drop
+                pool.add(new, [lengths[at] for at in new], [0] * len(new))
+                pool.pulled += room
+            found.append((pool.take().tolist(), len(pool)))
+        return found
+
+    whole = groups(len(lengths))
+    assert groups(1) == groups(50) == whole
+    assert min(left for _, left in whole) > window * 3 // 4
+
+
 def test_a_stream_that_starves_one_length_still_serves_it_in_time():
     # A few long samples among streams of others that always make a better group.
     lengths = [100 if i % 97 == 0 else 10 + 30 * (i // 64 % 2) for i in range(4000)]

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable, check_count, check_integer
+from odb_nodes._compat.torch import PinnedMemory
+from odb_nodes._core.checks import check_bool, check_callable, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate, block_collate, collate_group
+from odb_nodes.collate.protocol import Collate, block_collate, collate_group, new_tensor
 from odb_nodes.collate.token_rows import block_data
 from odb_nodes.contract import EpochNode, EpochState, SourceState, snapshot
 from odb_nodes.contract.graph import budget_below
@@ -76,6 +77,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             the `StepInfo`, whose `row_tasks` are those of the samples in a filler step, too.
         seed: seed of the random numbers of `collate_fn`.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
+        pin_memory: whether tensors are in pinned memory, where CUDA is available: those of the
+            collate functions for text are written into it, others are copied.
 
     Raises:
         ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
@@ -90,10 +93,14 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         collate_fn: Collate | None = None,
         seed: int = 0,
         rank: int | None = None,
+        *,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__()
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
+        is_pinned = check_bool("pin_memory", pin_memory) and torch.cuda.is_available()
+        self._pinned = PinnedMemory() if is_pinned else None
         self.source = source
         self._budget = budget_below(source)
         self._collate = collate_for(self._budget, collate_fn)
@@ -121,8 +128,6 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def collate_in_workers(
         self,
         processors: Sequence[ParallelProcessor[Any]],
-        collate: Collate,
-        finish: Callable[[Any], Any],
         *,
         always: bool,
     ) -> None:
@@ -130,11 +135,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
         Args:
             processors: the nodes that process them, whose workers have not begun.
-            collate: what the workers call in place of `collate_fn`.
-            finish: what makes of its batch what `collate_fn` would have returned.
             always: whether they make all batches, and not only those of large samples.
         """
-        self._workers = WorkerBatches(processors, collate, finish, always=always)
+        self._workers = WorkerBatches(processors, self._collate, always=always)
 
     def keep_samples(self, keep: bool = True) -> None:
         """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
@@ -287,7 +290,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
         try:
             if self._collate_block is not None:
-                return self._collate_block(group)
+                new = new_tensor if self._pinned is None else self._pinned.new
+                return self._collate_block(group, new)
             return collate_group(self._collate, block_data(group), _with_tasks(info, group))
         except SampleError as error:
             if not (where := _name_of(group, error.index)):
@@ -303,6 +307,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
         self._checks.check(group, batch, info)
+        if self._pinned is not None:
+            batch = self._pinned.pin(batch)
         batch[STEP_INFO_KEY] = self._with_tokens(group, batch, info)
         return batch
 

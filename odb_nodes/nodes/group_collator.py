@@ -53,18 +53,17 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     A group whose collation raises is kept, and collated again by the next call.
 
-    A collate function that is not of this library may draw random numbers. Before each batch, the
-    global generators of Python, numpy and torch (CPU), and those that the function keeps (in its
-    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step), and put back
-    afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
-    the first batch of each `iter`, for which the trainer waits, shows whether the function draws
-    from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
-    draws for some batches alone says so by an attribute `draws_random_numbers = True`.
+    A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
+    Python, numpy and torch (CPU), and the generators that the function keeps (in attributes or
+    closures), are seeded from (seed, rank, epoch, step); afterwards they are restored. On the
+    thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
+    `iter`, for which the trainer waits, shows whether the function draws from the global
+    generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
+    only some batches must have an attribute `draws_random_numbers = True`.
 
-    It warns, once each, of batches that exceed the budget, of samples that are padded already, of
-    labels that are made by `collate_fn` where `loss_scale` has counted tokens or samples, of
-    samples counted by a `label` that the loss may not be of, and of an optimizer step whose labels
-    are all -100.
+    It warns once of each: a batch that exceeds the budget; samples that are padded already; labels
+    made by `collate_fn` although `loss_scale` has counted tokens or samples; samples counted by a
+    `label` that may not be the target of the loss; an optimizer step whose labels are all -100.
 
     State: the source's, and the epoch and the number of the step.
 

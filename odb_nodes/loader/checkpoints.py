@@ -28,8 +28,8 @@ from odb_nodes.loader.checkpoint_folders import (
     step_of,
 )
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.resharding import reshard_parts
-from odb_nodes.loader.resharding.sealed import Ranks, deep_equal
+from odb_nodes.loader.reshard_nodes import Ranks
+from odb_nodes.loader.resharding import deep_equal, reshard_parts
 
 logger = logging.getLogger("odb_nodes")
 

@@ -80,11 +80,12 @@ class SampleBlock(Sequence[Sample]):
         sources: what holds the data of samples, a sequence each, by the number in `DATA`.
     """
 
-    __slots__ = ("_samples", "facts", "sources")
+    __slots__ = ("_lengths", "_samples", "facts", "sources")
 
     def __init__(self, facts: IntArray, sources: Mapping[int, Any]) -> None:
         self.facts, self.sources = facts, sources
         self._samples: list[Sample] | None = None
+        self._lengths: list[int] | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], data: Sequence[Any] | None = None) -> SampleBlock:
@@ -166,6 +167,13 @@ class SampleBlock(Sequence[Sample]):
     def tokens(self) -> IntArray:
         """Length of each sample, (n,)."""
         return self._row(TOKENS)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens as a list, which is made once."""
+        if self._lengths is None:
+            self._lengths = self.facts[TOKENS].tolist()
+        return self._lengths
 
     @property
     def targets(self) -> IntArray:

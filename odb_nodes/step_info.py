@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from odb_nodes.sample import COUNTED, LeftOut, Sample
-from odb_nodes.sample_block import KEY, NONE, REPEAT, SampleBlock
+from odb_nodes.sample_block import KEY, KIND, NONE, REPEAT, SampleBlock, kinds_of
 
 __all__ = [
     "STEP_INFO_KEY",
@@ -31,7 +31,7 @@ class SourceCount(NamedTuple):
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; an empty dict if no sample has a source."""
     block = SampleBlock.of(samples)
-    return _counts_by([kind.source for kind in block.kinds], block.tokens.tolist())
+    return _counts_by([kind.source for kind in block.kinds], block.lengths)
 
 
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
@@ -43,10 +43,14 @@ def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that say which samples are in its batch."""
     block = SampleBlock.of(samples)
-    facts, kinds = block.facts, block.kinds
-    sources = [kind.source for kind in kinds]
-    tasks = [kind.task or kind.source for kind in kinds]
-    sizes, keys = block.tokens.tolist(), facts[KEY].tolist()
+    facts, codes, sizes = block.facts, block.facts[KIND].tolist(), block.lengths
+    known = [*{*codes}]
+    kinds = dict(zip(known, kinds_of(known), strict=True))
+    sources = [kinds[code].source for code in codes]
+    tasks = sources
+    if any(kind.task for kind in kinds.values()):
+        tasks = [kinds[code].task_name for code in codes]
+    keys = facts[KEY].tolist()
     return {
         "local_sources": _counts_by(sources, sizes),
         "keys": tuple([None if key == NONE else key for key in keys] if NONE in keys else keys),
@@ -55,7 +59,7 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "local_task_targets": _targets_by(tasks, block.targets.tolist()),
         "local_tasks": _counts_by(tasks, sizes, named_only=True),
         "row_repeats": (*facts[REPEAT].tolist(),),
-        "own_sources": frozenset(kind.source for kind in {*kinds} if kind.world_size == 1),
+        "own_sources": frozenset(kind.source for kind in kinds.values() if kind.world_size == 1),
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from odb_nodes import ItemKey, PaddingCollate, Sample, SampleError, TokenBudget
-from odb_nodes.nodes.sample_records import PooledTable
+from odb_nodes.nodes.pooled_table import PooledTable
 from odb_nodes.planning import RollingPool
 from odb_nodes.processing.columns import Column, DataColumns
 from odb_nodes.processing.observation import made_of

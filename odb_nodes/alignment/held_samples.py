@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -11,11 +12,12 @@ from torchdata.nodes import BaseNode
 from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.sample_records import (
-    NO_RECORDS,
     RecordsState,
-    SampleRecords,
+    Remaking,
     decode_sample,
     encode_sample,
+    from_records,
+    to_records,
     with_digests,
 )
 from odb_nodes.sample_block import SampleBlock
@@ -45,7 +47,7 @@ class HeldSamples:
         """Return the groups as plain data."""
         sizes, samples = [*map(len, self._groups)], SampleBlock.joined(self._groups)
         if self._as_records:
-            return sizes, SampleRecords.of(samples).to_state(), None
+            return sizes, to_records(samples), None
         return sizes, None, [*map(encode_sample, samples)]
 
 
@@ -58,13 +60,10 @@ def groups_again(
     if payload is not None:
         samples = [*map(decode_sample, payload)]
     else:
-        records = SampleRecords.from_state(records_state or NO_RECORDS)
+        records = from_records(records_state)
         made = len(records)
-        if not may_differ:
-            with allow_mismatch(False):
-                samples = records.restore(source, node)
-        else:
-            samples = records.restore(source, node)
+        with nullcontext() if may_differ else allow_mismatch(False):
+            samples = Remaking(records, node).all(source)
     if len(samples) != sum(sizes):
         raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")
     rest = iter(samples)

@@ -327,10 +327,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             StateError: the ranks do not go on from the same place.
             WorkerError: the connections belong to the process that this one was forked from.
         """
-        self.peers.check_process()
-        if not self.peers.drive([self.prepare_step()], lambda: self._where)[0]:
-            raise StopIteration
         at, rule = self._at, self.rule
+        self.peers.check_process()
+        if at.emitted == len(self._steps) or not self.peers.agreed:
+            if not self.peers.drive([self.prepare_step()], lambda: self._where)[0]:
+                raise StopIteration
+            at = self._at
         index, step = at.emitted, at.step
         at.emitted, at.step = at.emitted + 1, at.step + 1
         item = self._steps.take(

@@ -24,11 +24,19 @@ from odb_nodes.errors import StateError
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
-from odb_nodes.nodes.sample_records import NO_RECORDS, SampleRecords, from_bits, to_bits
+from odb_nodes.nodes.pooled_table import from_bits, to_bits
+from odb_nodes.nodes.sample_records import (
+    NO_RECORDS,
+    among,
+    are_numbered,
+    from_records,
+    to_records,
+)
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.processing.parallel_processor import ProcessorState
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.sources.sharded_sampler import SamplerState
 from odb_nodes.sources.share import Share, dealt
 from odb_nodes.sources.source_mixer import MixerState
@@ -275,7 +283,7 @@ def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> N
         )
     pools = opened(states, BucketerState)
     check_same("WindowBucketer", pools, "mode", "excluded")
-    waiting = _waiting(found, pools, ranks.before).among(ranks.after)
+    waiting = among(_waiting(found, pools, ranks.before), ranks.after)
     owners = dealt_by_tokens(waiting.tokens, ranks.after)
     records = [waiting.take(np.flatnonzero(owners == rank)) for rank in range(ranks.after)]
     left_out = _put_counts(pools, new, ranks)
@@ -290,7 +298,7 @@ def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> N
     for state, own, pulled in zip(new, records, done, strict=True):
         state |= {
             "pulled": pulled,
-            "pool": (to_bits(np.ones(len(own), bool)), own.to_state(), None),
+            "pool": (to_bits(np.ones(len(own), bool)), to_records(own), None),
             "limits": (*limits,),
             "has_own_limits": agreed > 0 or any(pool.has_own_limits for pool in pools),
             "dearest_groups": max(pool.dearest_groups for pool in pools),
@@ -300,15 +308,15 @@ def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> N
 
 def _waiting(
     found: Sequence[AlignerState], pools: Sequence[BucketerState], world_size: int
-) -> SampleRecords:
+) -> SampleBlock:
     """Return the records of all samples that were read, and are in no step: the oldest first."""
     parts, ages = [], []
     for at, pool in zip(found, pools, strict=True):
         sizes, held_state, _ = at.held or ([0], NO_RECORDS, None)
         bits, pool_state, _ = pool.pool
-        held = SampleRecords.from_state(held_state or NO_RECORDS)[: sum(sizes[:-1])]  # no filler
-        pooled = SampleRecords.from_state(pool_state or NO_RECORDS)
-        if None in (held_state, pool_state) or held.are_numbered or pooled.are_numbered:
+        held = from_records(held_state)[: sum(sizes[:-1])]  # no filler
+        pooled = from_records(pool_state)
+        if None in (held_state, pool_state) or are_numbered(held) or are_numbered(pooled):
             raise StateError(
                 "the states cannot be resharded within an epoch: the source cannot read samples by "
                 'keys that all ranks share, or the pool is saved with `state="payload"`, so no '
@@ -318,8 +326,8 @@ def _waiting(
         oldest = pool.pulled - min(ordinals, default=pool.pulled)
         parts += [held, pooled]
         ages += [oldest + np.arange(len(held), 0, -1), pool.pulled - np.array(ordinals)]
-    joined = SampleRecords.joined(parts)
-    if any(size != world_size for _, size in joined.origins):
+    joined = SampleBlock.joined(parts)
+    if any(kind.world_size != world_size for kind in joined.kinds):
         raise StateError(
             "the states cannot be resharded within an epoch: each rank has data of its own, which "
             f"no other can read. {_UP_TO_THE_END}."

@@ -80,7 +80,7 @@ class BatchChecks:
             )
 
     def _check_shape(self, group: SampleBlock, shape: tuple[int, ...]) -> None:
-        budget, tokens = self._budget, group.tokens.tolist()
+        budget, tokens = self._budget, group.lengths
         if budget is None:
             return
         rows, width = shape
@@ -105,7 +105,7 @@ class BatchChecks:
         mask = batch.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape:
             return
-        tokens = group.tokens.tolist()
+        tokens = group.lengths
         observed, real = sum(tokens), _count_nonzero(mask)
         # Where `observe` counts what is no token of the batch, such as those that a model makes of
         # an image, that is no padding.

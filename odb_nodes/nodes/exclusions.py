@@ -219,7 +219,7 @@ class ExclusionCounter:
 
         Where it cannot tell, each is to be asked for.
         """
-        if self.are_excluded(samples).any():
+        if self.keys and self.are_excluded(samples).any():
             return False
         tokens, patches = int(samples.tokens.max()), int(samples.patches.max())
         return not self.budget.is_oversize(tokens, patches)

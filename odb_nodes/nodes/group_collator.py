@@ -194,7 +194,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def info_of(self, group: Sequence[Sample], step: int) -> StepInfo:
         """Return the `StepInfo` of a step that is not shared with other ranks."""
-        tokens = SampleBlock.of(group).tokens.tolist()
+        tokens = SampleBlock.of(group).lengths
         cost = 0 if self._budget is None else self._budget.cost(tokens)
         return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
 
@@ -252,6 +252,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return group, info
 
     def _batch(self, group: SampleBlock, info: StepInfo) -> Batch | DeferredBatch:
+        if self._seeded.draws_nothing and self._workers is None:
+            return self._collate_group(group, info)
         key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self._step)
         run = partial(self._collate_group, group, info)
         if self._workers is not None and self._read_ahead:
@@ -307,11 +309,12 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def _with_tokens(
         self, group: SampleBlock, batch: Mapping[str, Any], info: StepInfo
     ) -> StepInfo:
-        tokens = group.tokens.tolist()
-        padded = 0 if self._budget is None else self._budget.padded_tokens(tokens)
+        padded = 0
         if isinstance(ids := batch.get("input_ids"), torch.Tensor):
             padded = ids.numel()
-        real = 0 if info.is_filler else sum(tokens)
+        elif self._budget is not None:
+            padded = self._budget.padded_tokens(group.lengths)
+        real = 0 if info.is_filler else sum(group.lengths)
         return info.with_counts(local_tokens=real, local_padded_tokens=padded)
 
 

@@ -25,16 +25,9 @@ from odb_nodes.nodes.exclusions import (
     ExcludedState,
     ExclusionCounter,
 )
+from odb_nodes.nodes.pooled_table import PoolContent, PooledSamples, PooledTable, from_bits
 from odb_nodes.nodes.replay import Snapshots
-from odb_nodes.nodes.sample_records import (
-    NO_RECORDS,
-    PoolContent,
-    PooledSamples,
-    PooledTable,
-    SampleRecords,
-    decode_sample,
-    from_bits,
-)
+from odb_nodes.nodes.sample_records import Remaking, are_numbered, decode_sample, from_records
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import PoolCheck, WindowSize
 from odb_nodes.planning.budget import Limits
@@ -397,7 +390,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         is_chosen_freely = not (planner.ended or planner.is_dearest)
         group = self._table.take(planner.next_group())
         if is_chosen_freely and planner.window_is_chosen:
-            self._pool_check.note(group.tokens.tolist(), planner.window)
+            self._pool_check.note(group.lengths, planner.window)
         if self.keeps_planned and not self._has_keys:
             self._plan({**self._planned, **dict.fromkeys(group.facts[ORDINAL].tolist())})
         if planner.ended and not len(pool):
@@ -430,8 +423,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Bring the source to where it stood, and return the samples that were pooled."""
         _, records_state, payload = state.pool
         start, name = state.pulled - state.pulled_since_source, self._name
-        records = SampleRecords.from_state(records_state or NO_RECORDS)
-        numbers = records.keys.tolist() if records.are_numbered else []
+        records = from_records(records_state)
+        remaking = Remaking(records, name)
+        numbers = records.facts[ORDINAL].tolist() if are_numbered(records) else []
         planned = np.frombuffer(state.planned or b"", "<i8").tolist()
         wanted = {*numbers, *planned}
         first = min(wanted, default=start)
@@ -454,14 +448,12 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
                     f"{name} cannot restore its pool: the state has keys of its samples, but the "
                     "source cannot read items by their keys any more. Build the graph as it was."
                 )
-            samples = records.restore(self.source, name)
+            samples = remaking.all(self.source)
             self.replayed_samples = len(samples)
         again, processed = self._snapshots.read_again(start, state.pulled, wanted, self._interval)
         self.replayed_samples += processed
         if numbers:
-            samples = [
-                records.checked(index, again[number], name) for index, number in enumerate(numbers)
-            ]
+            samples = [remaking.checked(at, again[number]) for at, number in enumerate(numbers)]
             self._floor, self._floor_until = min(numbers), state.pulled
         # One that is `Skipped` now is named where the groups are made.
         self._plan({number: again[number] for number in planned})

@@ -181,7 +181,7 @@ class SplitLadder:
         if parent is None:
             return None
         whole = self.groups(len(self._parts))[parent]
-        off, rest = map(whole.take, cut_by_length(whole.tokens.tolist(), 2))
+        off, rest = map(whole.take, cut_by_length(whole.lengths, 2))
         self._parts.append((parent, off, rest))
         costs = self._measure(off), self._measure(rest)
         self._after[parent] = costs[1]

@@ -48,7 +48,7 @@ class BudgetCost:
 
     def __call__(self, group: Sequence[Sample]) -> int:
         """Return the tokens of a group's batch, padding included, and what attention adds."""
-        return min(self._budget.cost(SampleBlock.of(group).tokens.tolist()), MAX_COUNT)
+        return min(self._budget.cost(SampleBlock.of(group).lengths), MAX_COUNT)
 
 
 class GroupCostEstimator:

@@ -17,6 +17,8 @@ FORCED_AGE_WINDOWS = 4
 """From this age on, in windows, the oldest sample alone is the anchor."""
 MAX_AGE_WINDOWS = 5
 """No pooled sample gets older than this, in windows."""
+REFILLS = 8
+"""A pool takes in further samples, all that fit, once this part of the window is free."""
 
 
 class RollingPool:
@@ -76,8 +78,11 @@ class RollingPool:
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""
+        lacking = self.window - len(self)
+        if lacking < self.window // REFILLS:
+            return 0
         youngest_allowed = self.oldest + MAX_AGE_WINDOWS * self.window
-        return min(self.window - len(self), youngest_allowed - self.pulled)
+        return min(lacking, youngest_allowed - self.pulled)
 
     def table(self) -> IntArray:
         """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.

@@ -19,7 +19,7 @@ from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 from odb_nodes.loader.loader import LoaderState
 from odb_nodes.loader.rank_states import rank_files
-from odb_nodes.nodes.sample_records import SampleRecords, decode_sample
+from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.histogram import histogram
 
@@ -236,7 +236,7 @@ def _lengths(held: Any) -> IntArray:
     """Return the lengths of samples that a state has as records, or encoded."""
     records, payload = held
     if records is not None:
-        return SampleRecords.from_state(records).tokens
+        return from_records(records).tokens
     return np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
 
 

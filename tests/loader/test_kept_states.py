@@ -24,7 +24,7 @@ from odb_nodes import (
 )
 from odb_nodes.alignment import RankAligner
 from odb_nodes.contract import copy_state, snapshot
-from odb_nodes.nodes.sample_records import SampleRecords, with_digests
+from odb_nodes.nodes.sample_records import to_records, with_digests
 from odb_nodes.planning.table import ORDINALS
 from odb_nodes.sample_block import DATA
 
@@ -62,8 +62,8 @@ def content_of(node):
     ordinals = np.sort(pool.table()[ORDINALS])
     bits = np.zeros(pool.pulled - pool.oldest, np.uint8)
     bits[pool.pulled - 1 - ordinals] = 1
-    records = SampleRecords.of(with_digests(node._table.all()))
-    return np.packbits(bits).tobytes() or None, records.to_state(), None
+    records = to_records(with_digests(node._table.all()))
+    return np.packbits(bits).tobytes() or None, records, None
 
 
 def options_of(draw, data):

@@ -30,7 +30,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.contract import EpochNode, EpochState, can_restore
-from odb_nodes.nodes.sample_records import SampleRecords
+from odb_nodes.nodes import pooled_table
 
 ROUND = 8
 
@@ -327,7 +327,7 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["__init__", "of", "to_state"])
+@pytest.mark.parametrize("at", ["to_bits", "to_records"])
 def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
     def make():
         node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
@@ -341,7 +341,7 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch)
     for _ in range(3):
         next(node)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(SampleRecords, at, interrupt)
+            patched.setattr(pooled_table, at, interrupt)
             node.state_dict()
     state = node.state_dict()
     again = make()

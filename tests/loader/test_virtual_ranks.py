@@ -123,19 +123,6 @@ def test_counts_are_those_of_all_hosted_ranks_and_the_last_batch_ends_the_epoch(
     assert [info.ends_epoch for info in infos] == [False] * (len(infos) - 1) + [True]
 
 
-def test_no_thread_outlives_a_step():
-    loader = make(None, virtual_ranks=4, num_workers=2)
-    before = threading.active_count()
-    for _ in zip(range(3), loader, strict=False):
-        pass
-    loader.close()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
-    assert not [one for one in threading.enumerate() if one.name == "odb_nodes-virtual"]
-
-
 def test_virtual_ranks_share_workers_and_what_is_in_flight():
     workers = WorkerOptions(num_workers=8, in_flight_samples=400, in_flight_bytes=100 << 20)
     loader = make(None, virtual_ranks=4, workers=workers)

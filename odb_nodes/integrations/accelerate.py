@@ -27,8 +27,8 @@ from odb_nodes._core.extras import import_extra
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_states
 from odb_nodes.ledger import Ledger
-from odb_nodes.loader.checkpoint import load_rank_state, save_rank_state
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.rank_states import load_rank_state, save_rank_state
 from odb_nodes.loader.resharding import reshard
 from odb_nodes.monitor import Monitor, StepMeter, timed
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from odb_nodes.contract import NodeState
 from odb_nodes.errors import StateError
-from odb_nodes.loader.checkpoint import saved_states
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.rank_states import saved_states
+from odb_nodes.loader.reshard_nodes import check_same
 from odb_nodes.loader.resharding import reshard
-from odb_nodes.loader.resharding.sealed import check_same
 from odb_nodes.monitor.resharding import reshard_monitor
 
 __all__ = [

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from odb_nodes.errors import PeerError
-
-__all__ = ["CheckpointFolders", "Contents", "choose", "file_name", "step_of"]
+from odb_nodes.loader.rank_states import names_in
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{8})")
-_FILE = re.compile(r"rank(\d+)-of-(\d+)\.pt")
 _REMOVED = ".removed-"
 
 
@@ -57,15 +55,11 @@ class CheckpointFolders:
 
     def contents_of(self, folder: Path) -> Contents | None:
         """Return what a folder has; None where it has no file of a rank, or is gone."""
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            return None
-        files = [match.groups() for name in names if (match := _FILE.fullmatch(name))]
+        files = [(int(one[2]), int(one[3])) for one in names_in(folder) if not one[1]]
         if not files:
             return None
-        world_size = int(files[0][1])
-        missing = {*range(world_size)} - {int(rank) for rank, _ in files}
+        world_size = files[0][1]
+        missing = {*range(world_size)} - {rank for rank, _ in files}
         return Contents(world_size, tuple(sorted(missing)))
 
     def complete(self) -> list[Path]:
@@ -135,11 +129,6 @@ def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | N
         if not set.intersection(*({*contents.missing} for contents in seen)):
             somewhere = name
     return everywhere, somewhere
-
-
-def file_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank{rank:05d}-of-{world_size:05d}.pt"
 
 
 def step_of(name: str) -> int:

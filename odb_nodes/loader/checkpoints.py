@@ -7,10 +7,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from odb_nodes._core.checks import check_count, check_seconds, check_type, describe
 from odb_nodes._core.codec import explain_unreadable, is_readable
@@ -24,12 +25,12 @@ from odb_nodes.loader.checkpoint_folders import (
     CheckpointFolders,
     Contents,
     choose,
-    file_name,
     step_of,
 )
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.resharding import reshard_parts
-from odb_nodes.loader.resharding.sealed import Ranks, deep_equal
+from odb_nodes.loader.rank_states import rank_file
+from odb_nodes.loader.reshard_nodes import Ranks
+from odb_nodes.loader.resharding import deep_equal, reshard_parts
 
 logger = logging.getLogger("odb_nodes")
 
@@ -91,7 +92,6 @@ class Checkpoints:
         self._keep = check_count("keep", keep)
         check_seconds("timeout_s", timeout_s)
         self._timeout_s = timeout_s
-        self._met: Channel | None = None
         self._run = ""  # the identifier, once the ranks have agreed
         self._number = 0  # of the last save
         self._own: list[Path] = []  # the last two of this run
@@ -118,14 +118,13 @@ class Checkpoints:
                 Or a part refused its state: then the error names those that have changed.
             PeerError: a rank failed, or did not come within `timeout_s`.
         """
-        views = self._meet()
-        name, newest = choose(views)
-        for _ in range(_LOOKS):  # All ranks see the same views, and so look equally often.
+        self._meet()
+        for look in range(_LOOKS):  # All ranks see the same views, and so look equally often.
+            time.sleep(_PAUSE_S if look else 0)
+            views = [_contents(one) for one in self._gather(self._folders.contents())]
+            name, newest = choose(views)
             if name == newest:
                 break
-            time.sleep(_PAUSE_S)
-            views = _views(self._gather(self._folders.contents()))
-            name, newest = choose(views)
         if newest is None:
             if unfinished := sorted(views[0]):
                 warn_user(
@@ -138,9 +137,11 @@ class Checkpoints:
             if name is None:
                 raise self._not_shared(newest, views)
             ranks = Ranks(views[0][name].world_size, self._channel.world_size)
-            state = self._parts.read(self._folders.root / name, self._channel.rank, ranks)
+            folder = self._folders.root / name
+            states, generators = self._parts.read(folder, self._channel.rank, ranks)
         with self._together(f"loading the checkpoint `{name}`"):
-            self._parts.apply(state)
+            self._parts.apply(states, folder)
+            load_rngs(generators)  # last: a part may draw numbers as it loads
         return step_of(name)
 
     def save(self, step: int) -> Path:
@@ -180,28 +181,17 @@ class Checkpoints:
         self._folders.clean(folder, self._keep)
         return folder
 
-    def _meet(self) -> list[dict[str, Contents]]:
-        """Agree with the other ranks on the number and the run, and return what each rank sees."""
-        if self._met is None:
-            exchange = resolve_exchange(None, self._timeout_s)
-            self._met = Channel(exchange, _CAPACITY)
+    @cached_property
+    def _channel(self) -> Channel:
+        return Channel(resolve_exchange(None, self._timeout_s), _CAPACITY)
+
+    def _meet(self) -> None:
+        """Agree with the other ranks on the identifier of the run, and the number of a save."""
         self._channel.begin()
         self._channel.agree({"Checkpoints": {**self._parts.names(), "keep": self._keep}})
-        own = {
-            "run": secrets.token_hex(4),
-            "number": self._folders.last_number(),
-            "view": self._folders.contents(),
-        }
-        told = self._gather(own)
-        self._run, self._own, self._begun = told[0]["run"], [], None
-        self._number = max(one["number"] for one in told)
-        return _views(one["view"] for one in told)
-
-    @property
-    def _channel(self) -> Channel:
-        if self._met is None:
-            raise RuntimeError("the ranks have not met yet.")
-        return self._met
+        told = self._gather([secrets.token_hex(4), self._folders.last_number()])
+        self._run, self._number = told[0][0], max(number for _, number in told)
+        self._own, self._begun = [], None
 
     def _gather(self, own: Any) -> list[Any]:
         """Return what each rank gives, as JSON data."""
@@ -245,20 +235,12 @@ class Checkpoints:
         )
 
 
-def _views(told: Iterable[dict[str, Any]]) -> list[dict[str, Contents]]:
-    """Return the contents of folders that ranks have told as JSON data."""
-    return [{name: Contents(*found) for name, found in view.items()} for view in told]
+def _contents(told: Mapping[str, Any]) -> dict[str, Contents]:
+    """Return what a rank sees of each folder, which it has told as JSON data."""
+    return {name: Contents(*found) for name, found in told.items()}
 
 
 # --- what a checkpoint holds of a rank: the states of its parts, in a file of its own -------------
-
-
-class _PartStates(NamedTuple):
-    """What was read of a checkpoint: the states of the parts, and of the random generators."""
-
-    folder: Path
-    parts: dict[str, Any]
-    generators: dict[str, Any]
 
 
 @runtime_checkable
@@ -312,7 +294,7 @@ class _Parts:
             "generators": save_rngs(),
         }
         try:
-            save_state(state, folder / file_name(rank, world_size))
+            save_state(state, folder / rank_file(rank, world_size, ""))
         except StateError as error:
             if is_readable(states):  # and the file is what is wrong
                 raise
@@ -321,30 +303,27 @@ class _Parts:
             place = explain_unreadable({name: states[name] for name in order}, "parts")
             raise StateError(f"the checkpoint of step {step} cannot be saved: {place}") from error
 
-    def read(self, folder: Path, rank: int, ranks: Ranks) -> _PartStates:
-        """Read what this rank goes on with. Changes no part."""
+    def read(self, folder: Path, rank: int, ranks: Ranks) -> tuple[dict[str, Any], Any]:
+        """Return the states that this rank goes on with, and that of its random generators."""
         if ranks.before == ranks.after:
-            state = _read(folder, rank, ranks.after)
-            states = state["parts"]
-            if rank and (state["replicated"] or self._replicated):
-                states |= self._replicated_of(_read(folder, 0, ranks.after))
-            return self._checked(_PartStates(folder, states, state["generators"]))
-        logger.info("`%s` is resharded: %d ranks have saved it, %d load it", folder, *ranks)
-        first = _read(folder, 0, ranks.before)
-        shared = self._replicated_of(first)
-        of_ranks = [{name: one for name, one in first["parts"].items() if name not in shared}]
-        generators = [first["generators"]]
-        for saved in range(1, ranks.before):
-            file = _read(folder, saved, ranks.before)
-            of_ranks.append(_kept_once(file["parts"], of_ranks[0]))
-            generators.append(file["generators"])
-        own = {}
-        for name in of_ranks[0]:
-            states = [one.get(name) for one in of_ranks]
-            own[name] = self._resharded(name, states, ranks.after)[rank]
-        return self._checked(_PartStates(folder, own | shared, generators[rank % ranks.before]))
+            own = _read(folder, rank, ranks.after)
+            shared = {*own["replicated"], *self._replicated}
+            first = _read(folder, 0, ranks.after) if rank and shared else own
+        else:
+            logger.info("`%s` is resharded: %d ranks have saved it, %d load it", folder, *ranks)
+            files = [_read(folder, 0, ranks.before)]
+            for saved in range(1, ranks.before):
+                file = _read(folder, saved, ranks.before)
+                files.append({**file, "parts": _kept_once(file["parts"], files[0]["parts"])})
+            shared = {*files[0]["replicated"], *self._replicated}
+            files[0]["replicated"] = sorted(shared)
+            files = reshard_files(files, ranks.after, partial(self._resharded, ranks.after))
+            own, first = files[rank], files[0]
+        states = own["parts"] | {name: first["parts"][name] for name in shared & {*first["parts"]}}
+        self._check(states, folder)
+        return states, own["generators"]
 
-    def _resharded(self, name: str, states: list[Any], world_size: int) -> list[Any]:
+    def _resharded(self, world_size: int, name: str, states: list[Any]) -> list[Any]:
         """Return the states of a part on all ranks as those of another number of ranks."""
         part = self._parts.get(name)
         if not isinstance(part, _ReshardedPart):
@@ -365,14 +344,8 @@ class _Parts:
             )
         return found
 
-    def _replicated_of(self, first: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parts in the file of rank 0 that it has written for all, or now stands for."""
-        names = {*first["replicated"], *self._replicated}
-        return {name: one for name, one in first["parts"].items() if name in names}
-
-    def _checked(self, saved: _PartStates) -> _PartStates:
-        """Return what was read, once it is known to be of these parts."""
-        folder, states, _ = saved
+    def _check(self, states: Mapping[str, Any], folder: Path) -> None:
+        """Check that what was read is of these parts."""
         if states.keys() != self._parts.keys():
             raise StateError(
                 f"`{folder}` has the parts {sorted(states)}, but this job has "
@@ -381,31 +354,53 @@ class _Parts:
         for name, part in self._parts.items():
             if isinstance(part, dict):
                 _check_keys(f"parts[{name!r}]", part, states[name], folder)
-        return saved
 
-    def apply(self, saved: _PartStates) -> None:
+    def apply(self, states: Mapping[str, Any], folder: Path) -> None:
         """Give each part its state."""
         for changed, (name, part) in enumerate(self._parts.items()):
-            state = saved.parts[name]
             try:
                 if isinstance(part, dict):
                     part.clear()
-                    part.update(state)
+                    part.update(states[name])
                 else:
-                    part.load_state_dict(state)
+                    part.load_state_dict(states[name])
             except Exception as error:  # of any kind: a part may be anybody's
                 raise StateError(
-                    f"`parts[{name!r}]` refuses its state in `{saved.folder}` "
+                    f"`parts[{name!r}]` refuses its state in `{folder}` "
                     f"({type(error).__name__}: {error}). It may have changed in part, and these "
                     f"have changed already: {[*self._parts][:changed]}. Make all of them anew "
                     "before you go on."
                 ) from error
-        load_rngs(saved.generators)  # last: a part may draw numbers as it loads
+
+
+def reshard_files(
+    files: Sequence[Mapping[str, Any]],
+    world_size: int,
+    reshard_part: Callable[[str, list[Any]], list[Any]],
+) -> list[dict[str, Any]]:
+    """Return the files of a checkpoint of so many ranks, given those of all that have saved one.
+
+    `reshard_part`: name and states of a part on all ranks -> its states on the new ranks.
+    """
+    replicated = files[0]["replicated"]
+    own = [name for name in files[0]["parts"] if name not in replicated]
+    parts = {name: reshard_part(name, [file["parts"].get(name) for file in files]) for name in own}
+    new = [
+        {
+            "checkpoint": files[0]["checkpoint"] | {"rank": rank, "world_size": world_size},
+            "parts": {name: states[rank] for name, states in parts.items()},
+            "replicated": replicated,
+            "generators": files[rank % len(files)]["generators"],
+        }
+        for rank in range(world_size)
+    ]
+    new[0]["parts"] |= {name: files[0]["parts"][name] for name in {*files[0]["parts"]} - {*own}}
+    return new
 
 
 def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Read the file of a rank, and check that it is one."""
-    path = folder / file_name(rank, world_size)
+    path = folder / rank_file(rank, world_size, "")
     try:
         state: Any = load_state(path)
     except (StateError, FileNotFoundError) as error:

@@ -106,9 +106,10 @@ class Loader(Generic[T]):
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
-        self._it: LoaderIterator[T] | None = None
-        self._pending: LoaderState | None = None  # where it stands without an iterator
-        self._leaving = False  # the next iter() begins an epoch, wherever it stands
+        self._it: LoaderIterator[T] | None = None  # the one that takes items from the graph
+        self._state: LoaderState | None = None  # where it stands; `None` once that is outdated
+        self._num_yielded, self._ended, self._left = 0, False, False  # of the present epoch
+        self._touched = False  # the next iter() begins an epoch, wherever it stands
         self._strict, self._change_budget = True, False
         self._next_epoch: int | None = None
         self._next_weights: dict[str, float] = {}
@@ -133,28 +134,29 @@ class Loader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
-        return self._present_iterator()
-
-    def _present_iterator(self) -> LoaderIterator[T]:
         it = self._it
         with _held(self._beginning), nullcontext() if it is None else _held(it.taking):
-            if self._pending is None and it is not None and not it.touched:
-                return it
-            return self._begin()
+            return self._begin() if it is None or self._touched else it
 
     @property
     def position(self) -> LoaderState | None:
         """Where it stands; `None` before the first iterator. Shared: not to be changed."""
-        if self._pending is not None or self._it is None:
-            return self._pending
-        return self._it.state()
+        if self._state is None and self._it is not None:
+            self._state = LoaderState(
+                root=snapshot(self.root),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+                left=self._left,
+            )
+        return self._state
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands: plain data, which the caller owns."""
-        state = self._pending
-        if state is None:
+        if self._it is not None or self._state is None:
             self._check_process()
-            state = (self._it or self._present_iterator()).state()
+        if self.position is None:
+            iter(self)
+        state: Any = self.position
         state = replace(state, next_epoch=self._next_epoch, next_weights=self._next_weights)
         return seal_whole(_NODE, state)
 
@@ -178,10 +180,9 @@ class Loader(Generic[T]):
         """
         check_bool("change_budget", change_budget)
         state = unseal_whole(state_dict, _NODE, LoaderState)
-        self._pending, self._strict, self._leaving = state, strict, False
-        self._change_budget = change_budget
+        self._it, self._state, self._touched, self._lost = None, state, False, None
+        self._strict, self._change_budget = strict, change_budget
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
-        self._it, self._lost = None, None
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
@@ -189,13 +190,14 @@ class Loader(Generic[T]):
         A loaded state that stands within an epoch wins: it says itself which epoch it is in.
         """
         epoch = check_count("epoch", epoch, 0)
-        if (pending := self._pending) is not None:
-            if not (pending.ended or pending.left or self._leaving):
-                return
-            self._pending = replace(pending, left=pending.left or self._leaving)
-        self._next_epoch = epoch
         if self._it is not None:
-            self._it.leave()
+            self._touched = self._left = True
+            self._state = None
+        elif (state := self._state) is not None:
+            if not (state.ended or state.left or self._touched):
+                return
+            self._state = replace(state, left=state.left or self._touched)
+        self._next_epoch = epoch
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from the next epoch on. All ranks set the same.
@@ -229,11 +231,8 @@ class Loader(Generic[T]):
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
-        if self._is_foreign():
-            return
-        if self._it is not None:
-            self._leaving = self._it.touched
-        self._suspend()
+        if not self._is_foreign():
+            self._suspend()
 
     def __enter__(self) -> Self:
         return self
@@ -249,32 +248,35 @@ class Loader(Generic[T]):
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from self._lost
         _claim(self.root, self)
-        state = None if self._leaving else self._pending
-        before = self._pending if self._it is None else self._position_of(self._it)
+        goes_on = self._it is None and not self._touched
+        before = self._known_position()
         self._had_items = self._had_items or (before is not None and before.num_yielded > 0)
-        self._it = None
+        self._it, self._state = None, before
         try:
             stop_threads(self.root, self._stop_timeout_s)
-            self._it = it = self._begin_epoch() if state is None else self._restore(state)
+            if before is not None and goes_on:
+                self._restore(before)
+            else:
+                self._begin_epoch()
         except BaseException:
-            if state is None and before is not None:
-                before = replace(before, left=True)
-            self._pending = before
-            self._suspend()  # as after an exception in `next`
+            if before is not None and not goes_on:
+                self._state = replace(before, left=True)
+            close_nodes(self.root, self._stop_timeout_s)  # as after an exception in `next`
             raise
         finally:
-            self._leaving = False
-        self._pending = None
+            self._touched = False
+        self._state, self._strict, self._change_budget = None, True, False
+        self._it = it = LoaderIterator(self)
         return it
 
-    def _begin_epoch(self) -> LoaderIterator[T]:
+    def _begin_epoch(self) -> None:
         for mixer in _outermost_mixers(self.root) if self._next_weights else ():
             mixer.set_weights(self._next_weights)
         begin_epoch(self.root, self._next_epoch)
         self._next_epoch, self._next_weights = None, {}
-        return LoaderIterator(self)
+        self._num_yielded, self._ended, self._left = 0, False, False
 
-    def _restore(self, state: LoaderState) -> LoaderIterator[T]:
+    def _restore(self, state: LoaderState) -> None:
         try:
             with (
                 allow_mismatch(not self._strict),
@@ -298,8 +300,9 @@ class Loader(Generic[T]):
             self._see_end()
         if (state.ended and self._restart) or state.left:
             stop_threads(self.root, self._stop_timeout_s)
-            return self._begin_epoch()
-        return LoaderIterator(self, state.num_yielded, state.ended)
+            self._begin_epoch()
+        else:
+            self._num_yielded, self._ended, self._left = state.num_yielded, state.ended, False
 
     def _changes(self, state: LoaderState) -> str | None:
         """Return an error that names all changes of the configuration, where there are several."""
@@ -320,20 +323,18 @@ class Loader(Generic[T]):
         )
 
     def _suspend(self) -> None:
-        """Close the graph; the next `iter()` goes on where it stands, unless `_leaving`."""
-        it, self._it = self._it, None
+        """Close the graph, and keep where it stands."""
         try:
-            if it is not None:
-                self._pending = self._position_of(it)
-                self._strict, self._change_budget = True, False
+            self._state = self._known_position()
         finally:
+            self._it = None
             close_nodes(self.root, self._stop_timeout_s)
 
-    def _position_of(self, it: LoaderIterator[T]) -> LoaderState:
+    def _known_position(self) -> LoaderState | None:
         try:
-            return it.state()
+            return self.position
         except Exception as error:
-            self._lost = error
+            self._it, self._lost = None, error
             raise
 
     def _check_process(self) -> None:
@@ -349,7 +350,37 @@ class Loader(Generic[T]):
         self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
         return False
 
-    def check_current(self, it: LoaderIterator[T]) -> None:
+    def _take(self, it: LoaderIterator[T]) -> T:
+        """Return the next item."""
+        if self._left:
+            self._left, self._state = False, None
+        self._touched = True
+        if self._ended:
+            raise StopIteration
+        try:
+            _ = self.position  # Should the graph raise, this is where it is taken up again.
+            item: T = next(self.root)
+        except StopIteration:
+            self._check_current(it)
+            if self._had_items and not self._num_yielded:
+                self._touched = False
+                self._suspend()
+                raise SampleError(
+                    "the epoch has no item, but one before had some. "
+                    f"{describe_empty_epoch(self.root)}"
+                ) from None
+            self._ended, self._state = True, None
+            raise
+        except BaseException:
+            self._check_current(it)
+            self._touched = False
+            self._suspend()
+            raise
+        self._check_current(it)
+        self._num_yielded, self._state = self._num_yielded + 1, None
+        return item
+
+    def _check_current(self, it: LoaderIterator[T]) -> None:
         """Raise if the loader has gone on without an iterator, perhaps on another thread."""
         self._check_process()
         if self._it is not it:
@@ -362,63 +393,16 @@ class Loader(Generic[T]):
 class LoaderIterator(Iterator[T]):
     """One epoch of a graph, or the rest of one."""
 
-    def __init__(self, loader: Loader[T], num_yielded: int = 0, ended: bool = False) -> None:
-        self._loader, self._root = loader, loader.root
-        self._num_yielded, self._ended = num_yielded, ended
-        self._state: LoaderState | None = None  # as long as it is the present one
-        self._left = False  # by `set_epoch`, and not taken up again
-        self.touched = False
-        """So that the next `iter()` begins an epoch."""
+    def __init__(self, loader: Loader[T]) -> None:
+        self._loader = loader
         self.taking = threading.RLock()
         """Held by the thread that is inside of `next`, or begins another epoch."""
 
-    def leave(self) -> None:
-        """Make the next `iter()` begin an epoch, unless this one is taken up again."""
-        self.touched = self._left = True
-        self._state = None
-
-    def state(self) -> LoaderState:
-        """Return where this iterator stands. Shared: not to be changed or given away."""
-        if self._state is None:
-            self._state = LoaderState(
-                root=snapshot(self._root),
-                num_yielded=self._num_yielded,
-                ended=self._ended,
-                left=self._left,
-            )
-        return self._state
-
     def __next__(self) -> T:
-        self._loader.check_current(self)
-        with _held(self.taking):
-            return self._take()
-
-    def _take(self) -> T:
         loader = self._loader
-        if self._left:
-            self._left, self._state = False, None
-        self.touched = True
-        if self._ended:
-            raise StopIteration
-        try:
-            self.state()  # Should the graph raise, this is where it is taken up again.
-            item: T = next(self._root)
-        except StopIteration:
-            loader.check_current(self)
-            if loader._had_items and not self._num_yielded:
-                loader._suspend()
-                raise SampleError(
-                    "the epoch has no item, but one before had some. "
-                    f"{describe_empty_epoch(self._root)}"
-                ) from None
-            self._ended, self._state = True, None
-            raise
-        except BaseException:
-            loader.check_current(self)
-            loader._suspend()
-            raise
-        self._num_yielded, self._state = self._num_yielded + 1, None
-        return item
+        loader._check_current(self)
+        with _held(self.taking):
+            return loader._take(self)
 
 
 @contextmanager

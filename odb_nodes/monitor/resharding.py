@@ -8,8 +8,8 @@ from typing import Any
 
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
+from odb_nodes.loader.reshard_nodes import Ranks, check_same, node_of
 from odb_nodes.loader.resharding import add_rule
-from odb_nodes.loader.resharding.sealed import Ranks, check_same, node_of
 from odb_nodes.monitor.state import MonitorState
 from odb_nodes.monitor.window import Share, Totals
 

@@ -18,10 +18,10 @@ from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 from odb_nodes.loader.loader import LoaderState
+from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.histogram import histogram
-from odb_nodes.tools.rank_states import states_in
 
 __all__ = ["Inspection", "differences", "inspect_state", "misfits", "read_inspections"]
 
@@ -85,7 +85,7 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
         elif contents := folders.contents():
             missing = {name: one.missing for name, one in contents.items()}
             raise StateError(f"`{path}` has no complete checkpoint; missing ranks: {missing}.")
-        states = states_in(path)
+        states = [*map(load_state, rank_files(path))]
     else:
         states = [load_state(path)]
     return str(path), [one for state in states for one in _inspections(state, str(path))]

@@ -9,10 +9,11 @@ from typing import Any
 
 import odb_nodes.monitor.resharding  # noqa: F401  its rule is followed
 from odb_nodes._core.checks import check_count
-from odb_nodes.contract.state_file import save_state
+from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
+from odb_nodes.loader.checkpoints import reshard_files
+from odb_nodes.loader.rank_states import names_in, rank_file, rank_files
 from odb_nodes.loader.resharding import reshard, reshard_parts
-from odb_nodes.tools.rank_states import RANK_FILE, states_in
 
 __all__ = ["reshard_folder"]
 
@@ -36,15 +37,15 @@ def reshard_folder(
         The files, by rank.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such folder, or it has no states.
         TypeError, ValueError: `world_size` is no number of ranks, or `out` has another name.
         StateError: the states cannot be resharded, or `out` has states already.
     """
     folder, out = Path(folder), Path(out)
     check_count("world_size", world_size)
-    states = states_in(folder)
-    names = [match for file in folder.iterdir() if (match := RANK_FILE.fullmatch(file.name))]
-    if out.is_dir() and any(RANK_FILE.fullmatch(file.name) for file in out.iterdir()):
+    files = rank_files(folder)
+    states = [*map(load_state, files)]
+    if names_in(out):
         raise StateError(f"`{out}` has states already. Give a folder without any.")
     if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS.keys():
         if out.resolve().name != folder.resolve().name:
@@ -55,9 +56,9 @@ def reshard_folder(
         found = _of_checkpoints(states, world_size)
     else:
         found = reshard(states, world_size)
-    prefix = names[0][1]
+    prefix, _, _ = files[0].name.rpartition("rank")
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{prefix}rank{rank:05d}-of-{world_size:05d}.pt" for rank in range(world_size)]
+    files = [out / rank_file(rank, world_size, prefix) for rank in range(world_size)]
     for state, file in zip(found, files, strict=True):
         save_state(state, file)
     return files
@@ -71,24 +72,8 @@ def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, An
             raise StateError(f"the file of rank {rank} is damaged. Use an earlier checkpoint.")
     if len(states) == world_size:
         return [*states]
-    replicated = states[0]["replicated"]
-    shared = {name: part for name, part in states[0]["parts"].items() if name in replicated}
-    own = [
-        {name: one for name, one in state["parts"].items() if name not in shared}
-        for state in states
-    ]
-    of_parts = {
-        name: reshard_parts([one.get(name) for one in own], world_size, f"parts[{name!r}]")
-        for name in own[0]
-    }
-    parts = [{name: of[rank] for name, of in of_parts.items()} for rank in range(world_size)]
-    parts[0] |= shared
-    return [
-        {
-            "checkpoint": states[0]["checkpoint"] | {"rank": rank, "world_size": world_size},
-            "parts": parts[rank],
-            "replicated": replicated,
-            "generators": states[rank % len(states)]["generators"],
-        }
-        for rank in range(world_size)
-    ]
+    return reshard_files(
+        states,
+        world_size,
+        lambda name, parts: reshard_parts(parts, world_size, f"parts[{name!r}]"),
+    )

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import nan
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,16 +28,17 @@ from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.node import can_restore, restore_items
+from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
+from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 from odb_nodes.tools.lengths import files_read
-from odb_nodes.tools.rank_states import states_in
 from odb_nodes.tools.remade_step import RemadeStep
 from odb_nodes.tools.step_arguments import parse_arguments
 
@@ -122,7 +122,7 @@ def remake_from_checkpoint(
     """
     check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
-        states = states_in(Path(states))
+        states = [*map(load_state, rank_files(states))]
     hub = InProcessHub(len(states), _TIMEOUT_S)
     failures: list[BaseException] = []  # the first is the cause of the others
 

@@ -129,7 +129,7 @@ def slow(*given):
         ("step nowhere:make --checkpoint nowhere", "no module `nowhere`"),
         ("step json:loads", "one of the arguments --ledger --checkpoint"),
         ("step json:loads --checkpoint . --out no/where", "no folder `no`"),
-        ("step json:loads --checkpoint binary", "there is no folder `binary`"),
+        ("step json:loads --checkpoint binary", "`binary` is no folder"),
         ("step json:loads --ledger x", "--step"),
         ("step json --checkpoint x", "module:function"),
         ("step users:number --checkpoint .", "no function `number`"),

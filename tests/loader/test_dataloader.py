@@ -29,7 +29,6 @@ from odb_nodes import (
     Mixing,
     ODBDataLoader,
     PaddingCollate,
-    SampleError,
     ShardedSampler,
     SourceMixer,
     StateError,
@@ -411,33 +410,12 @@ def test_a_state_of_a_graph_with_another_node_names_the_argument(strict):
 # Samples that cannot be used.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.filterwarnings("ignore:.*exceed")
-def test_an_epoch_without_a_batch_is_an_error_each_time(workers):
-    budget = TokenBudget(2, oversize="drop")
-    with make_dataloader(token_budget=budget, num_workers=workers) as loader:
-        for _ in range(2):
-            with pytest.raises(SampleError, match=f"all {SIZE} samples of the epoch exceed"):
-                list(loader)
-            loader.load_state_dict(loader.state_dict())
-
-
 def test_a_stream_without_samples_is_an_error():
     with pytest.raises(ValueError, match="yielded no sample in epoch 0"):
         list(ODBDataLoader(Stream(0), token_budget=256))
 
 
 # What it does not do.
-
-
-def test_a_job_of_several_ranks_needs_a_process_group(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = make_dataloader()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="2 ranks, but torch.distributed is not initialised"):
-            iter(loader)
 
 
 numbers = []

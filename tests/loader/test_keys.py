@@ -28,7 +28,6 @@ from odb_nodes import (
     TokenBudget,
     WeightedSampler,
     WindowBucketer,
-    WorkerOptions,
     pop_step_info,
 )
 from odb_nodes.contract import EpochNode, EpochState
@@ -215,19 +214,6 @@ def test_where_each_rank_has_data_of_its_own_the_step_says_so(is_own):
             assert info.own_sources == ({*info.row_sources} & {"a"} if is_own else set())
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(2, 120), (4, 7)])
-def test_over_ranks_each_comes_once(world_size, size):
-    def run(exchange):
-        loader = graph_of(exchange, sharded(exchange, size), accumulate=3, round_size=4)
-        return [steps_of(loader) for _ in range(2)]
-
-    ranks = on_ranks(world_size, run)
-    left_out = [one for one in SKIPPED + DROPPED if one[0] < size]
-    for epoch in range(2):
-        check([step for rank in ranks for step in rank[epoch]], range(size), left_out)
-        assert {info.epoch for rank in ranks for info, _ in rank[epoch]} == {epoch}
-
-
 @pytest.mark.parametrize("uneven", ["stop", "fill"])
 def test_where_ranks_have_unequal_data_the_last_step_is_known_and_fillers_have_no_keys(uneven):
     def run(exchange):
@@ -295,10 +281,3 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_drawn_anew():
     of_a = [number for routed, number in everything if routed.source == "a"]
     assert len(of_a) == len({*of_a}) > 10
     assert len({number for _, number in everything}) == len(everything)  # nor are they shared
-
-
-@pytest.mark.parametrize("method", [pytest.param("process", marks=pytest.mark.slow), "thread"])
-def test_who_processes_makes_no_difference(method):
-    workers = WorkerOptions(num_workers=2, chunk_size=3, method=method)
-    others = ParallelProcessor(ShardedSampler(30, shuffle=False), augmented, workers=workers)
-    assert drawn(others) == drawn(ParallelProcessor(ShardedSampler(30), augmented))

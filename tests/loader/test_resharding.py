@@ -18,7 +18,7 @@ from elastic import (
 from gradients import LanguageModel, gradient_of, mean_loss, relative_error
 
 from odb_nodes import PaddingCollate, StateError, TokenBudget, reshard
-from odb_nodes.loader.resharding.rounds import dealt_by_tokens
+from odb_nodes.loader.reshard_nodes import dealt_by_tokens
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 

@@ -14,13 +14,11 @@ from odb_nodes import (
     Loader,
     ShardedSampler,
     StateError,
-    StepInfo,
     WindowBucketer,
     reshard,
 )
 from odb_nodes.contract import NodeState
 from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
-from odb_nodes.monitor import Monitor
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 
@@ -139,22 +137,6 @@ def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
     for other in (torch.zeros(3), torch.tensor([1, 2.0])):
         with pytest.raises(StateError, match=r"`state\['at'\]` must be equal on all ranks"):
             reshard(beside({"at": nan}, {"at": other}), 3)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
-def test_a_monitor_goes_on_beside_a_loader(before, after, tmp_path):
-    given = []
-    for rank, state in enumerate(states(before)):
-        with Monitor(tmp_path / str(rank)) as monitor:
-            for step in range(2):
-                info = StepInfo.of_one_rank([], step)
-                monitor.step({"input_ids": torch.ones(rank + 1, 2)}, info)
-            given.append({"loader": state, "monitor": monitor.state_dict()})
-            monitor.close(write=False)
-    assert given[0]["monitor"]["share"]["shapes"] == {"1x2": 2}
-    found, monitors = reshard(given, after), [one["monitor"] for one in given]
-    assert [one["monitor"] for one in found] == Monitor.reshard_states(monitors, after)
-    assert [one["loader"] for one in found] == reshard(states(before), after)
 
 
 @dataclass(kw_only=True)

@@ -7,12 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from graphs import ABOVE, BELOW, make, make_dataloader, process
-from hypothesis import given
-from hypothesis import strategies as st
-from sampling import fewer
-from torchdata.nodes import Mapper, Prefetcher
+from torchdata.nodes import Mapper
 
-from odb_nodes import GroupCollator, LengthObserver, Loader, WindowBucketer, save_state
+from odb_nodes import LengthObserver, Loader, WindowBucketer, save_state
 from odb_nodes.sources import ShardedSampler
 from odb_nodes.testing import assert_resumes_exactly
 
@@ -33,27 +30,6 @@ def test_every_step_of_three_epochs_under_every_node(above, sampled):
     assert_resumes_exactly(
         lambda: make("Mapper", above=above), epochs=3, **sampled(every=7, horizon=12, chain=1)
     )
-
-
-@given(
-    size=st.integers(1, 80),
-    window=st.integers(1, 40),
-    budget=st.integers(30, 300),
-    seed=st.integers(0, 99),
-    depth=st.integers(1, 9),
-    frequency=st.integers(1, 9),
-    state=st.sampled_from(["replay", "payload"]),
-    every=st.integers(1, 7),
-)
-@fewer(8)
-def test_any_configuration(size, window, budget, seed, depth, frequency, state, every, sampled):
-    def graph():
-        sampler = ShardedSampler(size, seed=seed, rank=0, world_size=1)
-        processed = Mapper(sampler, lambda i: {"input_ids": [1] * (1 + 7 * i % 29), "id": i})
-        below = Prefetcher(LengthObserver(processed), depth, frequency)
-        return Loader(GroupCollator(WindowBucketer(below, budget, window, state)))
-
-    assert_resumes_exactly(graph, every=every, **sampled(horizon=12, chain=1))
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def test_what_is_no_state_is_an_error(tmp_path):
     for name, error, match in (
         ("nowhere.pt", FileNotFoundError, None),
         ("model.pt", StateError, "holds no state of a loader"),
-        ("run", StateError, "has no states: pass the folder"),
-        ("some", StateError, r"\[0, 1\] of \[3\]"),
+        ("run", FileNotFoundError, "has no states: pass the folder"),
+        ("some", StateError, r"lacks the states of ranks \[2\]"),
         ("job", StateError, "missing ranks"),
     ):
         with pytest.raises(error, match=match):

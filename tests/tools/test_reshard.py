@@ -111,7 +111,7 @@ def test_what_cannot_be_resharded_is_refused_and_nothing_is_written(tmp_path, st
         (good, 2, good, StateError, "has states already"),
         (good, 0, out, ValueError, "world_size"),
         (tmp_path / "none", 2, out, FileNotFoundError, "no folder"),
-        (tmp_path / "empty", 2, out, StateError, "empty` has no states: pass the folder"),
+        (tmp_path / "empty", 2, out, FileNotFoundError, "empty` has no states: pass the folder"),
     ):
         with pytest.raises(error, match=match):
             reshard_folder(folder, ranks, to)

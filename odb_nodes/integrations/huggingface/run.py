@@ -24,7 +24,7 @@ from odb_nodes.integrations.huggingface.step_plan import StepPlan
 from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.learning_rate import at_positions
 from odb_nodes.ledger import Ledger
-from odb_nodes.loader.checkpoint import save_rank_state
+from odb_nodes.loader.rank_states import save_rank_state
 from odb_nodes.memory.model import MemoryModel
 from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info

@@ -13,8 +13,8 @@ from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
 from odb_nodes.integrations.resuming import resharded_run
-from odb_nodes.loader.resharding.sealed import Ranks
-from odb_nodes.loader.resharding.whole import batches_per_step
+from odb_nodes.loader.reshard_nodes import Ranks
+from odb_nodes.loader.resharding import batches_per_step
 
 
 @dataclass(kw_only=True)

@@ -20,9 +20,10 @@ from odb_nodes.loader.resharding import reshard
 
 logger = logging.getLogger("odb_nodes")
 
-__all__ = ["DistributedState", "load_rank_state", "save_rank_state", "saved_states"]
+PREFIX = "odb_nodes-"
+"""What the names of files begin with that `save_rank_state` writes."""
 
-_FILE = re.compile(r"odb_nodes-rank(\d+)-of-(\d+)\.pt")
+_FILE = re.compile(r"(.*)rank(\d+)-of-(\d+)\.pt")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -50,10 +51,10 @@ def save_rank_state(
             states of another number of ranks.
     """
     rank, world_size = group_rank(process_group)
-    path = Path(folder) / _name(rank, world_size)
+    path = Path(folder) / rank_file(rank, world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = sorted({int(match[2]) for match in _states_in(path.parent)} - {world_size})
-    if others:
+    found = {int(one[3]) for one in names_in(path.parent) if one[1] == PREFIX}
+    if others := sorted(found - {world_size}):
         # Not replaced: until all ranks have written, they are the only whole checkpoint.
         raise StateError(
             f"`{path.parent}` holds states of {' and '.join(map(str, others))} ranks, but this job "
@@ -87,39 +88,67 @@ def saved_states(
     folder: str | os.PathLike[str], rank: int, world_size: int
 ) -> tuple[list[Any], bool]:
     """Return this rank's state alone, and True; or those of another number of ranks, and False."""
+    files = rank_files(folder, PREFIX)
+    if len(files) == world_size:
+        return [load_state(files[rank])], True
+    logger.info(
+        "`%s` is resharded: %d ranks have saved it, %d load it", folder, len(files), world_size
+    )
+    return [*map(load_state, files)], False
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def rank_file(rank: int, world_size: int, prefix: str = PREFIX) -> str:
+    """Return the name of a rank's file."""
+    return f"{prefix}rank{rank:05d}-of-{world_size:05d}.pt"
+
+
+def rank_files(folder: str | os.PathLike[str], prefix: str | None = None) -> list[Path]:
+    """Return the file of each rank, once a folder is known to have all of one checkpoint.
+
+    `prefix`: what their names begin with; `None` for any.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
-    found = _states_in(folder)
-    if not found:
-        raise FileNotFoundError(f"`{folder}` holds no state that `save_rank_state` wrote.")
-    sizes = sorted({int(match[2]) for match in found})
+    names = [one for one in names_in(folder) if prefix in (one[1], None)]
+    if not names:
+        inner = sorted(one.name for one in folder.iterdir() if one.is_dir())
+        remedy = "pass the folder of a checkpoint, with a file per rank"
+        remedy = f"but folders {inner}: pass one of them" if inner else remedy
+        raise FileNotFoundError(f"`{folder}` has no states{', ' if inner else ': '}{remedy}.")
+    if len(kinds := sorted({one[1] for one in names})) > 1:
+        raise StateError(
+            f"`{folder}` must hold the states of one checkpoint, but has files of several kinds, "
+            f"which begin with {kinds}. Give those of the loader a folder of their own."
+        )
+    sizes = sorted({int(one[3]) for one in names})
     if len(sizes) > 1:
         raise StateError(
             f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks: it is two checkpoints "
             "in one. Give each a folder of its own."
         )
-    missing = sorted({*range(sizes[0])} - {int(match[1]) for match in found})
-    if missing:
+    files = {int(one[2]): folder / one[0] for one in names}
+    if missing := sorted({*range(sizes[0])} - files.keys()):
         raise StateError(
             f"`{folder}` lacks the states of ranks {missing}: a rank was stopped before it had "
             "saved. Use an earlier checkpoint."
         )
-    if sizes == [world_size]:
-        return [load_state(folder / _name(rank, world_size))], True
-    logger.info(
-        "`%s` is resharded: %d ranks have saved it, %d load it", folder, sizes[0], world_size
-    )
-    return [load_state(folder / _name(saved, sizes[0])) for saved in range(sizes[0])], False
+    return [files[rank] for rank in range(sizes[0])]
 
 
-def _states_in(folder: Path) -> list[re.Match[str]]:
-    """Return rank and world size of each state in a folder."""
-    return [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
+def names_in(folder: Path) -> list[re.Match[str]]:
+    """Return what the name of each state in a folder begins with, its rank and number of ranks."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # There is none, or none any more.
+        return []
+    return [match for name in names if (match := _FILE.fullmatch(name))]
 
 
-def _name(rank: int, world_size: int) -> str:
-    return f"odb_nodes-rank{rank:05d}-of-{world_size:05d}.pt"
+# --- torch.distributed.checkpoint -----------------------------------------------------------------
 
 
 class DistributedState:
@@ -145,11 +174,11 @@ class DistributedState:
     ) -> None:
         self._loader = loader
         self._rank, self._world_size = group_rank(process_group)
-        self._key = _name(self._rank, self._world_size)
+        self._key = rank_file(self._rank, self._world_size)
         before = self._world_size if saved_by is None else check_count("saved_by", saved_by)
         self._wanted = [self._key]
         if before != self._world_size:
-            self._wanted = [_name(rank, before) for rank in range(before)]
+            self._wanted = [rank_file(rank, before) for rank in range(before)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bytes of this rank's state under its key. No other rank is asked.

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch
+
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes.alignment.rank_aligner import AlignerState
 from odb_nodes.alignment.virtual_ranks import VirtualState
@@ -23,29 +25,20 @@ from odb_nodes.contract.state import (
 )
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader import LoaderState
-from odb_nodes.loader.resharding.rounds import check_between_optimizer_steps, reshard_aligner
-from odb_nodes.loader.resharding.sealed import (
+from odb_nodes.loader.reshard_nodes import (
     Ranks,
+    check_between_optimizer_steps,
     check_same,
     config_of,
-    deep_equal,
     node_of,
     opened,
-    sealed_for_ranks,
+    reshard_graph,
 )
 from odb_nodes.nodes.group_collator import CollatorState
 
+Rule = Callable[[Sequence[Any], int], list[Any]]
+
 _VIRTUAL = "VirtualRanks"
-
-_rules: dict[str, Callable[[Sequence[Any], int], list[Any]]] = {}
-
-
-def add_rule(holder: str, rule: Callable[[Sequence[Any], int], list[Any]]) -> None:
-    """Let `reshard` follow a rule for states that `seal_whole` has sealed under another name.
-
-    It is given those of all ranks and the number of ranks from now on, and returns a state of each.
-    """
-    _rules[holder] = rule
 
 
 @bounded_depth("each rank")
@@ -92,9 +85,7 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
     """Return states in their order, of loaders or what holds them, as those of other ranks."""
     first = states[0]
-    if _is_loader(first):
-        return _reshard_loader(states, world_size)
-    if all(map(_is_sealed_whole, states)):
+    if all(map(_is_whole, states)):
         holder = node_of(first)
         if holder in _rules and all(node_of(one) == holder for one in states):
             return _rules[holder](states, world_size)
@@ -118,26 +109,44 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     return [first] * world_size  # not copied: it may be a model
 
 
+def add_rule(holder: str, rule: Rule) -> None:
+    """Let `reshard` follow a rule for states that `seal_whole` has sealed under another name.
+
+    It is given those of all ranks and the number of ranks from now on, and returns a state of each.
+    """
+    _rules[holder] = rule
+
+
 def batches_per_step(state: Mapping[str, Any]) -> int:
     """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
     root = state["root"]
     return len(root["sources"]) if node_of(root) == _VIRTUAL else 1
 
 
-# --- what a state holds ---------------------------------------------------------------------------
+def deep_equal(one: Any, other: Any) -> bool:
+    """Tell whether two values are equal; they may hold tensors, and NaN equals NaN."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return torch.equal(one, other) or (
+            one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True)
+        )
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(deep_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(deep_equal, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
-def _is_sealed_whole(state: Any) -> bool:
+def _is_whole(state: Any) -> bool:
     return bool(node_of(state)) and {*ENVELOPE, DIGEST} <= state.keys()
-
-
-def _is_loader(state: Any) -> bool:
-    return _is_sealed_whole(state) and LoaderState.__dataclass_fields__.keys() <= state.keys()
 
 
 def _first_loader(state: Any) -> Any:
     """Return the first state of a loader that is or is in a state; `None` where there is none."""
-    if _is_loader(state):
+    if node_of(state) == "Loader" and _is_whole(state):
         return state
     inner = state.values() if isinstance(state, Mapping) else ()
     return next(filter(None, map(_first_loader, inner)), None)
@@ -148,8 +157,36 @@ def _without_digest(state: Any, place: str) -> dict[str, Any]:
     return {key: one for key, one in state.items() if key != DIGEST}
 
 
+# --- loaders --------------------------------------------------------------------------------------
+
+
+def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
+    found = [*map(_opened, states)]
+    for rank, place in enumerate(_order(found)):
+        if rank != place:
+            raise StateError(
+                f"the state of rank {rank} of a loader is where that of rank {place} should be: "
+                "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
+            )
+    check_same("Loader", found, "ended", "left", "next_epoch", "next_weights")
+    roots, left = [one.root for one in found], found[0].ended or found[0].left
+    yielded = max(one.num_yielded for one in found)
+    if node_of(roots[0]) == _VIRTUAL:
+        new, between_epochs = _rehost(roots, world_size, left=left), left
+        yielded = yielded * len(states) // world_size  # batches, of all ranks that are hosted
+    else:
+        ranks = Ranks(len(states), world_size)
+        new, between_epochs = reshard_graph(roots, ranks, left=left)
+    if not between_epochs:
+        check_same("Loader", found, "num_yielded")
+    return [seal_whole("Loader", replace(found[0], root=one, num_yielded=yielded)) for one in new]
+
+
+_rules: dict[str, Rule] = {"Loader": _reshard_loader}
+
+
 def _opened(state: Any) -> LoaderState:
-    return unseal_whole(state, node_of(state) or "Loader", LoaderState)
+    return unseal_whole(state, "Loader", LoaderState)
 
 
 def _order(loaders: Sequence[LoaderState]) -> list[int]:
@@ -202,48 +239,7 @@ def _place_of(loader: LoaderState) -> Mapping[str, Any]:
     return {"rank": min(map(int, hosted)) // len(hosted), "world_size": size}
 
 
-# --- the nodes of a loader, from the last one on --------------------------------------------------
-
-
-def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
-    found = [_opened(state) for state in states]
-    for rank, place in enumerate(_order(found)):
-        if rank != place:
-            raise StateError(
-                f"the state of rank {rank} of a loader is where that of rank {place} should be: "
-                "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
-            )
-    name = node_of(states[0])
-    check_same(name, found, "ended", "left", "next_epoch", "next_weights")
-    left = found[0].ended or found[0].left
-    roots, between_epochs = _reshard_root([one.root for one in found], world_size, left=left)
-    if not between_epochs:
-        check_same(name, found, "num_yielded")
-    yielded = max(one.num_yielded for one in found)
-    if node_of(found[0].root) == _VIRTUAL:  # whose batches are those of several ranks
-        yielded = yielded * len(states) // world_size
-    return [seal_whole(name, replace(found[0], root=root, num_yielded=yielded)) for root in roots]
-
-
-def _reshard_root(
-    states: Sequence[Any], world_size: int, *, left: bool
-) -> tuple[list[dict[str, Any]], bool]:
-    """Return the states of a graph, and whether they stand between two epochs."""
-    node = node_of(states[0])
-    if node == "RankAligner":
-        return reshard_aligner(states, world_size, left=left)
-    if node == _VIRTUAL:
-        return _rehost(states, world_size, left=left), left
-    found = opened(states, CollatorState)
-    sources, between_epochs = _reshard_root([one.source for one in found], world_size, left=left)
-    if not between_epochs:
-        check_same(node, found, "step")
-    samples = Ranks(len(states), world_size).split(sum(one.samples for one in found))
-    values = [
-        replace(found[0], source=source, samples=own)
-        for source, own in zip(sources, samples, strict=True)
-    ]
-    return sealed_for_ranks(states[0], values), between_epochs
+# --- virtual ranks --------------------------------------------------------------------------------
 
 
 def _rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[str, Any]]:
@@ -259,16 +255,17 @@ def _rehost(states: Sequence[Any], world_size: int, *, left: bool) -> list[dict[
         check_same(_VIRTUAL, found, "turn")
         _check_place([one for _, one in graphs], out=found[0].turn, hosted=len(found[0].sources))
     hosted = len(graphs) // world_size
-    values = [
-        VirtualState(
-            sources=copy_state(dict(graphs[first : first + hosted])),
-            turn=0,
-            samples=0,
-            step_digest=0,
-        )
+    common = {
+        **states[0],
+        "config": states[0]["config"] | {"world_size": world_size},
+        "turn": 0,
+        "samples": 0,
+        "step_digest": 0,
+    }
+    return [
+        {**common, "sources": dict(graphs[first : first + hosted])}
         for first in range(0, len(graphs), hosted)
     ]
-    return sealed_for_ranks(states[0], values)
 
 
 def _check_place(graphs: Sequence[Any], *, out: int, hosted: int) -> None:

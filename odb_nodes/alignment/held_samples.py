@@ -8,7 +8,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.config import allow_mismatch
+from odb_nodes.contract.config import loading_with
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.sample_records import (
     NO_RECORDS,
@@ -61,7 +61,7 @@ def groups_again(
         records = SampleRecords.from_state(records_state or NO_RECORDS)
         made = len(records)
         if not may_differ:
-            with allow_mismatch(False):
+            with loading_with(may_differ=False):
                 samples = records.restore(source, node)
         else:
             samples = records.restore(source, node)

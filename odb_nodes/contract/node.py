@@ -18,15 +18,13 @@ from odb_nodes.contract.state import (
     check_declaration,
     check_saved,
     copy_state,
-    frozen,
-    frozen_state,
+    kept,
     seal,
     source_fields,
     unseal,
 )
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import ItemKey, LeftOut
+from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
@@ -211,16 +209,6 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     # --- what a node may be asked ---------------------------------------------------------------
 
-    @property
-    def budget(self) -> TokenBudget | None:
-        """The budget of the groups that it yields; `None` where it forms none."""
-        return None
-
-    @property
-    def remaining_samples(self) -> int:
-        """Samples of this epoch that it holds or knows to be left, beside its sources'."""
-        return 0
-
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins, if it counts them."""
 
@@ -248,10 +236,6 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             StopIteration: there are no more.
         """
         return [self.next()], [self.item_key()]
-
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were left out since the last call."""
-        return []
 
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""
@@ -295,16 +279,16 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             StateError: `next` raised, and a state would lose the item that caused it. The `Loader`
                 uses the one before.
         """
-        return add_digest(copy_state(self.__sealed()))
+        return add_digest(copy_state(self.__snapshot()))
 
     def _snapshot_of_own(self) -> Snapshot | None:
         """Return the state for `snapshot`; `None` where a derived class changes what it is."""
         cls = type(self)
         if cls.get_state is StatefulNode.get_state and cls.state_dict is BaseNode.state_dict:
-            return self.__sealed()
+            return self.__snapshot()
         return None
 
-    def __sealed(self) -> Snapshot:
+    def __snapshot(self) -> Snapshot:
         if self.__failure is not None and not (self.keeps_failed_items and self.__is_reset):
             raise StateError(
                 f"{type(self).__name__} has no state after an error, which would lose the item "
@@ -315,13 +299,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if self.__config is None or type(saved) is not self.STATE:
             config = self.fingerprint()
             check_saved(name, config, self.STATE, saved)
-            self.__config = Snapshot(frozen(config))
-        declared: Any = self.STATE
+            self.__config = kept(config)
         values = vars(saved)
-        _check_sources(self, source_fields(declared), values)
+        _check_sources(self, values)
         if self._epochs is not None:
             values.update(self._epochs.save())
-        return frozen_state(seal(name, self.__config, values))
+        return kept(seal(name, self.__config, values))
 
     def __next__(self) -> T:
         return self.__guarded(self.next)
@@ -433,18 +416,16 @@ def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
     return state
 
 
-def _check_sources(node: StatefulNode[Any, Any], names: Mapping[str, bool], saved: Any) -> None:
+def _check_sources(node: StatefulNode[Any, Any], saved: Mapping[str, Any]) -> None:
     """Make sure that what a node saves of its sources says where they stand."""
-    for name, holds_several in names.items():
-        source, state = getattr(node, name, None), saved[name]
-        pairs = [(source, state)]
-        if holds_several and isinstance(state, Mapping):
-            of = source if isinstance(source, Mapping) else {}
-            pairs = [(of.get(key), one) for key, one in state.items()]
-        for one, of_it in pairs:
-            if type(of_it) is not Snapshot:  # else `snapshot` has checked it
-                known = isinstance(one, BaseNode)
-                _check_plain_state(one if known else f"a source of {_name(node)}", of_it)
+    declared: Any = node.STATE
+    for name, holds_several in source_fields(declared).items():
+        holder = f"a source of `{type(node).__name__}`"
+        if not holds_several:
+            holder = getattr(node, name, holder)
+        for state in saved[name].values() if holds_several else (saved[name],):
+            if type(state) is not Snapshot:  # else `snapshot` has checked it
+                _check_plain_state(holder, state)
 
 
 def _check_plain_state(node: object, state: Any) -> None:
@@ -452,12 +433,11 @@ def _check_plain_state(node: object, state: Any) -> None:
     check_own_state(node, state, "get_state")
     if "node" in state:  # It is sealed: one of ours has checked its own sources.
         return
+    below = getattr(node, "source", f"a node below {_name(node)}")
     for key in ("source", "snapshot", "it_state"):  # where torchdata's keep those of their sources
         if key in state and (key != "snapshot" or state[key] is not None):
             # A mapper keeps its state in that of an iterator, one level further down.
-            below = node if key == "it_state" else getattr(node, "source", None)
-            known = isinstance(below, BaseNode)
-            _check_plain_state(below if known else f"a node below {_name(node)}", state[key])
+            _check_plain_state(node if key == "it_state" else below, state[key])
     for key in ("iterable", "_sampler"):  # which have none before their first item
         if key in state and state.get("_num_yielded"):
             name = key.strip("_")
@@ -511,11 +491,7 @@ def checked_key(node: BaseNode[Any], key: Any) -> ItemKey | None:
         return None
     try:
         source, number, world_size, repeat = key
-        if not isinstance(source, str):
-            raise TypeError(f"`source` must be a string, but is {source!r} instead.")
-        plain = type(number) is type(repeat) is type(world_size) is int
-        if plain and 0 <= number <= MAX_KEY and 0 <= repeat <= MAX_KEY and world_size > 0:
-            return key if type(key) is ItemKey else ItemKey(*key)
+        check_type("source", source, str)
         return ItemKey(
             source,
             check_count("key", number, 0, MAX_KEY),

@@ -37,9 +37,8 @@ from odb_nodes.processing.options import share_of
 from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
 from odb_nodes.sources.datasets import dataset_of_rank, source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
-from odb_nodes.sources.mixing import Mixing, Stop, check_names
+from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
-from odb_nodes.sources.weight_schedule import WeightSchedule
 from odb_nodes.step_info import StepInfo
 
 Prepare = Callable[[Any], Any] | None

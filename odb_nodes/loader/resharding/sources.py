@@ -20,8 +20,7 @@ from odb_nodes.loader.resharding.sealed import (
 )
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.processing.parallel_processor import ProcessorState
-from odb_nodes.sources.sharded_sampler import SamplerState
-from odb_nodes.sources.share import Share, dealt
+from odb_nodes.sources.sharded_sampler import SamplerState, Share, dealt
 from odb_nodes.sources.source_mixer import MixerState
 
 TakenOf = Mapping[str, tuple[int, int]]

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from odb_nodes._core.codec import explain_unreadable, is_readable, tensor_bytes
+from odb_nodes._core.content import explain_unreadable, is_readable, tensor_bytes
 from odb_nodes.contract.config import check_config
 from odb_nodes.errors import StateError
 

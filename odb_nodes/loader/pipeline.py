@@ -16,8 +16,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torch import pin_memory
 from odb_nodes._core.checks import check_callable, describe
-from odb_nodes._core.fingerprints import stable_names
-from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.hashing import hash_ints, stable_names
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner

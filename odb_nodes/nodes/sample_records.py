@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.codec import from_bytes, to_bytes
+from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.config import loading

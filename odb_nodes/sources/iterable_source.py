@@ -20,8 +20,8 @@ from odb_nodes._compat.self_splitting import split_by_itself
 from odb_nodes._core.checks import check_bool, check_iterable
 from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes._core.progress import SlowProgress
-from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import EpochNode, EpochState, copy_state
 from odb_nodes.contract.node import check_own_state
 from odb_nodes.errors import SampleError, StateError

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_bool, check_integer
+from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
 from odb_nodes._core.progress import SlowProgress
-from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import EpochNode
 from odb_nodes.contract.node import ItemLocation
 from odb_nodes.errors import SampleError, StateError

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
+from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import EpochNode, EpochState
 from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey

@@ -9,7 +9,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes.contract import NodeState, SourceStates, StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.node import (

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_integer
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes._core.progress import Bar
 from odb_nodes.contract.graph import close_nodes, length_of, walk
 from odb_nodes.contract.node import call_member

@@ -20,7 +20,7 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes.sources import IterableSource
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes.alignment.exchange.base import Exchange, LocalExchange
 from odb_nodes.alignment.exchange.gloo import GlooExchange
 

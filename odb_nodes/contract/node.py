@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -63,10 +62,9 @@ class EpochCounter:
     epoch stays, and `cycle` counts.
     """
 
-    def __init__(self) -> None:
-        self.epoch = self.cycle = 0
-        self.started = self._again = False
-        self._requested: int | None = None
+    epoch = cycle = 0
+    started = _again = False
+    _requested: int | None = None
 
     @property
     def shuffle_key(self) -> int:
@@ -88,13 +86,12 @@ class EpochCounter:
             self.cycle = 0
         self.started = self._again = False
 
-    def request(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset begins."""
-        self._requested = check_count("epoch", epoch, 0)
-
-    def request_cycle(self) -> None:
-        """Make the next reset begin this epoch again, in another order."""
-        self._again = True
+    def request(self, epoch: int | None) -> None:
+        """Make `epoch` the one that the next reset begins; `None`: this one again."""
+        if epoch is None:
+            self._again = True
+        else:
+            self._requested = check_count("epoch", epoch, 0)
 
     def restore(self, state: EpochState) -> None:
         """Go to where a state stands."""
@@ -112,8 +109,10 @@ class EpochCounter:
 class StatefulNode(BaseNode[T], Generic[T, S]):
     """A node whose state is declared, sealed when it is saved, and checked when it is loaded.
 
-    A node derives from it, declares its state as a dataclass, and defines four methods: `next`,
-    `begin_epoch`, `save` and `restore`. It gets these in return:
+    A node derives from it, declares its state as a dataclass, and defines `next`. Each field of the
+    state is an attribute of the node of the same name: a source, a dict of sources, or a value,
+    whose default an epoch begins with. A node whose state is something else defines `begin_epoch`,
+    `save` and `restore` as well. It gets these in return:
 
     - A state of another version, node or configuration, one that lacks a field, and one that was
       changed or damaged since is a `StateError` that names the node, and what it found.
@@ -161,10 +160,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     def __init__(self) -> None:
         super().__init__()
         for name in ("begin_epoch", "restore", "save"):
-            if getattr(type(self), name) is getattr(StatefulNode, name):
-                raise TypeError(f"`{type(self).__name__}` must define `{name}`.")
-        self.__is_made = True
-        self.__is_reset = False
+            if getattr(type(self), name) is getattr(StatefulNode, name) and not self.__declared():
+                raise TypeError(
+                    f"`{type(self).__name__}` must define `{name}`, or declare as `STATE` what its "
+                    "state holds."
+                )
+        self.__is_made, self.__is_reset = True, False
 
     # --- what a node defines --------------------------------------------------------------------
 
@@ -172,8 +173,22 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """Let go of what a reset leaves behind, before `begin_epoch` or `restore`."""
 
     def begin_epoch(self) -> None:
-        """Stand at the beginning of the next epoch, and reset the sources with `None`."""
-        raise NotImplementedError
+        """Stand at the beginning of the next epoch, and reset the sources with `None`.
+
+        By default, each attribute that the state declares becomes its default.
+        """
+        for one, is_source in self.__declared():
+            if is_source:
+                _reset(getattr(self, one.name), None)
+            elif one.default_factory is not MISSING:
+                setattr(self, one.name, one.default_factory())
+            elif one.default is not MISSING:
+                setattr(self, one.name, one.default)
+            else:
+                raise TypeError(
+                    f"`{one.name}` of `{self.STATE.__name__}` must have a default, which an epoch "
+                    f"begins with, or `{type(self).__name__}` must define `begin_epoch`."
+                )
 
     def restore(self, state: S) -> None:
         """Go to where `state` stands, and reset the sources with their parts of it.
@@ -185,7 +200,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         Raises:
             StateError: the node cannot go there.
         """
-        raise NotImplementedError
+        for one, is_source in self.__declared():
+            saved = getattr(state, one.name)
+            if is_source:
+                _reset(getattr(self, one.name), saved)
+            else:
+                setattr(self, one.name, saved)
 
     def save(self) -> S:
         """Return where the node stands. It must not raise, and is called once per item by some.
@@ -194,7 +214,20 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         `snapshot(source)` where it stands. What takes long to make may be an object that never
         changes, with a method `to_state()` that makes it.
         """
-        raise NotImplementedError
+        values = {one.name: getattr(self, one.name) for one, _ in self.__declared()}
+        for one, is_source in self.__declared():
+            if is_source and isinstance(node := values[one.name], BaseNode):
+                values[one.name] = snapshot(node)
+            elif is_source:
+                values[one.name] = {key: snapshot(source) for key, source in node.items()}
+        state: S = self.STATE(**values)
+        return state
+
+    def __declared(self) -> list[tuple[Field[Any], bool]]:
+        """Return the fields of the state that are the node's own, and which are of sources."""
+        declared: Any = self.STATE
+        sources, base = source_fields(declared), [one.name for one in fields(self._STATE_BASE)]
+        return [(one, one.name in sources) for one in fields(declared) if one.name not in base]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal.
@@ -268,7 +301,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                     self._epochs.restore(state)
                 self.restore(state)
         except BaseException as error:  # It stands nowhere now: only another reset helps.
-            self.__failure = self._as_exception(error)
+            self.__fail(error)
             raise
         self.__failure, self.__is_reset = None, True
 
@@ -311,16 +344,17 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def take_chunk(self, count: int) -> Chunk[T]:
         """Return some of the next items, and their keys: see `next_chunk`."""
-        return self.__guarded(partial(self.__checked_chunk, count))
 
-    def __checked_chunk(self, count: int) -> Chunk[T]:
-        items, keys = self.next_chunk(count)
-        if not 0 < len(items) == len(keys) <= count:
-            raise TypeError(
-                f"`next_chunk` of `{type(self).__name__}` must return 1 to {count} items, and a "
-                f"key for each, but returned {len(items)} and {len(keys)} keys."
-            )
-        return items, keys
+        def take() -> Chunk[T]:
+            items, keys = self.next_chunk(count)
+            if not 0 < len(items) == len(keys) <= count:
+                raise TypeError(
+                    f"`next_chunk` of `{type(self).__name__}` must return 1 to {count} items, and "
+                    f"a key for each, but returned {len(items)} and {len(keys)} keys."
+                )
+            return items, keys
+
+        return self.__guarded(take)
 
     def __guarded(self, take: Callable[[], R]) -> R:
         if self.__failure is not None:
@@ -335,14 +369,14 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             raise
         except BaseException as error:
             if not self.retries_errors:
-                self.__failure = self._as_exception(error)
+                self.__fail(error)
             raise
 
-    def _as_exception(self, error: BaseException) -> Exception:
-        """Return the error to raise from now on: Ctrl-C loses what was on its way."""
-        if isinstance(error, Exception):
-            return error
-        return StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+    def __fail(self, error: BaseException) -> None:
+        """Raise an error from now on; Ctrl-C, too, loses what was on its way."""
+        if not isinstance(error, Exception):
+            error = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+        self.__failure = error
 
 
 class EpochNode(StatefulNode[T, S]):
@@ -366,7 +400,7 @@ class EpochNode(StatefulNode[T, S]):
 
     def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.request_cycle()
+        self._epochs.request(None)
 
 
 # --- any node, also one of torchdata --------------------------------------------------------------
@@ -414,6 +448,15 @@ def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
         _check_plain_state(node, state)
         state = Snapshot(copy_state(state))
     return state
+
+
+def _reset(holder: Any, states: Any) -> None:
+    """Reset a source, or each of a dict of them."""
+    if isinstance(holder, BaseNode):
+        holder.reset(states)
+        return
+    for key, node in holder.items():
+        node.reset(None if states is None else states[key])
 
 
 def _check_sources(node: StatefulNode[Any, Any], saved: Mapping[str, Any]) -> None:

@@ -147,7 +147,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     _STATE_BASE: ClassVar[type[Any]] = NodeState
     _epochs: Any = None  # the `EpochCounter` of an `EpochNode`
     __is_made = __is_reset = False
-    __config: Snapshot | None = None  # the fingerprint, which stays until the next reset
+    __sources: ClassVar[list[tuple[str, bool]]] = []  # fields, and whether each holds several
+    __envelope: dict[str, Any] | None = None  # with the fingerprint; stays until the next reset
     __failure: Exception | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -156,6 +157,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if "next_chunk" not in vars(first):
             cls.next_chunk = StatefulNode.next_chunk  # type: ignore[method-assign]
         check_declaration(cls.__name__, cls.STATE, cls._STATE_BASE)
+        cls.__sources = [*source_fields(cls.STATE).items()]
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,9 +227,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def __declared(self) -> list[tuple[Field[Any], bool]]:
         """Return the fields of the state that are the node's own, and which are of sources."""
-        declared: Any = self.STATE
-        sources, base = source_fields(declared), [one.name for one in fields(self._STATE_BASE)]
-        return [(one, one.name in sources) for one in fields(declared) if one.name not in base]
+        sources, base = dict(self.__sources), [one.name for one in fields(self._STATE_BASE)]
+        return [(one, one.name in sources) for one in fields(self.STATE) if one.name not in base]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal.
@@ -287,7 +288,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not self.__is_made:
             raise TypeError(f"`{type(self).__name__}.__init__` must call `super().__init__()`.")
         super().reset(initial_state)
-        self.__is_reset, self.__config = False, None
+        self.__is_reset, self.__envelope = False, None
         try:
             self.prepare_reset()
             if initial_state is None:
@@ -327,17 +328,20 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                 f"{type(self).__name__} has no state after an error, which would lose the item "
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
-        name, saved = type(self).__name__, self.save()
+        saved = self.save()
         # Once after a reset, since some ask for a state at each item.
-        if self.__config is None or type(saved) is not self.STATE:
-            config = self.fingerprint()
+        if (envelope := self.__envelope) is None or type(saved) is not self.STATE:
+            name, config = type(self).__name__, self.fingerprint()
             check_saved(name, config, self.STATE, saved)
-            self.__config = kept(config)
+            self.__envelope = envelope = seal(name, kept(config, {}), {})
         values = vars(saved)
-        _check_sources(self, values)
+        for name, holds_several in self.__sources:
+            if type(values[name]) is not Snapshot:  # else `snapshot` has checked it
+                _check_source(self, name, values[name], holds_several)
+        state = kept(values, envelope)
         if self._epochs is not None:
-            values.update(self._epochs.save())
-        return kept(seal(name, self.__config, values))
+            state.update(self._epochs.save())
+        return state
 
     def __next__(self) -> T:
         return self.__guarded(self.next)
@@ -459,16 +463,15 @@ def _reset(holder: Any, states: Any) -> None:
         node.reset(None if states is None else states[key])
 
 
-def _check_sources(node: StatefulNode[Any, Any], saved: Mapping[str, Any]) -> None:
-    """Make sure that what a node saves of its sources says where they stand."""
-    declared: Any = node.STATE
-    for name, holds_several in source_fields(declared).items():
-        holder = f"a source of `{type(node).__name__}`"
-        if not holds_several:
-            holder = getattr(node, name, holder)
-        for state in saved[name].values() if holds_several else (saved[name],):
-            if type(state) is not Snapshot:  # else `snapshot` has checked it
-                _check_plain_state(holder, state)
+def _check_source(node: object, name: str, saved: Any, holds_several: bool) -> None:
+    """Make sure that what a node saves of a source, or of several, says where they stand."""
+    holder = f"a source of `{type(node).__name__}`"
+    if not holds_several:
+        _check_plain_state(getattr(node, name, holder), saved)
+        return
+    for state in saved.values():
+        if type(state) is not Snapshot:
+            _check_plain_state(holder, state)
 
 
 def _check_plain_state(node: object, state: Any) -> None:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -75,14 +74,12 @@ def copy_state(state: Any) -> Any:
     return _copied(state, _PLAIN)
 
 
-def kept(values: Mapping[str, Any]) -> Snapshot:
-    """Return a state that shares with some values only what never changes."""
-    return Snapshot(
-        {
-            name: value if type(value) in _CONSTANT else _copied(value, _CONSTANT)
-            for name, value in values.items()
-        }
-    )
+def kept(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
+    """Return a state in an envelope that shares with some values only what never changes."""
+    state = Snapshot(envelope)
+    for name, value in values.items():
+        state[name] = value if type(value) in _CONSTANT else _copied(value, _CONSTANT)
+    return state
 
 
 def _copied(state: Any, shared: frozenset[type]) -> Any:
@@ -124,10 +121,8 @@ def check_declaration(node: str, declared: Any, base: Any) -> None:
             f"`STATE` of `{node}` must not have a field {sorted(reserved)}: the envelope of a "
             "state has one. Give it another name."
         )
-    source_fields(declared)  # A name in an annotation that is not known is an error here.
 
 
-@cache
 def source_fields(declared: Any) -> dict[str, bool]:
     """Return the fields that hold the states of sources, and whether each holds several."""
     hints = get_type_hints(declared, include_extras=True)
@@ -149,7 +144,7 @@ def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
             f"what `save` of `{node}` returned has {sorted(others)}, which are no fields of "
             f"`{declared.__name__}`. Declare them there."
         )
-    own = {name: getattr(saved, name) for name in vars(saved).keys() - source_fields(declared)}  # type: ignore[arg-type]
+    own = {name: getattr(saved, name) for name in vars(saved).keys() - source_fields(declared)}
     if not is_readable(copied := copy_state(own)):
         raise TypeError(explain_unreadable(copied, f"save() of {node}"))
 

@@ -11,19 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
-from torch.utils.data._utils.pin_memory import pin_memory
-
-__all__ = [
-    "forget_step",
-    "is_dtensor",
-    "is_freed_graph",
-    "is_sharded",
-    "leaves_of",
-    "pin_memory",
-    "runs_ahead",
-    "uncompiled",
-    "without_ddp_sync",
-]
+from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 
 @contextmanager
@@ -77,11 +65,6 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 def is_freed_graph(error: RuntimeError) -> bool:
     """Tell whether an error says that a `backward` before has freed the graph."""
     return "backward through the graph a second time" in str(error)
-
-
-def runs_ahead() -> bool:
-    """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
-    return bool(torch.cuda.is_initialized())
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

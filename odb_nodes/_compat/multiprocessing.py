@@ -11,8 +11,6 @@ from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from weakref import WeakSet
 
-__all__ = ["keep_from_forks"]
-
 _kept: WeakSet[BaseProcess] = WeakSet()
 
 

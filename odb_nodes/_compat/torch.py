@@ -15,18 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 # Pins tensors in any nesting of mappings, sequences and tuples, as torch's `DataLoader` does.
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = [
-    "PinnedMemory",
-    "forget_step",
-    "is_dtensor",
-    "is_freed_graph",
-    "is_sharded",
-    "leaves_of",
-    "runs_ahead",
-    "uncompiled",
-    "without_ddp_sync",
-]
-
 
 @contextmanager
 def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
@@ -97,11 +85,6 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 def is_freed_graph(error: RuntimeError) -> bool:
     """Tell whether an error says that a `backward` before has freed the graph."""
     return "backward through the graph a second time" in str(error)
-
-
-def runs_ahead() -> bool:
-    """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
-    return bool(torch.cuda.is_initialized())
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

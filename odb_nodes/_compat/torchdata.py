@@ -27,19 +27,6 @@ from torchdata.nodes import (
 from torchdata.nodes.map import _ParallelMapperImpl, _ParallelMapperIter, _SingleThreadedMapper
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
-__all__ = [
-    "RANDOM_SAMPLERS",
-    "has_threads",
-    "join_threads",
-    "length_of",
-    "replays_items",
-    "set_epoch",
-    "signal_stop",
-    "snapshot_of",
-    "thread_of",
-    "unrepeatable_sampler",
-]
-
 RANDOM_SAMPLERS = (
     RandomSampler,
     stateful_sampler.RandomSampler,

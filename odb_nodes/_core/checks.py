@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, get_args
+
+# --- arguments ------------------------------------------------------------------------------------
+
 
 MAX_COUNT = 2**31 - 1
 """Largest count: state stores counts as 32-bit integers."""
@@ -129,3 +133,17 @@ def _class_name(kind: type) -> str:
     if kind is NoneType:
         return "None"
     return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} `{kind.__name__}`"
+
+
+# --- packages -------------------------------------------------------------------------------------
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Return a module of a package that an extra of this library installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"`{module}` cannot be imported ({error}). Install it with: "
+            f"pip install 'odb-nodes[{extra}]'"
+        ) from error

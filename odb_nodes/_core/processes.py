@@ -1,4 +1,4 @@
-"""What a process owns: its threads and workers, Ctrl-C, and the memory that it has freed."""
+"""What a process is and owns: its rank, its threads and workers, Ctrl-C, freed memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_integer
 from odb_nodes.errors import WorkerError
+
+# --- processes ------------------------------------------------------------------------------------
+
 
 _CAN_MASK = hasattr(signal, "pthread_sigmask")  # not on Windows
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of `malloc.h`
@@ -87,3 +93,45 @@ def keep_freed_memory(size_bytes: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         any(mallopt(_M_MMAP_THRESHOLD, size) for size in (size_bytes, _LARGEST_OF_OLD))
         mallopt(_M_TRIM_THRESHOLD, size_bytes)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: as given, or from torch.distributed, or from the environment."""
+    if (rank is None) != (world_size is None):
+        raise ValueError(
+            "`rank` and `world_size` must be given together, "
+            f"but are {rank!r} and {world_size!r} instead."
+        )
+    if rank is None or world_size is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        world_size = _variable("WORLD_SIZE", 1, 1, MAX_COUNT)
+        return _variable("RANK", 0, 0, world_size - 1), world_size
+    world_size = check_count("world_size", world_size)
+    rank = check_integer("rank", rank)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"`rank` must be in 0..{world_size - 1}, but is {rank} instead.")
+    return rank, world_size
+
+
+def has_data_elsewhere(world_size: int) -> bool:
+    """Tell whether other ranks than the `world_size` that share this data have data, too."""
+    return world_size == 1 and resolve_rank(None, None)[1] > 1
+
+
+def _variable(name: str, default: int, least: int, most: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise ValueError(
+            f"the environment variable `{name}` must be an integer in {least}..{most}, but is "
+            f"{text!r} instead. Start all ranks with torchrun, which sets `RANK` and `WORLD_SIZE`, "
+            "or unset both for a single process."
+        )
+    return value

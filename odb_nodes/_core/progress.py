@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import resolve_rank
 
 logger = logging.getLogger("odb_nodes")
 

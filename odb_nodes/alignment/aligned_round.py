@@ -15,7 +15,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice
-from odb_nodes.contract.config import allow_mismatch
+from odb_nodes.contract.config import loading_with
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.sample_records import (
     RecordsState,
@@ -236,7 +236,7 @@ def groups_again(
     else:
         records = from_records(records_state)
         made = len(records)
-        with nullcontext() if may_differ else allow_mismatch(False):
+        with nullcontext() if may_differ else loading_with(may_differ=False):
             samples = Remaking(records, node).all(source)
     if len(samples) != sum(sizes):
         raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")

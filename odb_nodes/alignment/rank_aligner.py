@@ -32,7 +32,7 @@ from odb_nodes.alignment.peers import (
     sharing_configs,
 )
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
-from odb_nodes.contract.config import epoch_is_left
+from odb_nodes.contract.config import loading
 from odb_nodes.contract.graph import budget_below, describe_empty_epoch, remaining_samples, walk
 from odb_nodes.contract.node import call_member, can_restore, check_node, snapshot
 from odb_nodes.errors import SampleError, StateError
@@ -556,7 +556,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
         has_keys = any(node.keys_changed for node in below)
         has_limits = any(node.limits_changed for node in below)
-        if at_end or at.held is None or epoch_is_left() or not (has_keys or has_limits):
+        if at_end or at.held is None or loading().leaves_epoch or not (has_keys or has_limits):
             return
         inside = at.emitted % self.accumulate
         if has_keys and (self._pool is None or inside):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 
 __all__ = ["main"]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odb_nodes._core.command_line import file_of, is_function_name, load_function
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 from odb_nodes.cli import options as cli
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.tools.code import budget_code
+from odb_nodes.tools.command_line import file_of, is_function_name, load_function
 
 if TYPE_CHECKING:
     from odb_nodes.tools.length_table import LengthTable

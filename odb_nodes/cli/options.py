@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from odb_nodes._core.command_line import check_is_writable
 from odb_nodes.planning.auto_window import parse_window
 from odb_nodes.planning.options import JobOptions
+from odb_nodes.tools.command_line import check_is_writable
 
 __all__ = [
     "BUDGET_TOKENS",

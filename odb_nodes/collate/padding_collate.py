@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_choice
-from odb_nodes._core.rows import INT64
+from odb_nodes._core.content import INT64
 from odb_nodes.collate.token_rows import GroupRows, TokenRows
 from odb_nodes.planning.budget import Shape, fit_shape
 from odb_nodes.sample import IGNORE_INDEX

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
+from odb_nodes._core.content import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.collate.protocol import NewTensor, new_tensor, owned
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import Shape, TokenBudget

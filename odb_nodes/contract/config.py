@@ -7,7 +7,7 @@ import contextvars
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import StateError
@@ -24,54 +24,36 @@ _NO_SHAPES = (
     "With `shapes` a budget cannot become smaller within an epoch, also not by `change_budget`: "
     "groups that were formed before would have more rows than their shape has now. "
 )
-_ABSENT = object()
 _BUDGET_LIMITS = ("budget.tokens", "budget.max_samples", "budget.max_patches")
 _OF_THE_JOB = "RankAligner"  # the node whose ranks are those of the job
 _LONG_CHARACTERS = 160
 _CONTEXT_CHARACTERS = 40
 
-_mismatch: contextvars.ContextVar[bool] = contextvars.ContextVar("mismatch", default=False)
-_smaller: contextvars.ContextVar[bool] = contextvars.ContextVar("smaller", default=False)
-_left: contextvars.ContextVar[bool] = contextvars.ContextVar("left", default=False)
+
+class Loading(NamedTuple):
+    """What the state that is being loaded may differ in."""
+
+    may_differ: bool = False
+    """A changed field of a configuration warns instead of raising."""
+    smaller_budget: bool = False
+    """The limits of a budget may be lower than they were."""
+    leaves_epoch: bool = False
+    """The epoch of the state does not go on: the next one follows."""
 
 
-def allow_mismatch(allow: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Within this context a changed configuration field warns instead of raising."""
-    return _setting(_mismatch, allow)
-
-
-def allow_smaller_budget(allow: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Within this context the limits of a budget may be lower than they were."""
-    return _setting(_smaller, allow)
+_STRICT = Loading()
+_loading: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading", default=_STRICT)
+loading = _loading.get
 
 
 @contextlib.contextmanager
-def _setting(variable: contextvars.ContextVar[bool], value: bool) -> Iterator[None]:
-    token = variable.set(value)
+def loading_with(**changes: bool) -> Iterator[None]:
+    """Load states within this context with other values of `Loading`."""
+    token = _loading.set(_loading.get()._replace(**changes))
     try:
         yield
     finally:
-        variable.reset(token)
-
-
-def mismatch_is_allowed() -> bool:
-    """Tell whether the state that is being loaded need not fit."""
-    return _mismatch.get()
-
-
-def leave_epoch(leave: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Within this context a state is restored whose epoch does not go on: the next one follows."""
-    return _setting(_left, leave)
-
-
-def epoch_is_left() -> bool:
-    """Tell whether nothing follows in the epoch of the state that is being loaded."""
-    return _left.get()
-
-
-def smaller_budget_is_allowed() -> bool:
-    """Tell whether the limits of a budget may be lower than those of the state being loaded."""
-    return _smaller.get()
+        _loading.reset(token)
 
 
 def check_config(node: str, saved: Config, present: Config, fixed: Collection[str] = ()) -> None:
@@ -85,7 +67,7 @@ def check_config(node: str, saved: Config, present: Config, fixed: Collection[st
             "build the node as it was, or load a state that was saved after the last step of an "
             "epoch."
         )
-    if not _mismatch.get():
+    if not loading().may_differ:
         raise StateError(message + _REMEDY)
     warn_user(message + _REMEDY)
 
@@ -117,7 +99,7 @@ def sealed_configs(state: object) -> Iterator[tuple[str, Config]]:
         yield from sealed_configs(part)
 
 
-def equal(saved: Any, present: Any) -> bool:
+def _equal(saved: Any, present: Any) -> bool:
     """Compare as `==` does, but True is not 1."""
     return type(saved) is type(present) and bool(saved == present)
 
@@ -125,22 +107,37 @@ def equal(saved: Any, present: Any) -> bool:
 def _changes(saved: Config, present: Config) -> dict[str, str]:
     """Return what is to be said of each field that has changed."""
     found = {}
-    may_shrink = _smaller.get() and not _has_padded_shapes(present)
+    may_shrink = loading().smaller_budget and not _has_padded_shapes(present)
     for name in sorted({*saved, *present}, key=str):
-        pair = saved.get(name, _ABSENT), present.get(name, _ABSENT)
-        if not (equal(*pair) or (may_shrink and _is_smaller(name, *pair))):
-            before, now = _where_they_differ(
-                *(repr("absent" if one is _ABSENT else one) for one in pair)
-            )
+        pair = saved.get(name, "absent"), present.get(name, "absent")
+        if not (_equal(*pair) or (may_shrink and _is_smaller(name, *pair))):
+            before, now = _where_they_differ(*map(repr, pair))
             found[name] = f"`{name}` was {before} when saved, but is {now} now"
     return found
 
 
 def _message(changed: Mapping[str, tuple[Config, Config]]) -> str:
     parts = [f"{node}: {'; '.join(_changes(*pair).values())}" for node, pair in changed.items()]
-    remedies = {_budget_remedy(*pair) for pair in changed.values()}
-    remedies |= {_ranks_remedy(*changed[node]) for node in changed if node == _OF_THE_JOB}
+    remedies = {_remedy(node, *pair) for node, pair in changed.items()}
     return f"the state does not fit {'. '.join(parts)}. {''.join(sorted(remedies))}"
+
+
+def _remedy(node: str, saved: Config, present: Config) -> str:
+    """Return what to do about a change of the number of ranks, or of a budget."""
+    before, now = saved.get("world_size"), present.get("world_size")
+    if node == _OF_THE_JOB and before != now:
+        return (
+            f"To go on with another number of ranks, take the states of all {before}: by "
+            f"`reshard(states, {now})`, `load_rank_state` or `Checkpoints.load`. "
+        )
+    limits = [(name, saved.get(name), present.get(name)) for name in _BUDGET_LIMITS]
+    changed = [limit for limit in limits if not _equal(*limit[1:])]
+    may_shrink = loading().smaller_budget
+    if not all(_is_smaller(*limit) for limit in changed):
+        return _ONLY_SMALLER if may_shrink else ""
+    if changed and _has_padded_shapes(present):
+        return _NO_SHAPES
+    return _LOAD_SMALLER if changed and not may_shrink else ""
 
 
 def _is_smaller(name: str, before: Any, now: Any) -> bool:
@@ -152,28 +149,6 @@ def _is_smaller(name: str, before: Any, now: Any) -> bool:
 
 def _has_padded_shapes(config: Config) -> bool:
     return config.get("budget.shapes") is not None and config.get("budget.layout") == "padded"
-
-
-def _budget_remedy(saved: Config, present: Config) -> str:
-    pairs = [(name, saved.get(name), present.get(name)) for name in _BUDGET_LIMITS]
-    changed = [pair for pair in pairs if not equal(*pair[1:])]
-    if not changed:
-        return ""
-    if not all(_is_smaller(*pair) for pair in changed):
-        return _ONLY_SMALLER if _smaller.get() else ""
-    if _has_padded_shapes(present):
-        return _NO_SHAPES
-    return "" if _smaller.get() else _LOAD_SMALLER
-
-
-def _ranks_remedy(saved: Config, present: Config) -> str:
-    before, now = saved.get("world_size"), present.get("world_size")
-    if equal(before, now):
-        return ""
-    return (
-        f"To go on with another number of ranks, take the states of all {before}: by "
-        f"`reshard(states, {now})`, `load_rank_state` or `Checkpoints.load`. "
-    )
 
 
 def _where_they_differ(*texts: str) -> tuple[str, ...]:

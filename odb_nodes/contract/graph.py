@@ -8,24 +8,9 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat import torchdata
-from odb_nodes._compat.torchdata import length_of
+from odb_nodes._compat.torchdata import length_of as length_of
 from odb_nodes.contract.node import call_member
 from odb_nodes.planning import TokenBudget
-
-__all__ = [
-    "begin_cycle",
-    "begin_epoch",
-    "budget_below",
-    "close_nodes",
-    "describe_empty_epoch",
-    "has_threads",
-    "known_length_of",
-    "length_of",
-    "remaining_samples",
-    "stop_threads",
-    "walk",
-]
-
 
 _MOST_SOURCES = 4096  # that a node holds in one list or dict
 

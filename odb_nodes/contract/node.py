@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -18,15 +17,13 @@ from odb_nodes.contract.state import (
     check_declaration,
     check_saved,
     copy_state,
-    frozen,
-    frozen_state,
+    kept,
     seal,
     source_fields,
     unseal,
 )
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import ItemKey, LeftOut
+from odb_nodes.sample import ItemKey
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
@@ -65,10 +62,9 @@ class EpochCounter:
     epoch stays, and `cycle` counts.
     """
 
-    def __init__(self) -> None:
-        self.epoch = self.cycle = 0
-        self.started = self._again = False
-        self._requested: int | None = None
+    epoch = cycle = 0
+    started = _again = False
+    _requested: int | None = None
 
     @property
     def shuffle_key(self) -> int:
@@ -90,13 +86,12 @@ class EpochCounter:
             self.cycle = 0
         self.started = self._again = False
 
-    def request(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset begins."""
-        self._requested = check_count("epoch", epoch, 0)
-
-    def request_cycle(self) -> None:
-        """Make the next reset begin this epoch again, in another order."""
-        self._again = True
+    def request(self, epoch: int | None) -> None:
+        """Make `epoch` the one that the next reset begins; `None`: this one again."""
+        if epoch is None:
+            self._again = True
+        else:
+            self._requested = check_count("epoch", epoch, 0)
 
     def restore(self, state: EpochState) -> None:
         """Go to where a state stands."""
@@ -114,8 +109,10 @@ class EpochCounter:
 class StatefulNode(BaseNode[T], Generic[T, S]):
     """A node whose state is declared, sealed when it is saved, and checked when it is loaded.
 
-    A node derives from it, declares its state as a dataclass, and defines four methods: `next`,
-    `begin_epoch`, `save` and `restore`. It gets these in return:
+    A node derives from it, declares its state as a dataclass, and defines `next`. Each field of the
+    state is an attribute of the node of the same name: a source, a dict of sources, or a value,
+    whose default an epoch begins with. A node whose state is something else defines `begin_epoch`,
+    `save` and `restore` as well. It gets these in return:
 
     - A state of another version, node or configuration, one that lacks a field, and one that was
       changed or damaged since is a `StateError` that names the node, and what it found.
@@ -150,7 +147,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     _STATE_BASE: ClassVar[type[Any]] = NodeState
     _epochs: Any = None  # the `EpochCounter` of an `EpochNode`
     __is_made = __is_reset = False
-    __config: Snapshot | None = None  # the fingerprint, which stays until the next reset
+    __sources: ClassVar[list[tuple[str, bool]]] = []  # fields, and whether each holds several
+    __envelope: dict[str, Any] | None = None  # with the fingerprint; stays until the next reset
     __failure: Exception | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -159,14 +157,17 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if "next_chunk" not in vars(first):
             cls.next_chunk = StatefulNode.next_chunk  # type: ignore[method-assign]
         check_declaration(cls.__name__, cls.STATE, cls._STATE_BASE)
+        cls.__sources = [*source_fields(cls.STATE).items()]
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("begin_epoch", "restore", "save"):
-            if getattr(type(self), name) is getattr(StatefulNode, name):
-                raise TypeError(f"`{type(self).__name__}` must define `{name}`.")
-        self.__is_made = True
-        self.__is_reset = False
+            if getattr(type(self), name) is getattr(StatefulNode, name) and not self.__declared():
+                raise TypeError(
+                    f"`{type(self).__name__}` must define `{name}`, or declare as `STATE` what its "
+                    "state holds."
+                )
+        self.__is_made, self.__is_reset = True, False
 
     # --- what a node defines --------------------------------------------------------------------
 
@@ -174,8 +175,22 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """Let go of what a reset leaves behind, before `begin_epoch` or `restore`."""
 
     def begin_epoch(self) -> None:
-        """Stand at the beginning of the next epoch, and reset the sources with `None`."""
-        raise NotImplementedError
+        """Stand at the beginning of the next epoch, and reset the sources with `None`.
+
+        By default, each attribute that the state declares becomes its default.
+        """
+        for one, is_source in self.__declared():
+            if is_source:
+                _reset(getattr(self, one.name), None)
+            elif one.default_factory is not MISSING:
+                setattr(self, one.name, one.default_factory())
+            elif one.default is not MISSING:
+                setattr(self, one.name, one.default)
+            else:
+                raise TypeError(
+                    f"`{one.name}` of `{self.STATE.__name__}` must have a default, which an epoch "
+                    f"begins with, or `{type(self).__name__}` must define `begin_epoch`."
+                )
 
     def restore(self, state: S) -> None:
         """Go to where `state` stands, and reset the sources with their parts of it.
@@ -187,7 +202,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         Raises:
             StateError: the node cannot go there.
         """
-        raise NotImplementedError
+        for one, is_source in self.__declared():
+            saved = getattr(state, one.name)
+            if is_source:
+                _reset(getattr(self, one.name), saved)
+            else:
+                setattr(self, one.name, saved)
 
     def save(self) -> S:
         """Return where the node stands. It must not raise, and is called once per item by some.
@@ -196,7 +216,19 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         `snapshot(source)` where it stands. What takes long to make may be an object that never
         changes, with a method `to_state()` that makes it.
         """
-        raise NotImplementedError
+        values = {one.name: getattr(self, one.name) for one, _ in self.__declared()}
+        for one, is_source in self.__declared():
+            if is_source and isinstance(node := values[one.name], BaseNode):
+                values[one.name] = snapshot(node)
+            elif is_source:
+                values[one.name] = {key: snapshot(source) for key, source in node.items()}
+        state: S = self.STATE(**values)
+        return state
+
+    def __declared(self) -> list[tuple[Field[Any], bool]]:
+        """Return the fields of the state that are the node's own, and which are of sources."""
+        sources, base = dict(self.__sources), [one.name for one in fields(self._STATE_BASE)]
+        return [(one, one.name in sources) for one in fields(self.STATE) if one.name not in base]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal.
@@ -210,16 +242,6 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         return ()
 
     # --- what a node may be asked ---------------------------------------------------------------
-
-    @property
-    def budget(self) -> TokenBudget | None:
-        """The budget of the groups that it yields; `None` where it forms none."""
-        return None
-
-    @property
-    def remaining_samples(self) -> int:
-        """Samples of this epoch that it holds or knows to be left, beside its sources'."""
-        return 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins, if it counts them."""
@@ -249,10 +271,6 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         """
         return [self.next()], [self.item_key()]
 
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were left out since the last call."""
-        return []
-
     def interrupt(self) -> None:
         """Make a `next` that waits on another thread raise now. A reset takes it back."""
 
@@ -270,7 +288,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not self.__is_made:
             raise TypeError(f"`{type(self).__name__}.__init__` must call `super().__init__()`.")
         super().reset(initial_state)
-        self.__is_reset, self.__config = False, None
+        self.__is_reset, self.__envelope = False, None
         try:
             self.prepare_reset()
             if initial_state is None:
@@ -284,7 +302,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                     self._epochs.restore(state)
                 self.restore(state)
         except BaseException as error:  # It stands nowhere now: only another reset helps.
-            self.__failure = self._as_exception(error)
+            self.__fail(error)
             raise
         self.__failure, self.__is_reset = None, True
 
@@ -295,49 +313,52 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             StateError: `next` raised, and a state would lose the item that caused it. The `Loader`
                 uses the one before.
         """
-        return add_digest(copy_state(self.__sealed()))
+        return add_digest(copy_state(self.__snapshot()))
 
     def _snapshot_of_own(self) -> Snapshot | None:
         """Return the state for `snapshot`; `None` where a derived class changes what it is."""
         cls = type(self)
         if cls.get_state is StatefulNode.get_state and cls.state_dict is BaseNode.state_dict:
-            return self.__sealed()
+            return self.__snapshot()
         return None
 
-    def __sealed(self) -> Snapshot:
+    def __snapshot(self) -> Snapshot:
         if self.__failure is not None and not (self.keeps_failed_items and self.__is_reset):
             raise StateError(
                 f"{type(self).__name__} has no state after an error, which would lose the item "
                 f"that caused it ({self.__failure}). Load the last state saved before."
             )
-        name, saved = type(self).__name__, self.save()
+        saved = self.save()
         # Once after a reset, since some ask for a state at each item.
-        if self.__config is None or type(saved) is not self.STATE:
-            config = self.fingerprint()
+        if (envelope := self.__envelope) is None or type(saved) is not self.STATE:
+            name, config = type(self).__name__, self.fingerprint()
             check_saved(name, config, self.STATE, saved)
-            self.__config = Snapshot(frozen(config))
-        declared: Any = self.STATE
+            self.__envelope = envelope = seal(name, kept(config, {}), {})
         values = vars(saved)
-        _check_sources(self, source_fields(declared), values)
+        for name, holds_several in self.__sources:
+            if type(values[name]) is not Snapshot:  # else `snapshot` has checked it
+                _check_source(self, name, values[name], holds_several)
+        state = kept(values, envelope)
         if self._epochs is not None:
-            values.update(self._epochs.save())
-        return frozen_state(seal(name, self.__config, values))
+            state.update(self._epochs.save())
+        return state
 
     def __next__(self) -> T:
         return self.__guarded(self.next)
 
     def take_chunk(self, count: int) -> Chunk[T]:
         """Return some of the next items, and their keys: see `next_chunk`."""
-        return self.__guarded(partial(self.__checked_chunk, count))
 
-    def __checked_chunk(self, count: int) -> Chunk[T]:
-        items, keys = self.next_chunk(count)
-        if not 0 < len(items) == len(keys) <= count:
-            raise TypeError(
-                f"`next_chunk` of `{type(self).__name__}` must return 1 to {count} items, and a "
-                f"key for each, but returned {len(items)} and {len(keys)} keys."
-            )
-        return items, keys
+        def take() -> Chunk[T]:
+            items, keys = self.next_chunk(count)
+            if not 0 < len(items) == len(keys) <= count:
+                raise TypeError(
+                    f"`next_chunk` of `{type(self).__name__}` must return 1 to {count} items, and "
+                    f"a key for each, but returned {len(items)} and {len(keys)} keys."
+                )
+            return items, keys
+
+        return self.__guarded(take)
 
     def __guarded(self, take: Callable[[], R]) -> R:
         if self.__failure is not None:
@@ -352,14 +373,14 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             raise
         except BaseException as error:
             if not self.retries_errors:
-                self.__failure = self._as_exception(error)
+                self.__fail(error)
             raise
 
-    def _as_exception(self, error: BaseException) -> Exception:
-        """Return the error to raise from now on: Ctrl-C loses what was on its way."""
-        if isinstance(error, Exception):
-            return error
-        return StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+    def __fail(self, error: BaseException) -> None:
+        """Raise an error from now on; Ctrl-C, too, loses what was on its way."""
+        if not isinstance(error, Exception):
+            error = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
+        self.__failure = error
 
 
 class EpochNode(StatefulNode[T, S]):
@@ -383,7 +404,7 @@ class EpochNode(StatefulNode[T, S]):
 
     def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.request_cycle()
+        self._epochs.request(None)
 
 
 # --- any node, also one of torchdata --------------------------------------------------------------
@@ -433,18 +454,24 @@ def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
     return state
 
 
-def _check_sources(node: StatefulNode[Any, Any], names: Mapping[str, bool], saved: Any) -> None:
-    """Make sure that what a node saves of its sources says where they stand."""
-    for name, holds_several in names.items():
-        source, state = getattr(node, name, None), saved[name]
-        pairs = [(source, state)]
-        if holds_several and isinstance(state, Mapping):
-            of = source if isinstance(source, Mapping) else {}
-            pairs = [(of.get(key), one) for key, one in state.items()]
-        for one, of_it in pairs:
-            if type(of_it) is not Snapshot:  # else `snapshot` has checked it
-                known = isinstance(one, BaseNode)
-                _check_plain_state(one if known else f"a source of {_name(node)}", of_it)
+def _reset(holder: Any, states: Any) -> None:
+    """Reset a source, or each of a dict of them."""
+    if isinstance(holder, BaseNode):
+        holder.reset(states)
+        return
+    for key, node in holder.items():
+        node.reset(None if states is None else states[key])
+
+
+def _check_source(node: object, name: str, saved: Any, holds_several: bool) -> None:
+    """Make sure that what a node saves of a source, or of several, says where they stand."""
+    holder = f"a source of `{type(node).__name__}`"
+    if not holds_several:
+        _check_plain_state(getattr(node, name, holder), saved)
+        return
+    for state in saved.values():
+        if type(state) is not Snapshot:
+            _check_plain_state(holder, state)
 
 
 def _check_plain_state(node: object, state: Any) -> None:
@@ -452,12 +479,11 @@ def _check_plain_state(node: object, state: Any) -> None:
     check_own_state(node, state, "get_state")
     if "node" in state:  # It is sealed: one of ours has checked its own sources.
         return
+    below = getattr(node, "source", f"a node below {_name(node)}")
     for key in ("source", "snapshot", "it_state"):  # where torchdata's keep those of their sources
         if key in state and (key != "snapshot" or state[key] is not None):
             # A mapper keeps its state in that of an iterator, one level further down.
-            below = node if key == "it_state" else getattr(node, "source", None)
-            known = isinstance(below, BaseNode)
-            _check_plain_state(below if known else f"a node below {_name(node)}", state[key])
+            _check_plain_state(node if key == "it_state" else below, state[key])
     for key in ("iterable", "_sampler"):  # which have none before their first item
         if key in state and state.get("_num_yielded"):
             name = key.strip("_")
@@ -511,11 +537,7 @@ def checked_key(node: BaseNode[Any], key: Any) -> ItemKey | None:
         return None
     try:
         source, number, world_size, repeat = key
-        if not isinstance(source, str):
-            raise TypeError(f"`source` must be a string, but is {source!r} instead.")
-        plain = type(number) is type(repeat) is type(world_size) is int
-        if plain and 0 <= number <= MAX_KEY and 0 <= repeat <= MAX_KEY and world_size > 0:
-            return key if type(key) is ItemKey else ItemKey(*key)
+        check_type("source", source, str)
         return ItemKey(
             source,
             check_count("key", number, 0, MAX_KEY),

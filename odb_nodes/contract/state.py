@@ -9,30 +9,27 @@ states of sources within it are covered by it.
 from __future__ import annotations
 
 import copy
-import json
+import marshal
 import sys
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
-from odb_nodes._core.codec import explain_unreadable, is_readable, tensor_bytes
-from odb_nodes.contract.config import check_config, equal
+from odb_nodes._core.content import explain_unreadable, is_readable, tensor_bytes
+from odb_nodes.contract.config import check_config
 from odb_nodes.errors import StateError
 
-STATE_VERSION = 7
+STATE_VERSION = 8
 ENVELOPE = frozenset({"version", "node", "config"})
 DIGEST = "digest"
 _ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
 """Last nodes of some graphs only, and what adds them: those alone a user has never named."""
 _EARLIER = "Use an earlier checkpoint."
-_PLAIN = frozenset({int, str, bytes, float, bool, NoneType})
-_WRITTEN = _PLAIN - {bytes}  # by JSON
 
 SourceState = Annotated[dict[str, Any], "of a source"]
 """What `snapshot` or `state_dict()` of another node returned."""
@@ -65,7 +62,8 @@ class Snapshot(dict[str, Any]):
     __slots__ = ()
 
 
-_SHARED = _PLAIN | {Snapshot}
+_PLAIN: frozenset[type] = frozenset({int, str, bytes, float, bool, NoneType})
+_CONSTANT = _PLAIN | {Snapshot}
 
 
 def copy_state(state: Any) -> Any:
@@ -73,98 +71,72 @@ def copy_state(state: Any) -> Any:
 
     A value with a method `to_state()` is replaced by what that returns.
     """
-    kind = type(state)
-    if kind in _PLAIN:
-        return state
-    if kind is dict or kind is Snapshot:
-        return {
-            key: value if type(value) in _PLAIN else copy_state(value)
-            for key, value in state.items()
-        }
-    if kind is list:
-        return [copy_state(value) for value in state]
-    if kind is tuple:
-        return state if _PLAIN.issuperset(map(type, state)) else tuple(map(copy_state, state))
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if (to_state := getattr(state, "to_state", None)) is not None:
-        return copy_state(to_state())
-    return copy.deepcopy(state)
+    return _copied(state, _PLAIN)
 
 
-def frozen_state(values: dict[str, Any]) -> Snapshot:
-    """Return a state that shares with some values only what never changes."""
-    state = Snapshot(values)
+def kept(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
+    """Return a state in an envelope that shares with some values only what never changes."""
+    state = Snapshot(envelope)
     for name, value in values.items():
-        if type(value) not in _SHARED:
-            state[name] = frozen(value)
+        state[name] = value if type(value) in _CONSTANT else _copied(value, _CONSTANT)
     return state
 
 
-def frozen(state: Any) -> Any:
-    """Return a copy of a part of a state that shares with it only what never changes."""
+def _copied(state: Any, shared: frozenset[type]) -> Any:
+    """Return a copy but of values of the types in `shared`: `_PLAIN`, or all that is constant."""
     kind = type(state)
-    if kind in _SHARED:
+    if kind in shared:
         return state
-    if kind is dict:
+    if kind is dict or kind is Snapshot:
         return {
-            key: value if type(value) in _PLAIN else frozen(value) for key, value in state.items()
+            key: value if type(value) in shared else _copied(value, shared)
+            for key, value in state.items()
         }
     if kind is list:
-        return [frozen(value) for value in state]
+        return [_copied(value, shared) for value in state]
     if kind is tuple:
-        return state if _PLAIN.issuperset(map(type, state)) else tuple(map(frozen, state))
-    return state if hasattr(state, "to_state") else copy_state(state)
+        if _PLAIN.issuperset(map(type, state)):
+            return state
+        return tuple([_copied(value, shared) for value in state])
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if (to_state := getattr(state, "to_state", None)) is not None:
+        return state if shared is _CONSTANT else _copied(to_state(), shared)
+    return copy.deepcopy(state)
 
 
 # --- declared fields ------------------------------------------------------------------------------
 
 
-def check_declaration(node: str, declared: Any, base: type[Any]) -> None:
-    """Raise a `TypeError` unless `STATE` of a node is a dataclass whose fields can be checked."""
-    if not (isinstance(declared, type) and issubclass(declared, base)):
+def check_declaration(node: str, declared: Any, base: Any) -> None:
+    """Raise a `TypeError` unless `STATE` of a node is a dataclass whose fields can be saved."""
+    own = vars(declared) if isinstance(declared, type) and issubclass(declared, base) else {}
+    if "__dataclass_fields__" not in own or "__slots__" in own:
         raise TypeError(
-            f"`STATE` of `{node}` must be a dataclass derived from `{base.__name__}`, but is "
-            f"{declared!r} instead."
+            f"`STATE` of `{node}` must be a dataclass derived from `{base.__name__}`, without "
+            f"`slots`, but is {declared!r} instead: put `@dataclass(kw_only=True)` over it."
         )
-    if "__dataclass_fields__" not in vars(declared):
-        raise TypeError(
-            f"`{declared.__name__}` must be a dataclass: put `@dataclass(kw_only=True)` over it."
-        )
-    if "__slots__" in vars(declared):
-        raise TypeError(f"`{declared.__name__}` must be a dataclass without `slots`.")
-    try:
-        names = {*_hints(declared)}
-    except NameError as error:
-        raise TypeError(f"an annotation of `{declared.__name__}` is not known: {error}.") from error
-    if reserved := (ENVELOPE | {DIGEST}) & names:
+    if reserved := (ENVELOPE | {DIGEST}).intersection(own["__dataclass_fields__"]):
         raise TypeError(
             f"`STATE` of `{node}` must not have a field {sorted(reserved)}: the envelope of a "
             "state has one. Give it another name."
         )
 
 
-@cache
-def _hints(declared: Any) -> dict[str, Any]:
-    hints = get_type_hints(declared, include_extras=True)
-    return {one.name: hints[one.name] for one in fields(declared)}
-
-
-@cache
 def source_fields(declared: Any) -> dict[str, bool]:
     """Return the fields that hold the states of sources, and whether each holds several."""
+    hints = get_type_hints(declared, include_extras=True)
     states = (SourceState, SourceStates)
-    return {name: hint == SourceStates for name, hint in _hints(declared).items() if hint in states}
+    return {name: hint == SourceStates for name, hint in hints.items() if hint in states}
 
 
 def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
     """Raise a `TypeError` unless a node saves what it declares, as plain data."""
     if not isinstance(config, dict):
         raise TypeError(f"`fingerprint` of `{node}` must return a dict, but returned {config!r}.")
-    expected: Any = declared  # `type(saved) is declared` would narrow it
-    if type(saved) is not expected:
+    if type(saved) is not declared:
         raise TypeError(
-            f"`save` of `{node}` must return its `STATE`, which is `{expected.__name__}`, but "
+            f"`save` of `{node}` must return its `STATE`, which is `{declared.__name__}`, but "
             f"returned {saved!r:.80}. Declare what it returns: `STATE = ...`."
         )
     if others := vars(saved).keys() - {one.name for one in fields(declared)}:
@@ -172,19 +144,9 @@ def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
             f"what `save` of `{node}` returned has {sorted(others)}, which are no fields of "
             f"`{declared.__name__}`. Declare them there."
         )
-    for name in vars(saved).keys() - source_fields(declared).keys():
-        value = copy_state(getattr(saved, name))
-        if not _is_plain(value):
-            raise TypeError(explain_unreadable(value, f"save().{name} of {node}"))
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if kind in (list, tuple):
-        return all(map(_is_plain, value))
-    return (kind in _PLAIN and value != b"") or is_readable(value)
+    own = {name: getattr(saved, name) for name in vars(saved).keys() - source_fields(declared)}
+    if not is_readable(copied := copy_state(own)):
+        raise TypeError(explain_unreadable(copied, f"save() of {node}"))
 
 
 # --- the envelope ---------------------------------------------------------------------------------
@@ -208,13 +170,15 @@ def unseal(
     """
     with bounded_depth(node):
         if not isinstance(state, Mapping) or not isinstance(state.get("node"), str):
+            seen = f"{type(state).__name__} {str(state)[:40]!r}"
+            if isinstance(state, Mapping):
+                seen = f"a dict with keys {sorted(map(str, state))}"
             raise StateError(
-                f"the state for {node} must be a state saved by a {node}, but is "
-                f"{_summary(state)} instead. Load it into the graph that saved it."
+                f"the state for {node} must be a state saved by a {node}, but is {seen} instead. "
+                "Load it into the graph that saved it."
             )
-        _check_envelope(state, node)
         names = [one.name for one in fields(declared)]
-        _check_names(state, node, names)
+        _check_envelope(state, node, [*sorted(ENVELOPE), *names])
         if DIGEST in state:
             check_digest(state, node)
         found = declared(**copy_state({name: state[name] for name in names}))
@@ -222,7 +186,7 @@ def unseal(
         return found
 
 
-def _check_envelope(state: Mapping[str, Any], node: str) -> None:
+def _check_envelope(state: Mapping[str, Any], node: str, expected: list[str]) -> None:
     version, saved_node = state.get("version"), state["node"]
     if saved_node != node:
         added = [_ADDED_BY[name] for name in (saved_node, node) if name in _ADDED_BY]
@@ -236,10 +200,6 @@ def _check_envelope(state: Mapping[str, Any], node: str) -> None:
             f"the state of {node} has `version` {version!r}, but this odb_nodes reads "
             f"{STATE_VERSION}. Load it with the odb_nodes that saved it."
         )
-
-
-def _check_names(state: Mapping[str, Any], node: str, names: Collection[str]) -> None:
-    expected = [*sorted(ENVELOPE), *names]
     if missing := [name for name in expected if name not in state]:
         raise StateError(
             f"the state of {node} lacks `{'`, `'.join(missing)}`: it is incomplete. {_EARLIER}"
@@ -267,15 +227,6 @@ def bounded_depth(node: str) -> Iterator[None]:
         ) from None
 
 
-def _summary(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"a dict with keys {sorted(map(str, value))}"
-    return f"{type(value).__name__} {str(value)[:40]!r}"
-
-
-# --- the digest -----------------------------------------------------------------------------------
-
-
 def seal_whole(holder: str, values: NodeState) -> dict[str, Any]:
     """Return the state of what holds a whole graph, or a run over one: a copy, with a digest."""
     return add_digest(seal(holder, {}, copy_state(vars(values))))
@@ -290,6 +241,9 @@ def unseal_whole(state: object, holder: str, declared: type[S]) -> S:
     return found
 
 
+# --- the digest -----------------------------------------------------------------------------------
+
+
 def add_digest(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with a digest of all that it holds."""
     return {**state, DIGEST: _digest(state)}
@@ -297,46 +251,54 @@ def add_digest(state: dict[str, Any]) -> dict[str, Any]:
 
 def check_digest(state: Mapping[str, Any], node: str) -> None:
     """Raise a `StateError` unless a state is what was saved."""
-    found = _digest({key: value for key, value in state.items() if key != DIGEST})
-    if not equal(state.get(DIGEST), found):
+    found, saved = _digest(state), state.get(DIGEST)
+    if type(saved) is not int or saved != found:
         raise StateError(
             f"the state of {node} is damaged: its digest is not that of what was saved. {_EARLIER}"
         )
 
 
-def _digest(state: Any) -> int:
+def _digest(state: Mapping[str, Any]) -> int:
     """Return a CRC-32 of the values of a state and their types, whatever the order of keys."""
-    return zlib.crc32(_encode(_canonical(state)).encode())
+    values = _ordered({key: value for key, value in state.items() if key != DIGEST})
+    return crc32(marshal.dumps(values, 2))  # in version 2, equal values are written alike
 
 
-_encode = json.JSONEncoder(sort_keys=True).encode
-_SHOWN_WHOLE = (complex, bytearray, torch.Size, torch.dtype, torch.device)
+_WRITTEN = _PLAIN - {bytes}
 
 
-def _canonical(value: Any) -> Any:
-    """Return what JSON writes differently for each value: it has no tuples, and no other keys."""
+def _sorted(keys: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(keys)
+    except TypeError:  # of several types
+        return sorted(keys, key=repr)
+
+
+def _ordered(value: Any) -> Any:
+    """Return what `marshal` writes differently for each value, and equally for equal ones.
+
+    No state has an ellipsis: it begins what stands for a value.
+    """
     kind = type(value)
-    if kind is bytes:
-        return ["bytes", len(value), zlib.crc32(value)]
-    if kind in _PLAIN:
+    if kind in _WRITTEN:
         return value
+    if kind is bytes:
+        return ..., len(value), crc32(value)
     if kind is dict or isinstance(value, Mapping):
         return {
-            key if type(key) is str else f"not text: {key!r}": (
-                one if type(one) in _WRITTEN else _canonical(one)
+            key if type(key) is str else _ordered(key): (
+                one if type(one := value[key]) in _WRITTEN else _ordered(one)
             )
-            for key, one in value.items()
+            for key in _sorted(value)
         }
-    if kind in (list, tuple):
-        return [
-            kind.__name__,
-            *(one if type(one) in _WRITTEN else _canonical(one) for one in value),
-        ]
+    if kind is list:
+        return [one if type(one) in _WRITTEN else _ordered(one) for one in value]
+    if kind is tuple:
+        return tuple([one if type(one) in _WRITTEN else _ordered(one) for one in value])
     if isinstance(value, torch.Tensor):
         dense = value.to_dense() if value.layout is not torch.strided else value
-        return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(dense).data)]
+        return ..., str(value.dtype), [*value.shape], crc32(tensor_bytes(dense).data)
     if isinstance(value, (set, frozenset)):
-        return [kind.__name__, *sorted(_encode(_canonical(one)) for one in value)]
-    if isinstance(value, _SHOWN_WHOLE):
-        return [kind.__name__, repr(value)]
-    return kind.__qualname__  # no plain data, which `load_state` would refuse
+        return ..., kind.__name__, *_sorted(map(_ordered, value))
+    # What is no plain data may show its address, and `load_state` would refuse it.
+    return ..., kind.__qualname__, repr(value) if kind.__module__ in ("builtins", "torch") else ""

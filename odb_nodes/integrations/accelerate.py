@@ -22,8 +22,7 @@ from typing import Any
 from weakref import WeakSet
 
 from odb_nodes._compat import accelerate as compat
-from odb_nodes._core.checks import check_type
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import check_type, import_extra
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_states
 from odb_nodes.ledger import Ledger

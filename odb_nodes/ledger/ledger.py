@@ -9,8 +9,7 @@ from pathlib import Path
 
 from odb_nodes._core.checks import check_bool, check_type
 from odb_nodes._core.files import LockedFile
-from odb_nodes._core.processes import Owner
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import Owner, resolve_rank
 from odb_nodes.ledger.records import (
     END_BYTES,
     ENDED_MAGIC,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from odb_nodes._core.checks import check_count, check_seconds, check_type, describe
-from odb_nodes._core.codec import explain_unreadable, is_readable
+from odb_nodes._core.content import explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.user_warning import warn_user

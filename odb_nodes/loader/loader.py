@@ -17,9 +17,7 @@ from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.processes import Owner
 from odb_nodes.contract import NodeState, SourceState, copy_state, snapshot
 from odb_nodes.contract.config import (
-    allow_mismatch,
-    allow_smaller_budget,
-    leave_epoch,
+    loading_with,
     several_changes,
 )
 from odb_nodes.contract.graph import (
@@ -278,10 +276,10 @@ class Loader(Generic[T]):
 
     def _restore(self, state: LoaderState) -> None:
         try:
-            with (
-                allow_mismatch(not self._strict),
-                allow_smaller_budget(self._change_budget),
-                leave_epoch(state.left),
+            with loading_with(
+                may_differ=not self._strict,
+                smaller_budget=self._change_budget,
+                leaves_epoch=state.left,
             ):
                 self.root.reset(copy_state(state.root))
         except StateError as error:
@@ -308,7 +306,7 @@ class Loader(Generic[T]):
         """Return an error that names all changes of the configuration, where there are several."""
         nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]
         present = [(type(node).__name__, node.fingerprint()) for node in nodes]
-        with allow_smaller_budget(self._change_budget):
+        with loading_with(smaller_budget=self._change_budget):
             return several_changes(present, state.root)
 
     def _see_end(self) -> None:

@@ -15,8 +15,7 @@ import torchdata.nodes
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, describe
-from odb_nodes._core.fingerprints import stable_names
-from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.hashing import hash_ints, stable_names
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
@@ -36,9 +35,8 @@ from odb_nodes.processing.options import share_of
 from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
 from odb_nodes.sources.datasets import dataset_of_rank, source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
-from odb_nodes.sources.mixing import Mixing, Stop, check_names
+from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
-from odb_nodes.sources.weight_schedule import WeightSchedule
 
 Prepare = Callable[[Any], Any] | None
 

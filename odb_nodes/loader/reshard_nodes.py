@@ -37,8 +37,7 @@ from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.processing.parallel_processor import ProcessorState
 from odb_nodes.sample_block import SampleBlock
-from odb_nodes.sources.sharded_sampler import SamplerState
-from odb_nodes.sources.share import Share, dealt
+from odb_nodes.sources.sharded_sampler import SamplerState, Share, dealt
 from odb_nodes.sources.source_mixer import MixerState
 
 S = TypeVar("S", bound=NodeState)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from odb_nodes._core.checks import check_callable, check_count, check_type, describe
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes._core.progress import Bar
-from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate import PaddingCollate
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.errors import SampleError

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from odb_nodes._compat.torch import runs_ahead
 from odb_nodes.errors import StepMemoryError
 from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.failures import free_memory, is_out_of_memory
@@ -217,3 +216,8 @@ class PartwiseStep:
             'Shorten it, leave it out (`exclude`, or `on_oom="skip"`), or train with less memory '
             "for each token, such as by `enable_checkpointing`."
         )
+
+
+def runs_ahead() -> bool:
+    """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
+    return bool(torch.cuda.is_initialized())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.records import Record, scalars
 

@@ -14,7 +14,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._compat.torch import PinnedMemory
 from odb_nodes._core.checks import check_bool, check_callable, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, block_collate, collate_group, new_tensor
 from odb_nodes.collate.token_rows import block_data

@@ -9,7 +9,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes.contract import NodeState, SourceState, StatefulNode, snapshot
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, can_restore, check_node, checked_key, restore_items

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.codec import from_bytes, to_bytes
+from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.contract.config import mismatch_is_allowed
+from odb_nodes.contract.config import loading
 from odb_nodes.contract.node import restore_items
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.processing.observation import digest_of
@@ -100,7 +100,7 @@ class Remaking:
             "(`ParallelProcessor(seed=...)` seeds the global generators; for others there is "
             '`state="payload"`), or the data changed.'
         )
-        if not mismatch_is_allowed():
+        if not loading().may_differ:
             raise StateError(
                 f"{self._node} cannot be restored: {found}. {causes} If the change is meant, load "
                 "with `strict=False`; within a round of steps, which is planned by its samples, "

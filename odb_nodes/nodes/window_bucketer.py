@@ -15,7 +15,7 @@ from odb_nodes._core.checks import MAX_KEY, check_choice, check_count
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState, StatefulNode, copy_state
-from odb_nodes.contract.config import smaller_budget_is_allowed
+from odb_nodes.contract.config import loading
 from odb_nodes.contract.graph import known_length_of
 from odb_nodes.contract.node import can_restore, check_node, restore_items, take
 from odb_nodes.errors import SampleError, StateError
@@ -318,7 +318,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
                 '`state="replay"`, which could not replay it. Change this between epochs.'
             )
-        own = state.has_own_limits or smaller_budget_is_allowed()
+        own = state.has_own_limits or loading().smaller_budget
         self.planner.restart(Limits(*state.limits) if own else None, state.window)
         self._clear()
         self.replayed_samples = 0

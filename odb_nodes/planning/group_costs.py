@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.rounds import FLAG_BITS, GroupCost

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._core.codec import is_plain_tensor, is_simple_tensor
+from odb_nodes._core.content import is_plain_tensor, is_simple_tensor
 from odb_nodes.processing.shared_pages import PageFile, Pages, split_parts
 from odb_nodes.processing.transport import unpack
 from odb_nodes.sample import StoredData

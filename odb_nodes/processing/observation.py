@@ -11,8 +11,7 @@ import torch
 from zlib_ng.zlib_ng import crc32
 
 from odb_nodes._core.checks import MAX_COUNT, MAX_KEY, check_count, check_type
-from odb_nodes._core.content import content_digest
-from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
+from odb_nodes._core.content import INT64, array_of_ints, content_digest, flatten_row, is_mapping
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import (
     CLASS_KEYS,

@@ -12,8 +12,8 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_integer
-from odb_nodes._core.fingerprints import stable_name
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.hashing import stable_name
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state, snapshot
 from odb_nodes.contract.graph import length_of

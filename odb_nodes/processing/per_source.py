@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from odb_nodes._core.fingerprints import stable_names
+from odb_nodes._core.hashing import stable_names
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import Sample, Skipped, SourceItem

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 from odb_nodes._core.processes import Owner, block_interrupt
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask

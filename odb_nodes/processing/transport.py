@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_nodes._core.codec import (
+from odb_nodes._core.content import (
     from_bytes,
     is_plain_tensor,
     is_simple_tensor,

@@ -20,12 +20,11 @@ from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes._compat.torchdata import RANDOM_SAMPLERS
 from odb_nodes._core.checks import check_iterable
-from odb_nodes._core.ranks import has_data_elsewhere
+from odb_nodes._core.processes import has_data_elsewhere
 from odb_nodes.contract.graph import walk
-from odb_nodes.sources.iterable_source import REPEATABLE, IterableSource
+from odb_nodes.sources.iterable_source import REPEATABLE, IterableSource, is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.sharded_sampler import ShardedSampler
-from odb_nodes.sources.streams import is_stream
 
 _REPEATABLE_ORDER = (
     "Pass an object whose `__iter__` begins the order anew each time, such as a list of indices or "

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import json
+import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 from torch.utils.data import DistributedSampler
 from torchdata.nodes import Stateful
 
+from odb_nodes._compat import datasets as hf_datasets
 from odb_nodes._compat.self_splitting import split_by_itself
 from odb_nodes._core.checks import check_bool, check_iterable
 from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes._core.progress import SlowProgress
-from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.contract import EpochNode, EpochState, copy_state
 from odb_nodes.contract.node import check_own_state
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
-from odb_nodes.sources.streams import as_stream
 
 T = TypeVar("T")
 
@@ -93,12 +97,13 @@ class IterableSource(EpochNode[T, IterableState]):
         self._last: Any = None
         self._rank, self._world_size = resolve_rank(rank, world_size)
         _check_is_whole(iterable, self._world_size)
-        self._stream = as_stream(iterable, self._rank, self._world_size)
-        self._iterable = iterable if self._stream is None else self._stream
+        self._iterable: Any = iterable
+        if is_stream(iterable):
+            self._iterable = _Stream(iterable, self._rank, self._world_size)
         self._stateful = _tells_its_state(self._iterable)
-        split = self._stream is not None and self._stream.split
+        split = isinstance(self._iterable, _Stream) and self._iterable.split
         self._offset, self._stride = (0, 1) if split else (self._rank, self._world_size)
-        self._position = 0  # items read, other ranks' included
+        self._position = 0
         self._loaded: Any = None  # the iterable's state, until it has yielded again
         self._ended = False
         self._retry = False  # an iterable restored at its end may first iterate the rest: nothing
@@ -117,11 +122,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._tell_epoch()
 
     def restore(self, state: IterableState) -> None:
-        """Go to an item: by the iterable's own state, or by reading it again up to there.
-
-        Raises:
-            StateError: it lies beyond the end of the iterable, or other items lead there.
-        """
+        """Go to an item: by the iterable's own state, or by reading it again up to there."""
         self._forget(retry=False)
         self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
         self._tell_epoch()
@@ -135,11 +136,7 @@ class IterableSource(EpochNode[T, IterableState]):
             self._fast_forward(self._it, state)
 
     def save(self) -> IterableState:
-        """Return the position, and the iterable's own state.
-
-        Raises:
-            TypeError: the iterable's own state is empty.
-        """
+        """Return the position, and the iterable's own state."""
         own = self._loaded
         if own is None and self._stateful is not None and self._position:
             own = self._stateful.state_dict()
@@ -245,7 +242,7 @@ class IterableSource(EpochNode[T, IterableState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
-        order = {} if self._stream is None else self._stream.fingerprint()
+        order = self._iterable.fingerprint if isinstance(self._iterable, _Stream) else {}
         return {"rank": self._rank, "world_size": self._world_size, **order}
 
 
@@ -266,6 +263,8 @@ def _tells_its_state(iterable: Any) -> Stateful | None:
     """Return an iterable where it can be restored by its own state, and else `None`."""
     if not isinstance(iterable, Stateful):  # by the names of its methods
         return None
+    if isinstance(iterable, _Stream):
+        return iterable if iterable.restores else None
     try:
         inspect.signature(iterable.state_dict).bind()
     except TypeError:  # it takes arguments, which only a loader of its own kind knows
@@ -273,3 +272,56 @@ def _tells_its_state(iterable: Any) -> Stateful | None:
     except ValueError:  # it has no signature
         pass
     return iterable
+
+
+# --- streams of Hugging Face `datasets` -----------------------------------------------------------
+
+
+def is_stream(dataset: Any) -> bool:
+    """Tell whether something is an `IterableDataset` of `datasets`."""
+    library = sys.modules.get("datasets")
+    kind = getattr(library, "IterableDataset", None)
+    return isinstance(kind, type) and isinstance(dataset, kind)
+
+
+class _Stream:
+    """A stream that begins each epoch anew, split over ranks where its shards divide evenly.
+
+    Its own state is text, since it may hold integers of 128 bits.
+    """
+
+    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
+        if world_size > 1 and hf_datasets.is_split(dataset):
+            raise ValueError(
+                "the stream was split over ranks already (`split_dataset_by_node`), and would be "
+                "split again. Pass it unsplit, or say `sharded=True` (`rank=0, world_size=1` for "
+                "an `IterableSource`)."
+            )
+        stages, shards = hf_datasets.stages_of(dataset), int(dataset.num_shards)
+        known = partial(hf_datasets.consists_of, stages)
+        self.restores = known(hf_datasets.RESTORABLE) and hf_datasets.restores_exactly()
+        self.split = 1 < world_size and not shards % world_size
+        self.split = self.split and known(hf_datasets.SPLIT_BY_SHARDS)
+        self._dataset = dataset
+        if self.split:
+            self._dataset = hf_datasets.split_over_ranks(dataset, rank, world_size)
+        states = [json.dumps(one, default=str) for one in hf_datasets.shuffle_states(stages)]
+        seed = zlib.crc32(" ".join(states).encode()) if states else None
+        self.fingerprint = {"num_shards": shards, "shuffle_seed": seed}
+        self._loaded: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # A state that was loaded once would be applied to every iteration of its epoch.
+        state, self._loaded = self._loaded, None
+        self._dataset.load_state_dict(state)
+        return iter(self._dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"json": json.dumps(self._dataset.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration go on from a state."""
+        self._loaded = json.loads(state["json"])

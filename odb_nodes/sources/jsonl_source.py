@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import copy
+import glob
+import gzip
 import json
 import os
+import stat
 import weakref
+import zlib
+from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from odb_nodes._core.checks import check_bool, check_integer
-from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
+from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
+from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import EpochNode
 from odb_nodes.contract.node import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
-from odb_nodes.sources.jsonl_files import (
-    CUT,
-    LineIndex,
-    check_files,
-    files_of,
-    index_lines,
-    is_compressed,
-    open_lines,
-)
 from odb_nodes.sources.sharded_sampler import ShardedOrder
 
 _OFFSET_BITS = 40  # of a key
 _MOST_OPEN = 64  # files: opening one takes long on a network's disk
+_INDEXED_BYTES = 1 << 20  # at a time
+_CUT = (EOFError, gzip.BadGzipFile, zlib.error)  # of a compressed file that is cut or damaged
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -83,12 +87,12 @@ class JsonlSource(ShardedOrder[Any]):
                 "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
                 f"{paths!r:.200} instead."
             )
-        found = [files_of(path) for path in given]
+        found = [_files_of(path) for path in given]
         self._paths = [file for files in found for file in files]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
-        check_files(self._paths, expanded=any(len(files) > 1 for files in found))
-        compressed = [path for path in self._paths if is_compressed(path)]
+        _check_files(self._paths, expanded=any(len(files) > 1 for files in found))
+        compressed = [path for path in self._paths if _is_compressed(path)]
         if check_bool("shuffle", shuffle) and compressed:
             raise ValueError(
                 "`shuffle` must be False for compressed files, which can be read only in their "
@@ -97,12 +101,12 @@ class JsonlSource(ShardedOrder[Any]):
             )
         rank, world_size = resolve_rank(rank, world_size)
         self._sizes = [path.stat().st_size for path in self._paths]
-        self._index = [index_lines(path) for path in self._paths]
+        self._index = [_index_lines(path) for path in self._paths]
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         super().__init__(self._ends[-1], shuffle, seed, rank, world_size)
-        self._open = _files_of(self)
+        self._open = _open_files(self)
         self._to_mend: set[int] = set()  # files with a record that is not valid
 
     def copy(
@@ -113,17 +117,10 @@ class JsonlSource(ShardedOrder[Any]):
         shuffle: bool | None = None,
         seed: int = 0,
     ) -> JsonlSource:
-        """Return a source over the same files, at their beginning, that shares no position.
-
-        Args:
-            rank: whose records it yields; default: those of the same rank.
-            world_size: number of ranks; give both or none.
-            shuffle: whether it shuffles; default: as this one.
-            seed: what is added to its seed.
-        """
+        """Return a source over the same files, at their beginning, that shares no position."""
         source = copy.copy(self)  # and not made anew: a subclass may take other arguments
         EpochNode.__init__(source)
-        source._open, source._to_mend = _files_of(source), set()
+        source._open, source._to_mend = _open_files(source), set()
         source._index = [*self._index]
         if rank is not None and world_size is not None:
             source._rank, source._world_size = rank, world_size
@@ -143,13 +140,7 @@ class JsonlSource(ShardedOrder[Any]):
         return self._size
 
     def next(self) -> Any:
-        """Return the next record of this rank.
-
-        Raises:
-            SampleError: it is not valid JSON, or the file is another than when this source was
-                made; names file and line. The state stays before it, and it is raised again until
-                the file is mended.
-        """
+        """Return the next record of this rank."""
         (number,) = self._take(1)
         try:
             return self._record(number)
@@ -169,15 +160,11 @@ class JsonlSource(ShardedOrder[Any]):
     @property
     def can_restore(self) -> bool:
         """Whether records can be read again by file and offset: not of compressed files."""
-        plain = not any(map(is_compressed, self._paths))
+        plain = not any(map(_is_compressed, self._paths))
         return plain and max(self._sizes) < 1 << _OFFSET_BITS
 
     def read(self, key: int) -> Any:
-        """Return the record of a key, and stay where this source stands.
-
-        Raises:
-            StateError: there is none.
-        """
+        """Return the record of a key, and stay where this source stands."""
         file, offset = key >> _OFFSET_BITS, key % (1 << _OFFSET_BITS)
         path = self._paths[file] if file < len(self._paths) else f"file {file}"
         record = self._index[file].record_at(offset) if file < len(self._paths) else None
@@ -241,12 +228,12 @@ class JsonlSource(ShardedOrder[Any]):
         path, index = self._paths[file], self._index[file]
         start, stop = index.span(record)
         # A line begins where another ends, which is not read of what cannot go back.
-        before = 1 if start and not is_compressed(path) else 0
+        before = 1 if start and not _is_compressed(path) else 0
         try:
             lines = self._opened(file)
             lines.seek(start - before)
             found = lines.read(stop - start + before)
-        except CUT as error:
+        except _CUT as error:
             raise SampleError(
                 f"{path}, line {index.line(record)}, cannot be decompressed: {error}. The file is "
                 "cut or damaged: put it back whole, then iterate again."
@@ -267,12 +254,12 @@ class JsonlSource(ShardedOrder[Any]):
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()  # the one that is open the longest
-            self._open[file] = open_lines(self._paths[file])
+            self._open[file] = _open_lines(self._paths[file])
         return self._open[file]
 
     def _index_again(self, file: int) -> None:
         """Find the lines of a file whose lines may be of another length since it was mended."""
-        index: LineIndex = index_lines(self._paths[file])
+        index: LineIndex = _index_lines(self._paths[file])
         if len(index) != len(self._index[file]):
             raise SampleError(
                 f"{self._paths[file]} has {len(index)} records now, but had "
@@ -283,7 +270,7 @@ class JsonlSource(ShardedOrder[Any]):
         self._to_mend.remove(file)
 
 
-def _files_of(source: JsonlSource) -> dict[int, IO[bytes]]:
+def _open_files(source: JsonlSource) -> dict[int, IO[bytes]]:
     """Return what holds the open files of a source, and closes them when it is gone."""
     files: dict[int, IO[bytes]] = {}
     weakref.finalize(source, _close_all, files)
@@ -293,3 +280,108 @@ def _files_of(source: JsonlSource) -> dict[int, IO[bytes]]:
 def _close_all(files: dict[int, IO[bytes]]) -> None:
     while files:
         files.popitem()[1].close()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that a path stands for: itself, those of a folder, or those of a pattern."""
+    if Path(path).is_dir():
+        found = [file for end in ("*.jsonl", "*.jsonl.gz") for file in Path(path).glob(end)]
+    elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
+        found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
+    else:
+        return [Path(path)]
+    if lost := sorted(str(file) for file in found if file.is_symlink() and not file.exists()):
+        raise FileNotFoundError(
+            f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
+            "Mount its disk, or remove the link."
+        )
+    found = [file for file in found if file.is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
+            "end in `.jsonl` or `.jsonl.gz` are taken)."
+        )
+    return sorted(found)
+
+
+def _check_files(paths: list[Path], *, expanded: bool) -> None:
+    """Raise a `ValueError` for what is no regular file, or comes twice."""
+    for path in paths:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"`paths` must be regular files, but {path} is none.")
+    twice = [path for path, count in Counter(map(os.path.realpath, paths)).items() if count > 1]
+    if twice and expanded:
+        raise ValueError(
+            f"`paths` must name each file once, but a folder or pattern has {twice[0]} again."
+        )
+
+
+def _is_compressed(path: Path) -> bool:
+    """Tell whether a file is decompressed while it is read."""
+    return path.suffix == ".gz"
+
+
+def _open_lines(path: Path) -> IO[bytes]:
+    """Open a file at its beginning, for the bytes of its text."""
+    opened: IO[bytes] = open(path, "rb") if not _is_compressed(path) else gzip.open(path)  # type: ignore[assignment]
+    return opened
+
+
+@dataclass(frozen=True)
+class LineIndex:
+    """Where the records of a file are.
+
+    Attributes:
+        starts: at which byte each begins, ascending, (n,) int64.
+        blanks: of each blank line, how many records come before it, ascending, (m,) int64.
+        size: bytes of the file's text.
+    """
+
+    starts: NDArray[np.int64]
+    blanks: NDArray[np.int64]
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def span(self, record: int) -> tuple[int, int]:
+        """Return the bytes at which a record begins, and at which the next one does."""
+        is_last = record + 1 == len(self.starts)
+        return int(self.starts[record]), self.size if is_last else int(self.starts[record + 1])
+
+    def line(self, record: int) -> int:
+        """Return the number of the line of a record, from 1."""
+        return record + 1 + int(np.searchsorted(self.blanks, record, "right"))
+
+    def record_at(self, offset: int) -> int | None:
+        """Return the record that begins at a byte; `None` where none does."""
+        record = int(np.searchsorted(self.starts, offset))
+        found = record < len(self.starts) and self.starts[record] == offset
+        return record if found else None
+
+
+def _index_lines(path: Path) -> LineIndex:
+    """Return where the records of a file are: the lines with anything but white space."""
+    starts, blanks, offset = array("q"), array("q"), 0
+    progress = SlowProgress(f"bytes of {path} read, to find its records", path.stat().st_size)
+    try:
+        with _open_lines(path) as file:
+            while lines := file.readlines(_INDEXED_BYTES):
+                for line in lines:
+                    if line.isspace():
+                        blanks.append(len(starts))
+                    else:
+                        starts.append(offset)
+                    offset += len(line)
+                progress.update(offset)
+    except _CUT as error:
+        raise ValueError(f"{path} cannot be decompressed: {error}. Put it back whole.") from error
+    except MemoryError as error:
+        raise ValueError(
+            f"{path}, after byte {offset}, has a line that is too long for the memory. A record "
+            "must be on a line of its own: is this JSON Lines?"
+        ) from error
+    return LineIndex(np.frombuffer(starts, np.int64), np.frombuffer(blanks, np.int64), offset)

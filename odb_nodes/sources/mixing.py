@@ -1,18 +1,105 @@
-"""How sources are mixed: their weights, and what these are shares of."""
+"""How sources are mixed: their weights, what these are shares of, and how they change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_choice
-from odb_nodes.sources.weight_schedule import WeightSchedule, check_weight
+from odb_nodes._core.checks import MAX_KEY, check_bool, check_choice, check_count, check_type
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
+Shares = Mapping[str, float]
+"""Name of a source -> its share; the shares add up to 1."""
+
+
+@dataclass(frozen=True)
+class WeightSchedule:
+    """Weights of the sources of a mixture that change within an epoch.
+
+    Args:
+        places: (place, weights) pairs, the first at 0. A place is what all ranks have drawn in the
+            epoch when its weights begin: a number of samples, or of tokens where `by="tokens"`.
+            Weights are a dict by name of the source; 0 turns a source off.
+        ramp: whether shares change in a straight line from one place to the next, not at once.
+
+    Raises:
+        TypeError, ValueError: a place or a weight is not valid, places do not grow, or they have
+            weights of different names.
+    """
+
+    places: Sequence[tuple[int, Mapping[str, float]]]
+    ramp: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("ramp", self.ramp)
+        places = [*_pairs(self.places)]
+        if not places or places[0][0] != 0:
+            raise ValueError(
+                f"`places` must begin at 0, but begin at {places[0][0] if places else 'none'} "
+                "instead. Add the weights that an epoch begins with."
+            )
+        names = places[0][1].keys()
+        for (before, _), (place, weights) in pairwise(places):
+            if place <= before:
+                raise ValueError(
+                    f"`places` must grow, but {place} comes after {before}. Sort them, and give "
+                    "each place once."
+                )
+            if weights.keys() != names:
+                raise ValueError(
+                    f"`places` must have weights of the same sources, {sorted(names)}, but place "
+                    f"{place} has those of {sorted(weights)}. Give a source that is off 0."
+                )
+        for name in names:
+            if not any(weights[name] for _, weights in places):
+                raise ValueError(
+                    f"`places` must turn each source on somewhere, but {name!r} is always 0. Leave "
+                    "it out of the mixture."
+                )
+        kept = tuple((place, _shares(weights)) for place, weights in places)
+        object.__setattr__(self, "places", kept)
+
+    def at(self, drawn: int, left: Collection[str]) -> Shares:
+        """Return the shares at a place, or at the next one where a source that is left is on."""
+        begun = bisect_right(self.places, drawn, key=lambda one: one[0]) - 1
+        later = (shares for _, shares in self.places[begun + 1 :])
+        for shares in (self._between(begun, drawn), *later):
+            if any(shares[name] for name in left):
+                return shares
+        raise ValueError(f"none of {sorted(left)} is on from place {drawn} to the end.")
+
+    def scaled(self, factor: float) -> WeightSchedule:
+        """Return the schedule for data of which there is `factor` times as much."""
+        places: list[tuple[int, Shares]] = []
+        for place, shares in self.places:
+            after = places[-1][0] + 1 if places else 0  # Places that would meet stay apart.
+            places.append((max(round(place * factor), after), shares))
+        return WeightSchedule(tuple(places), self.ramp)
+
+    def fingerprint(self) -> list[Any]:
+        """Return what decides the draws, as plain data."""
+        return [
+            [place, {name: round(share, 9) for name, share in shares.items()}]
+            for place, shares in self.places
+        ]
+
+    def _between(self, begun: int, drawn: int) -> Shares:
+        place, shares = self.places[begun]
+        if not self.ramp or begun + 1 == len(self.places):
+            return shares
+        stop, later = self.places[begun + 1]
+        done = (drawn - place) / (stop - place)
+        return {name: share + (later[name] - share) * done for name, share in shares.items()}
+
+
 Weights = Mapping[str, float] | WeightSchedule | Literal["proportional"] | None
 
 
@@ -49,6 +136,43 @@ class Mixing:
         return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
 
 
+class WeightedRoundRobin:
+    """Chooses among sources by weights, also where these change.
+
+    Each source has a target: what it should have had when the weights last changed. What it has had
+    since then is compared with its weight, so that an item more or less is made up for after the
+    change, and the shares do not drift however often the weights change.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], targets: Mapping[str, float] | None = None
+    ) -> None:
+        self.weights = weights
+        """The weights in force. Shared: not to be changed."""
+        self.targets = dict(targets or dict.fromkeys(weights, 0.0))
+        """What each source should have had at the last change."""
+
+    def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
+        """Return the source that is next; of equals, the first."""
+        weights, targets = self.weights, self.targets
+        on = [name for name in names if weights[name]]
+        return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
+
+    def turn_to(
+        self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
+    ) -> None:
+        """Choose by weights from now on, which may be others."""
+        if weights is self.weights or weights == self.weights:
+            return
+        targets = self.targets
+        on = [name for name in names if self.weights[name]]
+        if on:
+            since = sum(had[name] - targets[name] for name in on)
+            rounds = since / sum(self.weights[name] for name in on)
+            targets = targets | {name: targets[name] + self.weights[name] * rounds for name in on}
+        self.weights, self.targets = weights, targets
+
+
 def check_rules(by: Unit, stop: Stop) -> None:
     """Raise a `ValueError` for what is no rule of a `SourceMixer`."""
     check_choice("by", by, get_args(Unit))
@@ -61,14 +185,16 @@ def checked_weights(
     """Return the weights of sources in their order, once they are known to be valid."""
     check_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
-        check_weight(f"weights[{name!r}]", weight)
+        _check_weight(f"weights[{name!r}]", weight)
     return {name: float(weights[name]) for name in sources}
 
 
 def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: Stop) -> None:
     """Raise a `ValueError` unless a schedule is of these sources, and lets an epoch end."""
-    check_names("weights", dict.fromkeys(schedule.names), "sources", sources)
-    if stop != "first_exhausted" and (off := schedule.off_at_the_end):
+    last = schedule.places[-1][1]
+    check_names("weights", last, "sources", sources)
+    off = [name for name, share in last.items() if not share]
+    if stop != "first_exhausted" and off:
         raise ValueError(
             f'`weights` must turn all sources on at the last place where `stop` is "{stop}", but '
             f"{off} are off there, and would never be exhausted. Give them a small weight, or let "
@@ -85,3 +211,36 @@ def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping
             f"`{option}` must have the names of `{of}`, {sorted(sources)}, but has "
             f"{sorted(given)} instead."
         )
+
+
+def _check_weight(option: str, weight: Any, *, may_be_off: bool = False) -> None:
+    """Raise a `ValueError` unless a weight is a positive number, or 0 where that is allowed."""
+    is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+    if is_number and math.isfinite(weight) and (weight > 0 or (may_be_off and weight == 0)):
+        return
+    rule = "0 or a positive number" if may_be_off else "a positive number"
+    raise ValueError(f"`{option}` must be {rule}, but is {weight!r} instead.")
+
+
+def _pairs(places: Any) -> list[tuple[int, Mapping[str, float]]]:
+    """Return the pairs of a schedule, each of which is valid alone."""
+    check_type("places", places, list | tuple, "Pass a list of (place, weights).")
+    for pair in places:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise TypeError(f"`places` must hold pairs (place, weights), but holds {pair!r:.80}.")
+        place, weights = pair
+        check_count("place", place, 0, MAX_KEY)
+        check_type(f"weights at place {place}", weights, Mapping)
+        for name, weight in weights.items():
+            _check_weight(f"weights[{name!r}]` at place `{place}", weight, may_be_off=True)
+        if not any(weights.values()):
+            raise ValueError(
+                f"`places` must have a weight above 0 at each place, but place {place} has "
+                f"{dict(weights)!r:.80}."
+            )
+    return [(check_count("place", place, 0, MAX_KEY), weights) for place, weights in places]
+
+
+def _shares(weights: Mapping[str, float]) -> dict[str, float]:
+    total = math.fsum(weights.values())
+    return {name: float(weight / total) for name, weight in weights.items()}

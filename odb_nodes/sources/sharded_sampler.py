@@ -1,27 +1,151 @@
-"""Source node: the shuffled indices of one rank."""
+"""Source node: the shuffled indices of one rank; the permutation and the share they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes._core.checks import check_bool, check_integer
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes._core.ranks import has_data_elsewhere, resolve_rank
-from odb_nodes.contract import EpochNode
+from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
+from odb_nodes.contract import EpochNode, EpochState
 from odb_nodes.errors import StateError
 from odb_nodes.sample import ItemKey
 from odb_nodes.sample_block import ItemKeys
-from odb_nodes.sources.permutation import Permutation
-from odb_nodes.sources.share import Share, ShareState
 
 T = TypeVar("T")
+Numbers = npt.NDArray[np.int64]
 
 _BLOCK = 1024  # indices computed at a time
 _MAX_SIZE = 2**62  # they are computed in 64 bits
+_ROUNDS = 6
+_MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
+_FEW = 64  # Most positions of the smallest network lie outside of so few: it is a table for them.
+
+
+# --- a permutation --------------------------------------------------------------------------------
+
+
+class Permutation:
+    """A permutation of `range(size)`, decided by a seed and computed element by element.
+
+    A balanced Feistel network over the next larger power of four. Results outside the range are
+    encrypted again until they fall into it (Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002). Only integer arithmetic decides the result, and no library's version.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
+        self._half = np.uint64(bits)
+        self._mask = np.uint64((1 << bits) - 1)
+        self._keys = [np.uint64(hash_ints(seed, index)) for index in range(_ROUNDS)]
+        self._table: npt.NDArray[np.uint64] | None = None
+        if size <= _FEW:
+            self._table = self._encrypt(np.arange(1 << 2 * bits, dtype=np.uint64))
+
+    def __call__(self, positions: Numbers) -> Numbers:
+        """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
+        elements = self._map(positions.astype(np.uint64))
+        outside = np.flatnonzero(elements >= self._size)
+        while outside.size:
+            elements[outside] = self._map(elements[outside])
+            outside = outside[elements[outside] >= self._size]
+        return elements.astype(np.int64)
+
+    def _map(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        return self._encrypt(values) if self._table is None else self._table[values]
+
+    def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> self._half, values & self._mask
+        for key in self._keys:
+            mixed = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & self._mask)
+        return (left << self._half) | right
+
+
+# --- what a rank takes ----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class ShareState(EpochState):
+    """The part of a source's state that says what its rank takes of the epoch.
+
+    Attributes:
+        done: samples of the epoch that this rank stands for, and that come before all of these:
+            they were read when the job had another number of ranks.
+        start: the first number of those that are dealt out in turn.
+        extra: numbers below that are this rank's, too, ascending, as bytes.
+    """
+
+    done: int = 0
+    start: int = 0
+    extra: bytes | None = None
+
+
+class Share:
+    """The numbers that a rank takes: some that are named, then every `world_size`-th one."""
+
+    def __init__(self, rank: int, world_size: int, state: ShareState | None = None) -> None:
+        self._rank, self._world_size = rank, world_size
+        self.done = 0 if state is None else state.done
+        """Samples that come before all of these."""
+        self._start = 0 if state is None else state.start
+        self._extra: Numbers = np.empty(0, np.int64)
+        if state is not None and state.extra is not None:
+            self._extra = np.frombuffer(state.extra, "<i8").astype(np.int64)
+
+    def put_into(self, state: ShareState) -> None:
+        """Let a state say what this rank takes."""
+        state.done, state.start = self.done, self._start
+        state.extra = self._extra.astype("<i8").tobytes() or None
+
+    def count(self, size: int) -> int:
+        """Return how many samples this rank stands for, where there are `size` numbers."""
+        named = int(np.searchsorted(self._extra, size))
+        return self.done + named + len(range(self._start + self._rank, size, self._world_size))
+
+    def at(self, first: int, stop: int) -> Numbers:
+        """Return the numbers of the samples `first`..`stop - 1`, none of which is `done`."""
+        first, stop = first - self.done, stop - self.done
+        named = self._extra[first:stop]
+        turns = np.arange(max(first - len(self._extra), 0), max(stop - len(self._extra), 0))
+        return np.concatenate((named, self._start + self._rank + turns * self._world_size))
+
+    def after(self, samples: int) -> tuple[Numbers, int]:
+        """Return what is left once so many samples are read, those that are `done` included.
+
+        These are the numbers that are named, and from which one on the rank takes every
+        `world_size`-th one, less its rank.
+        """
+        read = max(0, samples - self.done)
+        turns = max(0, read - len(self._extra))
+        first = self._start + self._rank + turns * self._world_size
+        return self._extra[read:], first - self._rank
+
+
+def dealt(left: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> list[ShareState]:
+    """Deal what is left of an epoch to another number of ranks.
+
+    What none of the ranks has come to is dealt out in turn. What comes before that, since some
+    ranks have read less than others, is named.
+    """
+    start = max(begin for _, begin in left)
+    behind = [np.arange(begin + at, start + at, len(left)) for at, (_, begin) in enumerate(left)]
+    named = np.sort(np.concatenate([*behind, *(some for some, _ in left)]))
+    named = named[: int(np.searchsorted(named, size))]
+    return [
+        ShareState(start=start, extra=named[rank::world_size].astype("<i8").tobytes() or None)
+        for rank in range(world_size)
+    ]
+
+
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -166,11 +290,7 @@ class ShardedSampler(ShardedOrder[int]):
         return ItemKey("", self._last, self._world_size, self._epochs.cycle)
 
     def read(self, key: int) -> int:
-        """Return the index of a key: itself.
-
-        Raises:
-            StateError: there is no such index.
-        """
+        """Return the index of a key: itself."""
         if not 0 <= key < self._size:
             raise StateError(
                 f"there is no sample {key}: the data have {self._size} now. Resume over the data "

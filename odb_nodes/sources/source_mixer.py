@@ -9,7 +9,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes.contract import NodeState, SourceStates, StatefulNode, snapshot
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.node import (
@@ -25,48 +25,12 @@ from odb_nodes.sources.mixing import (
     Mixing,
     Stop,
     Unit,
+    WeightedRoundRobin,
+    WeightSchedule,
     check_rules,
     check_schedule,
     checked_weights,
 )
-from odb_nodes.sources.weight_schedule import WeightSchedule
-
-
-class WeightedRoundRobin:
-    """Chooses among sources by weights, also where these change.
-
-    Each source has a target: what it should have had when the weights last changed. What it has had
-    since then is compared with its weight, so that an item more or less is made up for after the
-    change, and the shares do not drift however often the weights change.
-    """
-
-    def __init__(
-        self, weights: Mapping[str, float], targets: Mapping[str, float] | None = None
-    ) -> None:
-        self.weights = weights
-        """The weights in force. Shared: not to be changed."""
-        self.targets = dict(targets or dict.fromkeys(weights, 0.0))
-        """What each source should have had at the last change."""
-
-    def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
-        """Return the source that is next; of equals, the first."""
-        weights, targets = self.weights, self.targets
-        on = [name for name in names if weights[name]]
-        return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
-
-    def turn_to(
-        self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
-    ) -> None:
-        """Choose by weights from now on, which may be others."""
-        if weights is self.weights or weights == self.weights:
-            return
-        targets = self.targets
-        on = [name for name in names if self.weights[name]]
-        if on:
-            since = sum(had[name] - targets[name] for name in on)
-            rounds = since / sum(self.weights[name] for name in on)
-            targets = targets | {name: targets[name] + self.weights[name] * rounds for name in on}
-        self.weights, self.targets = weights, targets
 
 
 @dataclass(kw_only=True)
@@ -199,11 +163,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._weights = self.check_can_set(weights)
 
     def check_can_set(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return weights that an epoch may begin with, in the order of the sources.
-
-        Raises:
-            TypeError, ValueError: they are not valid, or the weights follow a schedule.
-        """
+        """Return weights that an epoch may begin with, in the order of the sources."""
         if self._schedule is not None:
             raise ValueError(
                 "`set_weights` needs a mixture of fixed weights, but they follow a "
@@ -218,11 +178,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             node.reset(None)
 
     def restore(self, state: MixerState) -> None:
-        """Go to where every source stands.
-
-        Raises:
-            StateError: there are other sources now.
-        """
+        """Go to where every source stands."""
         self._clear()
         if state.sources.keys() != self.sources.keys():
             raise StateError(
@@ -254,11 +210,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         )
 
     def next(self) -> Any:
-        """Return the next item of the source that is most behind.
-
-        Raises:
-            SampleError: a source raised, or yielded nothing; or, with `by="tokens"`, no `Sample`.
-        """
+        """Return the next item of the source that is most behind."""
         exhausted = ""
         while not self._ended:
             name = self._most_behind()
@@ -314,11 +266,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return all(map(can_restore, self.sources.values()))
 
     def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Any]:
-        """Yield items of this epoch again.
-
-        Raises:
-            StateError: one is of a source that there is not.
-        """
+        """Yield items of this epoch again."""
         inner: dict[str, list[ItemKey]] = {name: [] for name in self.sources}
         order = []
         for item in items:

@@ -13,7 +13,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.codec import explain_unreadable, from_bytes, to_bytes
+from odb_nodes._core.content import explain_unreadable, from_bytes, to_bytes
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.state import source_fields

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.command_line import OneLineParser
 from odb_nodes._core.text import counted
+from odb_nodes.tools.command_line import OneLineParser
 
 __all__ = ["main"]
 

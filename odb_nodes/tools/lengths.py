@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_integer
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes._core.progress import Bar
 from odb_nodes.contract.graph import close_nodes, length_of, walk
 from odb_nodes.contract.node import call_member
@@ -25,9 +25,9 @@ from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
+from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
-from odb_nodes.sources.streams import is_stream
 from odb_nodes.tools.length_table import NO_KEY, LengthTable
 
 __all__ = ["LengthTable", "files_read", "observe_lengths"]

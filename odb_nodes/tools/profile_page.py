@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 from odb_nodes._core.text import counted
 from odb_nodes.tools.svg import Level, bars, levels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from odb_nodes._core.command_line import OneLineParser, check_is_writable
+from odb_nodes.tools.command_line import OneLineParser, check_is_writable
 
 __all__ = ["parse_arguments"]
 

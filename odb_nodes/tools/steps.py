@@ -21,7 +21,6 @@ import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_type
-from odb_nodes._core.command_line import check_is_writable, file_of, load_function
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
 from odb_nodes.alignment.exchange.base import Exchange
@@ -38,6 +37,7 @@ from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tools.command_line import check_is_writable, file_of, load_function
 from odb_nodes.tools.lengths import files_read
 from odb_nodes.tools.remade_step import RemadeStep
 from odb_nodes.tools.step_arguments import parse_arguments

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
-from odb_nodes._core.checks import check_count
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import check_count, import_extra
 from odb_nodes.errors import SampleError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.checks import check_bool, check_type
-from odb_nodes._core.fingerprints import tokenizer_name
+from odb_nodes._core.hashing import tokenizer_name
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Skipped
 from odb_nodes.vision.arguments import (

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
 def canary(what):
-    return relies_on("datasets", what, "_compat/datasets.py (`sources/streams.py`)")
+    return relies_on("datasets", what, "_compat/datasets.py (`sources/iterable_source.py`)")
 
 
 @pytest.fixture(scope="module")

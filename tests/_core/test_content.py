@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from odb_nodes._core.codec import tensor_bytes
-from odb_nodes._core.content import content_digest
+from odb_nodes._core.content import content_digest, tensor_bytes
 
 
 def matrix(number, *changed):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from odb_nodes import PerSource, TokenBudget
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes.planning.group_costs import BudgetCost
 
 

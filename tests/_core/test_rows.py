@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes._core.rows import array_of_ints, flatten_row
+from odb_nodes._core.content import array_of_ints, flatten_row
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 BYTES_OF_TAGS = st.sampled_from([0x69, 0x6969, 0x69696969, ord("l"), ord("I")])

@@ -4,14 +4,19 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from odb_nodes import IterableSource, LengthObserver
+from odb_nodes import EpochNode, IterableSource, LengthObserver
+from odb_nodes.contract import EpochState, SourceStates
+from odb_nodes.testing import assert_resumes_exactly
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-nodes.md"
-NODE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+NODE, EXPLICIT = re.findall(r"```python.*?\n(.*?)```", PAGE.read_text(), re.S)[:2]
 JOB = """
 import os, signal, sys
 from odb_nodes import GroupCollator, IterableSource, LengthObserver, Loader, WindowBucketer
@@ -51,34 +56,86 @@ def test_a_job_with_a_node_of_ones_own_that_is_killed_twice_yields_what_one_run_
     assert found == expected
 
 
+@dataclass(kw_only=True)
+class PairsState(EpochState):
+    sources: SourceStates
+    half: list = field(default_factory=list)
+
+
+class Pairs(EpochNode):
+    """Yields an item of each of two sources, one after the other; all its methods are defaults."""
+
+    STATE = PairsState
+
+    def __init__(self, *sources):
+        super().__init__()
+        self.sources = dict(zip("ab", sources, strict=True))
+
+    def next(self):
+        if not self.half:
+            self.half = [next(source) for source in self.sources.values()]
+        return self.half.pop(0), self._epochs.epoch
+
+
+def filtered(kind):
+    exec(NODE + EXPLICIT, names := {"__name__": "own_node"})
+    data = [{"input_ids": [n] * (n % 37 + 1)} for n in range(40)]
+    return names[kind](LengthObserver(IterableSource(data, 0, 1)), 8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(filtered, "ShortSampleFilter"),
+        partial(filtered, "ExplicitFilter"),
+        lambda: Pairs(*(IterableSource(range(9 * n), 0, 1) for n in (1, 2))),
+    ],
+    ids=["declared", "explicit", "several sources"],
+)
+def test_a_node_resumes_exactly_by_the_attributes_that_its_state_declares(make):
+    assert_resumes_exactly(make, epochs=2)
+
+
+def test_the_node_of_the_page_begins_each_epoch_with_its_defaults():
+    node = filtered("ShortSampleFilter")
+    dropped = [(list(node), node.reset(), node.dropped_samples)[2] for _ in range(2)]
+    assert dropped == [0, 0]
+    list(node)
+    assert node.dropped_samples > 0
+
+
 def with_extra(node):
     node.late = 1
     return node
 
 
+BOTH = NODE + EXPLICIT
+DEFAULT = "dropped_samples: int = 0", "dropped_samples: int"
 MISTAKES = {  # what replaces a piece of the node -> the error, when it is made or asked for a state
     "another STATE": (("    STATE = FilterState\n", ""), "must return its `STATE`.*`NodeState`"),
-    "no restore": (("def restore(", "def restored("), "`ShortSampleFilter` must define `restore`"),
-    "no save": (("def save(", "def saved("), "`ShortSampleFilter` must define `save`"),
+    "no STATE": (("    STATE = FilterState\n", ""), "must define `begin_epoch`, or declare as `ST"),
+    "no default": (DEFAULT, "`dropped_samples` of `FilterState` must have a default"),
     "nothing saved": (("return FilterState(", "FilterState("), "but returned None"),
     "slots": (("kw_only=True", "kw_only=True, slots=True"), "without `slots`"),
     "an attribute": (
         ("return FilterState(", "return with_extra(FilterState("),
         r"has \['late'\], which are no fields of `FilterState`",
     ),
+    "numpy": (("dropped_samples=self.dropped_samples", "dropped_samples=np.int64(1)"), "numpy"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_node_of_ones_own_is_named_before_a_state_is_out(mistake):
     (before, after), message = MISTAKES[mistake]
-    code = NODE.replace(before, after)
+    code = (NODE if mistake in ("no STATE", "no default") else BOTH).replace(before, after)
     if mistake == "an attribute":
         code = code.replace("dropped_samples=self.dropped_samples)", "dropped_samples=1))")
-    assert code != NODE
-    names = {"with_extra": with_extra, "__name__": "own_node"}
+    assert code not in (NODE, BOTH)
+    names = {"with_extra": with_extra, "np": np, "__name__": "own_node"}
     with pytest.raises(TypeError, match=message):
         exec(code, names)
-        node = names["ShortSampleFilter"](LengthObserver(IterableSource([], 0, 1)), 8)
+        kind = names.get("ExplicitFilter") or names["ShortSampleFilter"]
+        node = kind(LengthObserver(IterableSource([], 0, 1)), 8)
         node.reset()
         node.state_dict()

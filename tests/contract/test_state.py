@@ -35,7 +35,7 @@ REFUSALS = [
     ([1], "but is list"),
     ({"model": 1, "optimizer": 2}, r"keys \['model', 'optimizer'\]"),
     (seal("Other", {}, {"x": 1}), "saved by `Other`.* into `Node`"),
-    ({**seal("Node", {}, {"x": 1}), "version": 99}, "`version` 99, but .* reads 7"),
+    ({**seal("Node", {}, {"x": 1}), "version": 99}, "`version` 99, but .* reads 8"),
     (seal("Node", {}, {}), "lacks `x`"),
     (seal("Node", {}, {"x": 1, "other": 0}), "has `other`"),
     ({**seal("Node", {}, {"x": 1}), "config": 3}, "`config` must be a dict, but is 3"),
@@ -84,6 +84,12 @@ def test_a_state_that_is_nested_too_deeply_is_refused(place, kind):
         unseal_whole(state, "Node", AnyField)
 
 
+def test_a_digest_is_of_values_whatever_the_order_of_keys():
+    mixed = {2: 0, "2": 1, (1, b"x"): 2, None: 3}
+    states = [{"b": mixed, "a": 2**70}, {"a": 2**70, "b": dict(reversed(mixed.items()))}]
+    assert len({add_digest(one)["digest"] for one in states}) == 1
+
+
 def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
     sparse, dense = torch.ones(3)[::2][:1], torch.ones(1)
     assert sparse.stride() != dense.stride()
@@ -92,7 +98,10 @@ def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
 
 @pytest.mark.parametrize(
     ("value", "other"),
-    [((1, 2), [1, 2]), ({1: 2}, {"1": 2}), (1, True), (1, 1.0), (b"1", "1"), ([b"1"], [b"2"])],
+    [
+        *(((1, 2), [1, 2]), ({1: 2}, {"1": 2}), (1, True), (1, 1.0), (b"1", "1"), ([b"1"], [b"2"])),
+        *((None, "None"), ({}, []), ([[1], 2], [[1, 2]]), (0.0, -0.0), (2**70, 2**70 + 1)),
+    ],
 )
 def test_a_digest_tells_values_of_other_types_apart(value, other):
     digests = [add_digest({"x": [one]})["digest"] for one in (value, other)]

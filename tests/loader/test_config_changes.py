@@ -20,7 +20,7 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes.sources import IterableSource
 
 
@@ -178,7 +178,7 @@ def test_a_state_that_is_refused_leaves_that_argument_of_the_one_before():
     loader = Loader(bucketed(tokens=200))
     loader.load_state_dict(saved(bucketed()))
     with pytest.raises(StateError, match="lacks"):
-        loader.load_state_dict({"version": 7, "node": "Loader"}, change_budget=True)
+        loader.load_state_dict({"version": 8, "node": "Loader"}, change_budget=True)
     with pytest.raises(StateError, match="`budget.tokens` was 256"):
         iter(loader)
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from odb_nodes.sources.permutation import Permutation
+from odb_nodes.sources.sharded_sampler import Permutation
 
 EDGES = [1, 2, 3, 4, 5, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4096, 4097, 2**16, 10**5]
 

@@ -2,7 +2,7 @@
 
 import random
 
-from odb_nodes.sources.share import Share, dealt
+from odb_nodes.sources.sharded_sampler import Share, dealt
 
 
 def test_what_is_left_of_a_share_is_dealt_once():

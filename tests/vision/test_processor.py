@@ -9,7 +9,7 @@ from pictures import Qwen2VLImageProcessorPil, as_bytes, asked, in_mode, noise, 
 from PIL import Image
 
 from odb_nodes import SampleError, Skipped
-from odb_nodes._core.fingerprints import stable_name
+from odb_nodes._core.hashing import stable_name
 from odb_nodes.vision import BadImages, ChatTemplate, VisionLanguageCollate, VisionLanguageProcessor
 
 SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from odb_nodes._compat import torch_distributed as compat
-from odb_nodes._core.ranks import resolve_rank
+from odb_nodes._core.processes import resolve_rank
 from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted, LocalExchange
 from odb_nodes.alignment.exchange.store import (
     BoundedStore,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._core.rows import flatten_row
+from odb_nodes._core.content import flatten_row
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import Observation
 

@@ -7,7 +7,7 @@
 With a data module of your own, `ODBCallback.batches` makes what `train_dataloader` returns.
 """
 
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 
 import_extra("lightning.pytorch", "lightning")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_nodes._core.extras import import_extra
+from odb_nodes._core.checks import import_extra
 from odb_nodes.monitor.loss_book import ALL_RANKS
 from odb_nodes.monitor.reporting.summary import RunSummary, thinned
 from odb_nodes.monitor.reporting.svg import Curve, line_chart, number, scatter

@@ -24,10 +24,17 @@ from sampling import fewer
 from worker_functions import processor, same
 
 from odb_nodes import IterableSource, Sample
-from odb_nodes.processing import shared_pages
+from odb_nodes.processing import transport
 from odb_nodes.processing.chunk import ChunkTask, runs_of
-from odb_nodes.processing.shared_pages import SHARED_BYTES, PageFile
-from odb_nodes.processing.transport import dumps, pack, receive, send, unpack
+from odb_nodes.processing.transport import (
+    SHARED_BYTES,
+    PageFile,
+    dumps,
+    pack,
+    receive,
+    send,
+    unpack,
+)
 from odb_nodes.sample import ItemKey
 from odb_nodes.sample_block import ItemKeys
 
@@ -333,7 +340,7 @@ def write_some(file, parts, at):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
-    [(os, "memfd_create", refuse), (shared_pages, "_Mapping", refuse), (os, "pwritev", write_some)],
+    [(os, "memfd_create", refuse), (transport, "_Mapping", refuse), (os, "pwritev", write_some)],
 )
 def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, fault, monkeypatch):
     before = held()
@@ -345,7 +352,7 @@ def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, 
 def test_what_there_is_no_memory_for_is_said_in_bytes(monkeypatch):
     size_bytes = 1 << 62
     file = PageFile(os.memfd_create("odb_nodes"), size_bytes)
-    monkeypatch.setattr(shared_pages, "_Mapping", refuse)
+    monkeypatch.setattr(transport, "_Mapping", refuse)
     with pytest.raises(MemoryError, match=rf"no {size_bytes} bytes .* `in_flight_bytes`"):
         file.pages()
 

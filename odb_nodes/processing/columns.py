@@ -126,8 +126,9 @@ class DataColumns(Sequence[Any]):
         found, places = list[Column | list[Any]](), rows.tolist()
         known: dict[int, list[int]] = {}  # the new offsets, by those of old
         for column in self.columns:
-            if isinstance(column, list):
-                found.append([column[row] for row in places])
+            if isinstance(column, list):  # An array may lie in the memory of the whole chunk.
+                held = [column[row] for row in places]
+                found.append([one.copy() if type(one) is np.ndarray else one for one in held])
                 continue
             own = column.offsets
             if (offsets := known.get(id(own))) is None:

@@ -294,6 +294,7 @@ class WorkerProcess:
     def mark_dead(self) -> None:
         """Close the socket of this worker, which has died or closed it, and fail its futures."""
         self._owed = self._what_is_owed()
+        self._files.close()
         self.connection.close()
         self.fail_pending()
 

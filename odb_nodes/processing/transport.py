@@ -466,6 +466,10 @@ class SharedFiles:
         for number in numbers:
             self._mappings.pop(number, None)
 
+    def close(self) -> None:
+        """Forget all files. Memory that is in use stays."""
+        self._mappings.clear()
+
 
 class FilePool:
     """The files of a worker, which are written again when they have come back."""

@@ -1,14 +1,15 @@
-"""What a process is and owns: its rank, its threads and workers, Ctrl-C, freed memory."""
+"""What a process is and owns: its rank, its threads and workers, Ctrl-C; what the system refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -93,6 +94,52 @@ def keep_freed_memory(size_bytes: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         any(mallopt(_M_MMAP_THRESHOLD, size) for size in (size_bytes, _LARGEST_OF_OLD))
         mallopt(_M_TRIM_THRESHOLD, size_bytes)
+
+
+def start_thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    """Start a daemon thread."""
+    thread = threading.Thread(target=target, args=args, name=f"odb_nodes-{name}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise WorkerError(
+            f"thread `{thread.name}` could not be started: {error}.{_processes()}"
+        ) from error
+    return thread
+
+
+def limit_behind(error: BaseException) -> str:
+    """Return which limit of the system an error comes from and what to do, or nothing."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EAGAIN:
+        return _processes()
+    if number == errno.EMFILE:
+        return (
+            f" The limit on open files of a process is reached (`ulimit -n`{_value('NOFILE')}): "
+            "raise it, or use fewer workers."
+        )
+    if number == errno.ENFILE:
+        return " The limit on open files of this machine is reached (`fs.file-max`): raise it."
+    if number == errno.ENOMEM:
+        return " The machine has no memory left for a worker: use fewer workers or smaller data."
+    return ""
+
+
+def _processes() -> str:
+    return (
+        f" The limit on processes and threads is reached (`ulimit -u`{_value('NPROC')}; in a "
+        "container also `pids.max` of its cgroup): raise it, or use fewer workers."
+    )
+
+
+def _value(name: str) -> str:
+    """Return the value of a limit of this process, where the system tells."""
+    if sys.platform == "win32":
+        return ""
+    import resource
+
+    limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+    return "" if limit == resource.RLIM_INFINITY else f", here {limit}"
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.columns import DataColumns
-from odb_nodes.processing.shared_pages import split_parts
-from odb_nodes.processing.transport import unpack
+from odb_nodes.processing.transport import split_parts, unpack
 from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo

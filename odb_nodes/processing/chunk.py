@@ -1,4 +1,4 @@
-"""Process one chunk of items, in a worker process, a thread, or the trainer itself."""
+"""What a chunk of items is, how it is processed, and what a pool of workers does for it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import threading
 import time
 import traceback
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
+from odb_nodes._core.processes import Owner
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
-from odb_nodes.processing.collate_request import BatchMaker
-from odb_nodes.processing.columns import DataColumns
+from odb_nodes.processing.columns import DataColumns, StoredChunk
 from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.shared_pages import size_of
-from odb_nodes.processing.transport import pack
+from odb_nodes.processing.transport import pack, size_of, split_parts, unpack
 from odb_nodes.sample import Sample, Skipped, name_of
 from odb_nodes.sample_block import ItemKeys, SampleBlock
+from odb_nodes.step_info import StepInfo
 
 _KNOWN = (Sample, Skipped)
 
@@ -41,9 +43,9 @@ class Failure:
     details: str
     worker: str
 
-    def explained(self, where: str, *, elsewhere: bool) -> SampleError:
+    def explained(self, where: str) -> SampleError:
         """Return the error to raise."""
-        by = f" It was processed in {self.worker}." if elsewhere else ""
+        by = f" It was processed in {self.worker}." if self.worker else ""
         return SampleError(
             f"item {self.item}, {where}, cannot be processed: {self.error}\nNo batch with it was "
             f"delivered. Mend it, then iterate again or resume.{by}\n{self.details}".rstrip()
@@ -78,19 +80,97 @@ class ChunkResult:
     """What became of a chunk.
 
     Attributes:
-        results: its good results in order, in runs of one kind (see `runs_of`), packed or not.
+        results: its good results in order, in runs of one kind (see `runs_of`); as parts, where it
+            is packed, or in `content`.
         failure: what ended it early.
         seconds: that it has taken.
-        content: the data of its samples, packed, where workers are to collate them; `results` are
-            without it then.
+        is_packed: whether it has come from another process.
+        content: packed results, joined; the data of samples alone, where workers keep them.
+        is_stored: whether workers keep the data of its samples.
         unread: why the worker could not unpickle it.
     """
 
     results: Any
     failure: Failure | None
     seconds: float = 0.0
+    is_packed: bool = False
     content: Any = None
+    is_stored: bool = False
     unread: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """What has come from another process."""
+        if not self.is_packed:
+            return 0
+        return sum(map(len, self.results)) + (0 if self.content is None else len(self.content))
+
+    def runs(self) -> list[Sequence[Any]]:
+        """Return the good results in runs."""
+        if not self.is_packed:
+            return self.results  # type: ignore[no-any-return]
+        if self.content is None:
+            return unpack(self.results)  # type: ignore[no-any-return]
+        if not self.is_stored:
+            return unpack(split_parts(self.content))  # type: ignore[no-any-return]
+        runs: list[Sequence[Any]] = unpack(self.results)
+        chunk, first = StoredChunk(self.content), 0
+        for at, run in enumerate(runs):
+            if isinstance(run, SampleBlock):
+                runs[at] = run.with_data(chunk, first)
+                first += len(run)
+        return runs
+
+
+class BatchMaker(Protocol):
+    """Makes batches in a worker process; picklable where workers are not forked."""
+
+    least_bytes: int
+    """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
+
+    def __call__(self, samples: list[Any], key: int, info: StepInfo | None) -> Any:
+        """Return the batch of samples, under the random numbers of a key."""
+
+
+class Pool(ABC):
+    """Processes chunks, and returns what became of them in futures. Workers live until `close`."""
+
+    pids: Sequence[int] = ()
+    """Process ids of the workers, where they are processes of this machine."""
+    exit_reason = ""
+    """How the first of the workers has ended that are gone; "" where all live."""
+
+    def __init__(self) -> None:
+        self.owner = Owner()
+
+    @abstractmethod
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk."""
+
+    def make_batch(
+        self,
+        data: Sequence[Any],  # noqa: ARG002
+        key: int,  # noqa: ARG002
+        info: StepInfo | None,  # noqa: ARG002
+    ) -> Future[Any] | None:
+        """Have a worker make a batch; `None` where none can."""
+        return None
+
+    def dumps(self, value: Any) -> bytes:
+        """Pickle a value as `submit` does."""
+        return pickle.dumps(value)
+
+    def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
+        """Return what keeps a chunk from being done, and what to do."""
+        return "`process_fn` hangs, or needs a longer limit."
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Skip queued chunks that no worker has begun: nobody waits for them any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the workers; may be called again, and from any thread. Only the owner's does."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +196,17 @@ class ChunkProcessor:
                 results, failure = self._apply(task, caught)
         return ChunkResult(runs_of(results), failure, time.perf_counter() - start)
 
-    def run_pickled(self, task: Any) -> ChunkResult:
-        """Process a chunk that was pickled, and pack the results for transport."""
+    def run_pickled(self, task: bytes) -> ChunkResult:
+        """Process a chunk that was pickled, in a worker process, and pack the results."""
         try:
             chunk: ChunkTask = pickle.loads(task)
         except Exception as error:
-            return ChunkResult([], None, unread=f"{type(error).__name__}: {error}")
-        return self.run_packed(chunk)
-
-    def run_packed(self, task: ChunkTask) -> ChunkResult:
-        """Process a chunk in a worker process, and pack the results for transport."""
+            unread = f"{type(error).__name__}: {error}"
+            return ChunkResult([], None, is_packed=True, unread=unread)
         start = time.perf_counter()
-        results, failure = self._apply(task, (BaseException,))
+        results, failure = self._apply(chunk, (BaseException,))
         try:
-            parts, content = self._packed(results)
-            return ChunkResult(parts, failure, time.perf_counter() - start, content)
+            packed = self._packed(results, failure)
         except Exception:
             good = 0
             try:
@@ -142,22 +218,25 @@ class ChunkProcessor:
                     "the result cannot be sent between processes. Return arrays, tensors and plain "
                     f'data, or use `method="thread"`: {type(error).__name__}: {error}'
                 )
-                failure = _describe(task.items[good], cause)
-            return ChunkResult(pack(runs_of(results[:good], joined=True)), failure)
+                failure = _describe(chunk.items[good], cause)
+            packed = self._packed(results[:good], failure)
+        return replace(packed, seconds=time.perf_counter() - start)
 
-    def _packed(self, results: list[Any]) -> tuple[list[memoryview], list[memoryview] | None]:
-        """Return results as parts, and apart from them the data that workers keep, if any."""
+    def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:
         runs = runs_of(results, joined=True)
-        least_bytes = math.inf if self.maker is None else self.maker.least_bytes
-        if least_bytes:
-            parts = pack(runs)
-            if size_of(parts) < least_bytes * len(results):
-                return parts, None
         blocks = [run for run in runs if isinstance(run, SampleBlock)]
-        if not blocks or not all(isinstance(one, _KNOWN) for one in results):
-            return pack(runs), None
+        is_stored = bool(blocks) and all(isinstance(one, _KNOWN) for one in results)
+        least_bytes = math.inf if self.maker is None else self.maker.least_bytes
+        if not is_stored or least_bytes:
+            parts = pack(runs)
+            if not is_stored or size_of(parts) < least_bytes * len(results):
+                # What is large has memory of its own, so that it can be freed alone.
+                if any(map(_is_apart, runs)):
+                    return ChunkResult(parts, failure, is_packed=True)
+                return ChunkResult([], failure, is_packed=True, content=parts)
         facts = [run.with_data(()) if isinstance(run, SampleBlock) else run for run in runs]
-        return pack(facts), pack(DataColumns.of([one for block in blocks for one in block.data()]))
+        content = pack(DataColumns.of([one for block in blocks for one in block.data()]))
+        return ChunkResult(pack(facts), failure, is_packed=True, content=content, is_stored=True)
 
     def _apply(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
@@ -219,6 +298,13 @@ def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[An
             run = DataColumns.of(run)
         runs.append(run)
     return runs
+
+
+def _is_apart(run: Any) -> bool:
+    """Whether the data of a run are no columns."""
+    if isinstance(run, SampleBlock):
+        return any(isinstance(data, list) for data in run.sources.values())
+    return bool(run.are_apart)
 
 
 def describe_unread(task: ChunkTask, dumps: Callable[[Any], bytes]) -> str:

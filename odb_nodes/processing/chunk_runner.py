@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
-from odb_nodes._core.processes import Owner, deferred_interrupt
+from odb_nodes._core.processes import deferred_interrupt, start_thread
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import (
+    BatchMaker,
     ChunkProcessor,
     ChunkResult,
     ChunkTask,
     Failure,
+    Pool,
     describe_unread,
 )
-from odb_nodes.processing.collate_request import BatchMaker, BatchResult
-from odb_nodes.processing.columns import StoredChunk
-from odb_nodes.processing.limits import is_picklable
 from odb_nodes.processing.options import AUTO, WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.ray_pool import RayPool
-from odb_nodes.processing.shared_pages import CAN_SHARE
-from odb_nodes.processing.thread_pool import ThreadPool
-from odb_nodes.processing.transport import unpack
-from odb_nodes.sample_block import SampleBlock
+from odb_nodes.processing.transport import CAN_SHARE
 from odb_nodes.step_info import StepInfo
 
 _FIRST_ITEMS = 4
 _CHUNK_S = 0.02
 _CHUNK_BYTES = 1 << 20
 _GROWTH = 2  # from one chunk to the next: the first items may be cheap by chance
+_THREADS_STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
 _NEWS = 0.25  # weight of the last chunk in what an item is taken to have
 
 
@@ -85,30 +88,104 @@ class ChunkFit:
         self.items = int(max(1, min(items / share, _GROWTH * self.items, self._most)))
 
 
-class WorkerPool(Protocol):
-    """Processes chunks in parallel and returns the results in futures.
+class InlinePool(Pool):
+    """Processes each chunk on the thread that asks for its results, in whatever process that is."""
 
-    Attributes:
-        owner: the process that the workers belong to.
-    """
+    def __init__(self, processor: ChunkProcessor) -> None:
+        super().__init__()
+        self._processor = processor
 
-    owner: Owner
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Return the chunk, still to be processed."""
+        return _Deferred(self._processor, task)
+
+    def discard(self) -> None:
+        """Do nothing: nobody has begun."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Deferred(Future[ChunkResult]):
+    def __init__(self, processor: ChunkProcessor, task: ChunkTask) -> None:
+        super().__init__()
+        self._run = partial(processor.run, task)
+        self.set_running_or_notify_cancel()
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> ChunkResult:  # noqa: ARG002
+        result = self._run()
+        failure = result.failure
+        return replace(result, failure=None if failure is None else replace(failure, worker=""))
+
+
+class ThreadPool(Pool):
+    """Daemon threads that take chunks from one queue; a single thread if chunks are seeded."""
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        super().__init__()
+        self._processor = processor
+        self._closed = False
+        self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        # Seeded chunks take turns with the global generators, so several threads would gain
+        # nothing, and a later chunk that hangs could hold up an earlier one.
+        count = options.num_workers if processor.seed is None else 1
+        self._threads: list[threading.Thread] = []
+        try:
+            for index in range(count):
+                self._threads.append(start_thread(f"worker-{index}", self._work))
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
-
-    def what_hangs(self, future: Future[ChunkResult]) -> str:
-        """Return what keeps a chunk from being done, and what to do."""
+        future: Future[ChunkResult] = Future()
+        self._tasks.put((task, future))
+        if self._closed:  # perhaps no thread is left to take it
+            self.discard()
+        return future
 
     def discard(self) -> None:
-        """Skip queued chunks that no worker has begun: nobody waits for them any more."""
+        """Skip queued chunks that no thread has begun."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                entry = self._tasks.get_nowait()
+                if entry is not None:
+                    entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
+        if self._closed:
+            self._tasks.put(None)  # the loop may have taken the one that ends the threads
 
     def close(self) -> None:
-        """Stop the workers; may be called again, and from any thread. Only the owner's does."""
+        """Stop the threads; one that is inside the user's code stops when that returns."""
+        if not self.owner.is_here:
+            return  # A forked child has a copy of the queue, and none of the threads.
+        self._closed = True
+        self.discard()
+        deadline = time.monotonic() + _THREADS_STOP_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            task, future = entry
+            try:
+                # A KeyboardInterrupt in a thread is the item's: Ctrl-C comes to the main thread.
+                future.set_result(self._processor.run(task, (BaseException,)))
+            except BaseException as error:
+                future.set_exception(error)
+        self._tasks.put(None)  # for the next thread
 
 
-def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> WorkerPool:
+def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> Pool:
     """Start the workers that `options` ask for."""
+    if options.num_workers == 0:
+        return InlinePool(processor)
     if options.method == "thread":
         return ThreadPool(processor, options)
     if options.method == "ray":
@@ -116,19 +193,12 @@ def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> WorkerPool:
     return ProcessPool(processor, options)
 
 
-class Submitted(NamedTuple):
-    """A chunk on its way; without a future it is processed when its results are asked for."""
-
-    task: ChunkTask
-    future: Future[ChunkResult] | None
-
-
 class ChunkRunner:
     """Runs chunks with the workers that options ask for. They live from `start` to `close`."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions, name: str) -> None:
         self._processor, self._options, self._name = processor, options, name
-        self._pool: WorkerPool | None = None
+        self._pool: Pool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
         self._fit = ChunkFit(options)
@@ -146,7 +216,7 @@ class ChunkRunner:
     @property
     def is_started(self) -> bool:
         """Whether workers run."""
-        return self._pool is not None
+        return self._pool is not None and not isinstance(self._pool, InlinePool)
 
     @property
     def timeout_s(self) -> float:
@@ -156,14 +226,14 @@ class ChunkRunner:
     @property
     def pids(self) -> list[int]:
         """Process ids of the worker processes that run now."""
-        return self._pool.pids if isinstance(self._pool, ProcessPool) else []
+        return [] if self._pool is None else [*self._pool.pids]
 
     def start(self) -> None:
-        """Start the workers, unless all run already, or there are to be none."""
-        exit_reason = self._pool.exit_reason if isinstance(self._pool, ProcessPool) else ""
+        """Start the workers, unless all run already."""
+        exit_reason = "" if self._pool is None else self._pool.exit_reason
         if exit_reason:
             self.close()
-        if self._pool is None and self._options.num_workers > 0:
+        if self._pool is None:
             with deferred_interrupt():
                 self._pool = start_pool(self._processor, self._options)
                 self._finalizer = weakref.finalize(self, self._pool.close)
@@ -172,7 +242,9 @@ class ChunkRunner:
 
     def close(self) -> None:
         """Stop the workers. A forked child forgets them: they go on for who started them."""
-        finalizer, self._pool, self._finalizer = self._finalizer, None, None
+        finalizer, self._finalizer = self._finalizer, None
+        if self.is_started:
+            self._pool = None
         if finalizer is not None:
             with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
                 finalizer()
@@ -198,58 +270,45 @@ class ChunkRunner:
             raise WorkerError("processing was interrupted, since the graph is reset or closed.")
 
     def check_process(self) -> None:
-        """Raise a `WorkerError` where the workers belong to the process that this was forked from.
-
-        Where there are none, do nothing.
-        """
-        if self._pool is not None:
+        """Raise a `WorkerError` where workers belong to the process that this was forked from."""
+        if self.is_started and self._pool is not None:
             self._pool.owner.check(f"`{self._name}`")
 
-    def submit(self, task: ChunkTask) -> Submitted:
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
-        if self._pool is not None:
-            try:
-                return Submitted(task, self._pool.submit(task))
-            except Exception as error:  # of pickling
-                raise self._fail(
-                    f"{task} cannot be sent to a worker: {type(error).__name__}: {error}. Let the "
-                    'source yield plain data, or use `method="thread"`.'
-                ) from error
-        if self._options.num_workers == 0:
-            return Submitted(task, None)
-        raise WorkerError("the workers were closed: reset the node to start them again.")
+        if self._pool is None:
+            raise WorkerError("the workers were closed: reset the node to start them again.")
+        try:
+            return self._pool.submit(task)
+        except Exception as error:  # of pickling
+            raise self._fail(
+                f"{task} cannot be sent to a worker: {type(error).__name__}: {error}. Let the "
+                'source yield plain data, or use `method="thread"`.'
+            ) from error
 
-    def results(self, submitted: Submitted) -> tuple[list[Sequence[Any]], Failure | None]:
+    def results(
+        self, task: ChunkTask, future: Future[ChunkResult]
+    ) -> tuple[list[Sequence[Any]], Failure | None]:
         """Return the good results of a chunk in runs, and the failure that ended it early."""
-        task, future = submitted
-        if future is None:
-            self.check()
-            result = self._processor.run(task)
-            return result.results, result.failure
-        pool = self._pool
-        waiting, limit_s = (future, self._interruption), self._options.timeout_s
-        wait(waiting, limit_s, return_when=FIRST_COMPLETED)
+        pool, limit_s = self._pool, self._options.timeout_s
+        if not future.done():
+            wait((future, self._interruption), limit_s, return_when=FIRST_COMPLETED)
         self.check()
         if not future.done():
-            cause = self._pool.what_hangs(future) if self._pool else "the pool was closed."
+            cause = "the pool was closed." if pool is None else pool.what_hangs(future)
             raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
         try:
             result = future.result()
-            if isinstance(pool, ThreadPool):
-                self._fit.note(len(task.items), result.seconds, 0)
-                return result.results, result.failure
-            if result.unread and isinstance(pool, (ProcessPool, RayPool)):
+            if result.unread and pool is not None:
                 raise WorkerError(
                     f"{describe_unread(task, pool.dumps)} cannot be unpickled by a worker: "
                     f'{result.unread}. Let the source yield plain data, or use `method="thread"`.'
                 )
-            stored = result.content
-            parts = result.results if stored is None else [*result.results, stored]
-            self._fit.note(len(task.items), result.seconds, sum(map(len, parts)))
-            runs: list[Sequence[Any]] = unpack(result.results)
-            return runs if stored is None else _stored(runs, stored), result.failure
         except WorkerError as error:
             raise self._fail(f"no result for {task}: {error}") from error
+        self._fit.note(len(task.items), result.seconds, result.size_bytes)
+        try:
+            return result.runs(), result.failure
         except Exception as error:
             raise self._fail(
                 f"the results of {task} cannot be unpickled here: {type(error).__name__}: {error}"
@@ -257,11 +316,9 @@ class ChunkRunner:
 
     def make_batch(
         self, data: Sequence[Any], key: int, info: StepInfo | None
-    ) -> Future[BatchResult] | None:
-        """Have a worker make a batch; `None` where no worker process lives. See `ProcessPool`."""
-        if not isinstance(self._pool, ProcessPool):
-            return None
-        return self._pool.make_batch(data, key, info)
+    ) -> Future[Any] | None:
+        """Have a worker make a batch; `None` where no worker process lives."""
+        return None if self._pool is None else self._pool.make_batch(data, key, info)
 
     def cannot_make_batches(self, collate: Any) -> str:
         """Return why workers could not make batches by a function; "" where they could."""
@@ -270,7 +327,7 @@ class ChunkRunner:
             return "there are no worker processes"
         if not CAN_SHARE:
             return "this system does not hand files of memory to other processes"
-        if not (options.forks or is_picklable(collate)):
+        if not (options.forks or _is_picklable(collate)):
             return "`collate_fn` cannot be pickled, as workers need that are not forked"
         return ""
 
@@ -284,14 +341,10 @@ class ChunkRunner:
         return WorkerError(message)
 
 
-def _stored(runs: list[Sequence[Any]], content: Any) -> list[Sequence[Any]]:
-    """Return runs whose samples find their data in a chunk, with its content."""
-    samples = sum(len(run) for run in runs if isinstance(run, SampleBlock))
-    chunk, found, first = StoredChunk(content, samples), list[Sequence[Any]](), 0
-    for run in runs:
-        if isinstance(run, SampleBlock):
-            found.append(run.with_data(chunk, first))
-            first += len(run)
-        else:
-            found.append(run)
-    return found
+def _is_picklable(function: Any) -> bool:
+    """Tell whether a function can be sent to a process that is not forked."""
+    try:
+        ForkingPickler.dumps(function)
+    except Exception:
+        return False
+    return True

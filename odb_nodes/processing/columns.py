@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.content import is_plain_tensor, is_simple_tensor
-from odb_nodes.processing.shared_pages import PageFile, Pages, split_parts
-from odb_nodes.processing.transport import unpack
+from odb_nodes.processing.transport import PageFile, Pages, split_parts, unpack
 from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import IntArray
 
@@ -127,8 +126,9 @@ class DataColumns(Sequence[Any]):
         found, places = list[Column | list[Any]](), rows.tolist()
         known: dict[int, list[int]] = {}  # the new offsets, by those of old
         for column in self.columns:
-            if isinstance(column, list):
-                found.append([column[row] for row in places])
+            if isinstance(column, list):  # An array may lie in the memory of the whole chunk.
+                held = [column[row] for row in places]
+                found.append([one.copy() if type(one) is np.ndarray else one for one in held])
                 continue
             own = column.offsets
             if (offsets := known.get(id(own))) is None:
@@ -179,8 +179,7 @@ _numbers = count()
 class StoredChunk:
     """The data of samples, packed as a worker has sent them."""
 
-    def __init__(self, content: PageFile | Pages, samples: int) -> None:
-        self._samples = samples
+    def __init__(self, content: PageFile | Pages) -> None:
         self.number = next(_numbers)
         """What workers know it by."""
         self.content = content
@@ -198,9 +197,6 @@ class StoredChunk:
         self.workers_holding.add(worker)
         if isinstance(self.content, PageFile):
             worker.leases[self.number] = self.content.lease
-
-    def __len__(self) -> int:
-        return self._samples
 
     def __getitem__(self, row: int) -> StoredRow:
         return StoredRow(self, row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -28,13 +29,16 @@ from odb_nodes.contract.node import (
     take,
 )
 from odb_nodes.errors import StateError
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
-from odb_nodes.processing.chunk_runner import ChunkRunner, Submitted
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.sample import ItemKey
 from odb_nodes.sample_block import ItemKeys
 
 T = TypeVar("T")
+
+_STATE_DISTANCE = 128
+"""Items between two states of the source that are kept: a resume reads up to so many again."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +62,8 @@ class ProcessorState(EpochState):
 class _Chunk(NamedTuple):
     """A chunk in flight, and how its items were read."""
 
-    submitted: Submitted
+    task: ChunkTask
+    future: Future[ChunkResult]
     read: ReadItems
 
 
@@ -88,8 +93,8 @@ class ReadItems:
 class ChunkReader:
     """Reads the items of an epoch, or of the rest of one."""
 
-    def __init__(self, source: BaseNode[Any], distance: int, name: str) -> None:
-        self._source, self._distance, self._name = source, distance, name
+    def __init__(self, source: BaseNode[Any], name: str) -> None:
+        self._source, self._name = source, name
         self._since_state = 0  # items read since the last state
         self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
         self._position = 0  # raw items read in this epoch
@@ -115,10 +120,10 @@ class ChunkReader:
         read, keys_read = ReadItems(), list[Sequence[ItemKey | None]]()
         try:
             while (left := count - len(read.items)) > 0:
-                if self._since_state in (0, self._distance):
+                if self._since_state in (0, _STATE_DISTANCE):
                     read.states.append((len(read.items), snapshot(self._source)))
                     self._since_state = 0
-                left = min(left, self._distance - self._since_state)
+                left = min(left, _STATE_DISTANCE - self._since_state)
                 some, keys = take(self._source, 1 if self._gaps else left)
                 self._since_state += len(some)
                 if not isinstance(keys, ItemKeys):
@@ -223,8 +228,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._taken = 0  # items out since `_source_state`
         self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
         self._position = 0  # items out in this epoch
-        distance = self._workers.nominal_chunk_samples
-        self._reader = ChunkReader(self.source, distance, type(self).__name__)
+        self._reader = ChunkReader(self.source, type(self).__name__)
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
@@ -346,19 +350,19 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             SampleError, WorkerError: see `next`.
         """
         again, start = restore_items(self.source, items), 0
-        waiting: deque[Submitted] = deque()
+        waiting: deque[tuple[ChunkTask, Future[ChunkResult]]] = deque()
         try:
             while keys := items[start : start + self.runner.chunk_items]:
                 stop = start + len(keys)
                 task = self._task(
                     [*islice(again, len(keys))], ItemKeys.of(keys), range(start, stop)
                 )
-                waiting.append(self.runner.submit(task))
+                waiting.append((task, self.runner.submit(task)))
                 start = stop
-                while waiting and stop - waiting[0].task.positions[-1] > self.runner.items_ahead:
-                    yield from self._restored(waiting.popleft())
+                while waiting and stop - waiting[0][0].positions[-1] > self.runner.items_ahead:
+                    yield from self._restored(*waiting.popleft())
             while waiting:
-                yield from self._restored(waiting.popleft())
+                yield from self._restored(*waiting.popleft())
         finally:
             if waiting:  # Nobody waits for them any more.
                 self.runner.discard()
@@ -401,9 +405,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._taken, self._taken_of = 0, {}
             raise StopIteration
         chunk = self._in_flight[0]
-        self._runs, failure = self.runner.results(chunk.submitted)
+        self._runs, failure = self.runner.results(chunk.task, chunk.future)
         self._in_flight.popleft()
-        task = chunk.submitted.task
+        task = chunk.task
         self._ahead -= len(task.items)
         self._states = deque(chunk.read.states)
         self._run_at, self._out, self._ready = 0, 0, sum(map(len, self._runs))
@@ -412,7 +416,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             bad = self._ready
             location = format_location(chunk.read.locations[bad])
             where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
-            self._failure = failure.explained(where, elsewhere=chunk.submitted.future is not None)
+            self._failure = failure.explained(where)
         elif chunk.read.error is not None:
             self._failure = chunk.read.error
 
@@ -420,26 +424,25 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""
         if not self._in_flight:
             return True
-        first = len(self._in_flight[0].submitted.task.items)
+        first = len(self._in_flight[0].task.items)
         return self._ahead - first < self.runner.items_ahead
 
     def _read_chunk(self) -> None:
         read = self._reader.read(self.runner.chunk_items)
         if read.items or read.error is not None:  # The items before an error are delivered first.
-            submitted = self.runner.submit(self._task(read.items, read.keys, read.positions))
-            self._in_flight.append(_Chunk(submitted, read))
+            task = self._task(read.items, read.keys, read.positions)
+            self._in_flight.append(_Chunk(task, self.runner.submit(task), read))
             self._ahead += len(read.items)
 
     def _task(self, items: list[Any], keys: ItemKeys, positions: Sequence[int]) -> ChunkTask:
         return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions)
 
-    def _restored(self, submitted: Submitted) -> Iterator[T]:
-        runs, failure = self.runner.results(submitted)
+    def _restored(self, task: ChunkTask, future: Future[ChunkResult]) -> Iterator[T]:
+        runs, failure = self.runner.results(task, future)
         yield from chain(*runs)
         if failure is not None:
-            bad = submitted.task.keys[sum(map(len, runs))]
-            where = f"which is made again for a restore ({bad})"
-            raise failure.explained(where, elsewhere=submitted.future is not None)
+            bad = task.keys[sum(map(len, runs))]
+            raise failure.explained(f"which is made again for a restore ({bad})")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""

@@ -8,57 +8,434 @@ of its socket, so its death is always seen as the end of the stream.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import pickle
 import queue
+import selectors
+import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
 from operator import attrgetter
 from typing import Any
 
-from odb_nodes._core.processes import Owner, block_interrupt
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
-from odb_nodes.processing.collate_request import INLINE, BatchResult, CollateRequest
+from odb_nodes._compat.multiprocessing import keep_from_forks
+from odb_nodes._core.processes import block_interrupt, limit_behind, start_thread
+from odb_nodes.errors import WorkerError
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Pool
 from odb_nodes.processing.columns import StoredChunk, StoredRow
-from odb_nodes.processing.limits import start_thread
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.shared_pages import join_parts
-from odb_nodes.processing.transport import dumps, mapped, pack, receive
-from odb_nodes.processing.worker_process import Answer, WorkerProcess, kill
+from odb_nodes.processing.transport import (
+    NO_FILE,
+    Lease,
+    PageFile,
+    Pages,
+    Part,
+    SharedFiles,
+    dumps,
+    encode,
+    join_parts,
+    mapped,
+    pack,
+    receive,
+    write,
+)
+from odb_nodes.processing.worker import (
+    INLINE,
+    BatchResult,
+    CollateRequest,
+    FarEnd,
+    LastWords,
+    Message,
+    Reply,
+    Stage,
+    work,
+)
 from odb_nodes.step_info import StepInfo
 
 _DEATH_POLL_S = 1.0  # between two looks of the reader at whether silent workers live
 _BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin; the last one is left alone
-_STOP_S = 5.0  # for a thread to be gone
+_STOP_S = 5.0  # for a killed process, or a thread, to be gone
+_END_S = 1.0  # for a process that has closed its socket to end by itself
+_LONGEST_POLL_S = 0.02
+_NOW = getattr(socket, "MSG_DONTWAIT", 1)
+_PICKLABLE = (
+    " The dataset and the functions must be picklable where `start_method` is not "
+    '"fork": define them at the top of a module, or use `method="thread"`.'
+)
+_GUARD = (
+    ' Where the start method is not "fork", each worker imports the program\'s main module: guard '
+    'what it does by `if __name__ == "__main__":`.'
+)
+_FORK_LOCK = (
+    " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
+    'as while that imports a module: `start_method="forkserver"` avoids that.'
+)
+_ON = " Nothing is lost: load the last state, or iterate again, to go on."
+_starting = threading.Lock()  # see `_start`
+
+
+class Answer(Future[Any]):
+    """A `ChunkResult` or a `BatchResult`, and which worker owes it."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        super().__init__()
+        self.worker = worker
+
+
+class WorkerProcess:
+    """One worker process, its socket, and the futures of the chunks sent to it, in order."""
+
+    def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
+        self._index = index
+        # The system reports an exit code once: a second thread that asks meanwhile gets None.
+        # Re-entrant, since a signal handler of the trainer may close the loader.
+        self._reaping = threading.RLock()
+        self._exit_code: int | None = None
+        self._released = False
+        self._last_words = ""
+        self._reason = ""  # why the trainer has ended it
+        self._owed = ""  # what it had to do beside samples when it ended
+        self._stage = Stage.STARTING
+        self._has_answered = False
+        self._forked = context.get_start_method() == "fork"
+        self._pending: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._forgotten: deque[int] = deque()
+        self.forget = self._forgotten.append
+        """Takes the number of a chunk that no further batch is made of."""
+        self._free: deque[int] = deque()  # of its files
+        self._files = SharedFiles(self._free.append)
+        self._sending = threading.Lock()
+        self._unsent: deque[deque[Any]] = deque()  # messages that the sender has to write
+        self.leases: dict[int, Lease | None] = {}
+        """Of the chunks that it may read, by their numbers."""
+        try:
+            self._start(context, setup)
+        except Exception as error:
+            limit = limit_behind(error)
+            raise WorkerError(
+                f"worker {index} could not be started: {type(error).__name__}: {error}."
+                f"{limit or _PICKLABLE + ('' if self._forked else _GUARD)}"
+            ) from error
+
+    def _start(self, context: BaseContext, setup: tuple[Any, ...]) -> None:
+        # One at a time: a sibling that is forked between these lines would inherit the far end and
+        # keep it open, so the death of this worker would not be seen.
+        with _starting:
+            self.connection, far_end = socket.socketpair()
+            self.connection.settimeout(None)  # whatever `socket.setdefaulttimeout` says
+            try:
+                self._process = context.Process(  # type: ignore[attr-defined]
+                    target=work,
+                    args=(FarEnd(far_end), self._index, *setup),
+                    name=f"odb_nodes-worker-{self._index}",
+                    daemon=True,
+                )
+                self._process.start()
+                keep_from_forks(self._process)
+                self.pid: int = self._process.pid
+            except BaseException:
+                self.connection.close()
+                raise
+            finally:
+                far_end.close()
+
+    def has_begun(self) -> bool:
+        """Tell whether a forked worker has said something, or has ended."""
+        return not self._forked or bool(wait([self.connection], 0))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._poll() is not None or not _exists(self.pid)
+
+    @property
+    def is_marked_dead(self) -> bool:
+        """Whether it is known to be gone."""
+        return self.connection.fileno() < 0
+
+    @property
+    def batches_due(self) -> int:
+        """How many batches it has yet to make."""
+        return self._batches.qsize()
+
+    def tell(
+        self,
+        outbox: _Outbox,
+        generation: int,
+        task: bytes | None = None,
+        request: CollateRequest | None = None,
+        parts: Sequence[Part] = (),
+    ) -> Answer:
+        """Send a message, as far as the worker has room for it; the sender sends the rest.
+
+        So a worker that hangs, and does not read its socket, does not block the trainer.
+        """
+        forgotten, free = _taken(self._forgotten), _taken(self._free)
+        head = pickle.dumps(Message(generation, task, request, forgotten, free), protocol=5)
+        answer = Answer(self)
+        try:
+            with self._sending:
+                if task is not None or request is not None:
+                    (self._batches if task is None else self._pending).put(answer)
+                waiting = deque(encode([head, *parts]))
+                if self._unsent or not self._write(waiting, _NOW):
+                    self._unsent.append(waiting)
+                    outbox.put(self._write_unsent)
+        except BaseException:  # Ctrl-C, say: nobody knows how much is written.
+            self.end("the trainer was interrupted while it gave it work.")
+            raise
+        if self.is_marked_dead:
+            # The reader has closed it and may already have failed what was pending before.
+            self.fail_pending()
+        return answer
+
+    def _write_unsent(self) -> None:
+        # Only then it goes: whoever comes meanwhile shall wait behind it.
+        self._write(self._unsent[0])
+        with self._sending:
+            self._unsent.popleft()
+
+    def _write(self, waiting: deque[Any], flags: int = 0) -> bool:
+        try:
+            return write(self.connection, waiting, flags)
+        except OSError:
+            return True  # The worker is gone. The reader sees that too, and fails its futures.
+        except Exception as error:
+            self.end(f"the trainer could not send it a chunk: {type(error).__name__}: {error}.")
+            return True
+
+    def read(self) -> bool:
+        """Read the worker's next message; tell whether there was one."""
+        try:
+            head, *parts = receive(self.connection)
+            self._take(pickle.loads(mapped(head)), parts)
+        except (EOFError, OSError):
+            return False
+        except Exception as error:
+            memory = (
+                " The trainer is out of memory: lower `in_flight_bytes`, or `chunk_size`."
+                if isinstance(error, MemoryError) and "in_flight_bytes" not in str(error)
+                else ""
+            )
+            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self.end(f"the trainer could not read its results: {cause}.{memory}")
+            return False
+        return True
+
+    def _take(self, message: Stage | LastWords | Reply, parts: list[Pages | PageFile]) -> None:
+        if isinstance(message, Stage):
+            self._stage = message
+        elif isinstance(message, LastWords):
+            self._last_words = message.text
+        else:
+            self._take_reply(message, parts)
+
+    def _take_reply(self, reply: Reply, parts: list[Pages | PageFile]) -> None:
+        for number in reply.dropped:
+            lease = self.leases.pop(max(number, ~number), None)
+            if number < 0 and lease is not None:
+                lease.retire()
+        self._files.drop(reply.gone)
+        content = self._content_of(reply, parts)
+        if isinstance(reply.result, ChunkResult):
+            self._has_answered = True
+            chunk = replace(reply.result, results=[*map(mapped, parts)], content=content)
+            self._pending.get_nowait().set_result(chunk)
+        else:
+            self._batches.get_nowait().set_result(replace(reply.result, content=content))
+
+    def _content_of(self, reply: Reply, parts: list[Pages | PageFile]) -> Any:
+        """Return the content of a reply, and take it out of its parts."""
+        if reply.content_bytes < 0:
+            return None
+        content: Any = None if reply.is_known else parts.pop()
+        if reply.file == NO_FILE:
+            return content
+        if isinstance(reply.result, ChunkResult) and not reply.result.is_stored:
+            return self._files.open(reply.file, content, reply.content_bytes)
+        content.lease = Lease(reply.file, self._files.give_back)
+        return content.pages() if content.is_one_of_many else content
+
+    def what_hangs(self) -> str:
+        """Return what this worker is busy with."""
+        if self._stage is Stage.READY:
+            lock = _FORK_LOCK if self._forked and not self._has_answered else ""
+            return f"`process_fn` hangs, or needs a longer limit.{lock}"
+        if self._stage is Stage.INITIALIZING:
+            return (
+                f"`worker_init_fn` of worker {self._index} (process {self.pid}) has not returned: "
+                "it hangs, or needs a longer limit."
+            )
+        if self._forked:
+            return f"worker {self._index} (process {self.pid}) has not come up.{_FORK_LOCK}"
+        return (
+            f"worker {self._index} (process {self.pid}) has not come up: importing the program's "
+            "modules or unpickling the dataset hangs, or needs a longer limit."
+        )
+
+    def end(self, reason: str) -> None:
+        """Kill this worker, and tell those who wait for its results why."""
+        self._reason = reason
+        self.kill()
+
+    def mark_dead(self) -> None:
+        """Close the socket of this worker, which has died or closed it, and fail its futures."""
+        self._owed = self._what_is_owed()
+        self._files.close()
+        self.connection.close()
+        self.fail_pending()
+
+    def _what_is_owed(self) -> str:
+        batches = self.batches_due
+        if not self._pending.empty():
+            return f" It had batches to make, too ({batches})." if batches else ""
+        if batches:
+            return f" It had batches to make ({batches})."
+        # One that has not come up dies by itself: whether it had work already is chance.
+        return " It had nothing to do." if self._stage is Stage.READY else ""
+
+    def fail_pending(self) -> None:
+        """Fail every future of this worker, which has died or closed its socket."""
+        if not self.wait_until_ended(_END_S):
+            self.kill()  # Nobody hears it any more.
+            self.wait_until_ended(_STOP_S)
+        how = self.exit_reason()
+        chunk_error, batch_error = WorkerError(how + self._how_to_go_on()), WorkerError(how)
+        for pending, error in (self._pending, chunk_error), (self._batches, batch_error):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    future = pending.get_nowait()
+                    if not future.done():
+                        future.set_exception(error)
+
+    def exit_reason(self) -> str:
+        """Return how this worker has ended."""
+        if self._reason:
+            return f"worker process {self.pid} was ended: {self._reason}"
+        if self._last_words:  # It has ended itself, and would again.
+            return f"worker process {self.pid} has ended.{self._last_words}"
+        code = self._poll()
+        if code is None:
+            how = "died; another part of this program took its exit code."
+        elif code < 0:
+            how = (
+                f"died with exit code {code} (negative: killed by that signal; -9 is often out of "
+                "memory)."
+            )
+        else:
+            how = f"died with exit code {code}."
+        return f"worker process {self.pid} {how}{self._owed}"
+
+    def _how_to_go_on(self) -> str:
+        if self._last_words and not self._reason:
+            return ""  # It would end again.
+        code = self._poll()
+        unheard = code is not None and code >= 0 and self._stage is Stage.STARTING
+        return _ON + (_GUARD if unheard and not (self._reason or self._forked) else "")
+
+    def kill(self) -> None:
+        """End the process, and do not wait for it."""
+        with self._reaping:
+            if not self._released:
+                self._process.kill()
+
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """Wait for the process to end; tell whether it did in time.
+
+        Not by `Process.join`, which waits for a pipe to be closed that a child of the worker holds
+        as well, and without a limit for a worker that has closed that pipe itself.
+        """
+        deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+        while not self.ended:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        self._release()
+        return True
+
+    def hang_up(self) -> None:
+        """Make the reader see the end of the socket, which a child of the worker may hold open."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _poll(self) -> int | None:
+        with self._reaping:
+            if not self._released:
+                self._exit_code = self._process.exitcode
+            return self._exit_code
+
+    def _release(self) -> None:
+        """Close the files of a process that has ended: somebody may keep an error that has it."""
+        if self._poll() is not None:
+            with self._reaping:
+                if not self._released:
+                    self._process.close()
+                self._released = True
+
+
+def _taken(waiting: deque[int]) -> list[int]:
+    taken: list[int] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            taken.append(waiting.popleft())
+    return taken
+
+
+def kill(workers: list[WorkerProcess]) -> None:
+    """End all of these workers, and wait until they are gone."""
+    for worker in workers:
+        worker.kill()
+    deadline = time.monotonic() + _STOP_S
+    for worker in workers:
+        worker.wait_until_ended(max(0.0, deadline - time.monotonic()))
+
+
+def _exists(pid: int) -> bool:
+    if sys.platform == "win32":  # There, signal 0 is Ctrl-C.
+        return True
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
+
 
 _Outbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
-class ProcessPool:
-    """Worker processes that live until `close`; two threads send chunks and read results."""
+class ProcessPool(Pool):
+    """Worker processes; one thread reads results, another sends what does not fit into a socket."""
 
     # Why each result reaches its future: a worker answers every chunk, in order, with one message,
     # a chunk that is skipped included. So the oldest pending future is that of the next result.
     # Batches are answered in order, too, also within a chunk: their futures have a queue of their
     # own, and a reply says which of both it is.
     #
-    # Why nothing blocks for good: `submit` only puts into queues. The sender may block on the full
-    # socket of a worker, but a worker reads all that waits before each chunk, between items too
+    # Why nothing blocks for good: `submit` never waits for a socket. The sender may block on the
+    # full one of a worker, but a worker reads all that waits before each chunk, between items too
     # where it makes batches, and the reader takes its results at any time. A worker that hangs does
     # block the sender, until it is killed: its socket then breaks, and the sender goes on.
     #
     # Why no future of a dead worker is forgotten: the reader closes the socket, then fails all that
-    # is pending. `expect` puts a future, then looks at the socket. A future that comes too late for
-    # the reader was put after the socket was closed, so `expect` sees that, and fails it.
+    # is pending. `tell` puts a future, then looks at the socket. A future that comes too late for
+    # the reader was put after the socket was closed, so `tell` sees that, and fails it.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
-        self.owner = Owner()
+        super().__init__()
         self._generation = 0  # workers skip chunks of an older one
         self._sequence = count()
         self._workers: list[WorkerProcess] = []
@@ -90,24 +467,19 @@ class ProcessPool:
     dumps = staticmethod(dumps)
 
     @property
-    def pids(self) -> list[int]:
+    def pids(self) -> list[int]:  # type: ignore[override]
         """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     @property
-    def exit_reason(self) -> str:
+    def exit_reason(self) -> str:  # type: ignore[override]
         """How the first of the workers has ended that are gone; "" where all live."""
         return next((worker.exit_reason() for worker in self._workers if worker.ended), "")
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk with the next worker in turn."""
         worker = self._workers[next(self._sequence) % len(self._workers)]
-        packed = dumps(task)  # Should it raise, the worker is told the rest by the next message.
-        head = worker.message(self._generation, has_task=True)
-        answer = worker.expect()
-        # A thread sends it: the full socket of a worker that hangs must not block the trainer.
-        self._outbox.put(partial(worker.send, [head, packed]))
-        return answer
+        return worker.tell(self._outbox, self._generation, dumps(task))
 
     def make_batch(
         self, data: Sequence[Any], key: int, info: StepInfo | None
@@ -130,10 +502,7 @@ class ProcessPool:
                 chunks[one.chunk.number] = one.chunk
         request = CollateRequest(rows, [*chunks], bool(inline), key, info)
         parts = [*(chunk.content for chunk in chunks.values()), *packed]
-        head = worker.message(self._generation, request)
-        answer = worker.expect(batch=True)
-        self._outbox.put(partial(worker.send, [head, *parts]))
-        return answer
+        return worker.tell(self._outbox, self._generation, None, request, parts)
 
     def _next_for_batch(self) -> WorkerProcess | None:
         """Return the worker with the fewest batches to make; of several, each in turn."""
@@ -150,7 +519,7 @@ class ProcessPool:
         """Skip queued chunks that no worker has begun."""
         self._generation += 1
         for worker in self._workers:
-            self._outbox.put(partial(worker.send, [worker.message(self._generation)]))
+            worker.tell(self._outbox, self._generation)
 
     def close(self) -> None:
         """Kill the workers and wait until they and the threads are gone."""
@@ -215,39 +584,27 @@ def _run_sender(outbox: _Outbox) -> None:
 
 def _read_results(workers: list[WorkerProcess]) -> None:
     """Hand results to their futures until every worker is gone."""
-    alive: dict[Any, WorkerProcess] = {worker.connection: worker for worker in workers}
-    try:
-        while alive:
-            for ready in wait(list(alive), _DEATH_POLL_S) or _dead_in_silence(alive):
-                if not _read_message(alive[ready]):
-                    alive.pop(ready).mark_dead()
-    finally:  # An error in this thread must not leave the trainer waiting.
-        for worker in alive.values():
-            worker.end("the thread that reads results has failed, see above.")
-            worker.mark_dead()
+    with selectors.DefaultSelector() as selector:
+        try:
+            for worker in workers:
+                selector.register(worker.connection, selectors.EVENT_READ, worker)
+            while alive := selector.get_map():
+                ready = [key.data for key, _ in selector.select(_DEATH_POLL_S)]
+                # A child of a dead worker may hold its socket open.
+                silent = () if ready else [key.data for key in alive.values() if key.data.ended]
+                for worker in ready:
+                    if not worker.read():
+                        _bury(selector, worker)
+                for worker in silent:
+                    while wait([worker.connection], 0) and worker.read():
+                        pass
+                    _bury(selector, worker)
+        finally:  # An error in this thread must not leave the trainer waiting.
+            for key in [*selector.get_map().values()]:
+                key.data.end("the thread that reads results has failed, see above.")
+                _bury(selector, key.data)
 
 
-def _read_message(worker: WorkerProcess) -> bool:
-    """Read a worker's next message; tell whether there was one."""
-    try:
-        if worker.ended and not wait([worker.connection], 0):
-            return False
-        head, *parts = receive(worker.connection)
-        worker.take(mapped(head), parts)
-    except (EOFError, OSError):
-        return False
-    except Exception as error:
-        memory = (
-            " The trainer is out of memory: lower `in_flight_bytes`, or `chunk_size`."
-            if isinstance(error, MemoryError) and "in_flight_bytes" not in str(error)
-            else ""
-        )
-        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-        worker.end(f"the trainer could not read its results: {cause}.{memory}")
-        return False
-    return True
-
-
-def _dead_in_silence(alive: dict[Any, WorkerProcess]) -> list[Any]:
-    """Return the sockets of dead workers, which may be open still: a child of theirs holds them."""
-    return [near_end for near_end, worker in alive.items() if worker.ended]
+def _bury(selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
+    selector.unregister(worker.connection)
+    worker.mark_dead()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
 import queue
+import socket
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -13,16 +17,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from odb_nodes._core.checks import import_extra
-from odb_nodes._core.processes import Owner, block_interrupt
+from odb_nodes._core.processes import block_interrupt, keep_freed_memory, start_thread
 from odb_nodes.errors import WorkerError
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
-from odb_nodes.processing.limits import start_thread
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Pool
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.processing.ray_actor import ChunkActor
-
-__all__ = ["RayPool"]
+from odb_nodes.processing.worker import KEPT_BYTES
 
 _AT_ONCE = 2  # chunks of an actor: one that it processes, and one at hand
 _MOST_LOSSES = 3  # of the actors that process a chunk, or that are to be started for one worker
@@ -63,7 +65,44 @@ class _Worker:
     jobs: deque[_Job] = field(default_factory=deque)
 
 
-class RayPool:
+class ChunkActor:
+    """Processes chunks, one at a time.
+
+    What goes wrong is returned as a text: not every exception can be sent, and Ray's would hide it.
+    """
+
+    _processor: ChunkProcessor
+
+    def begin(self, index: int, setup: bytes) -> str:
+        """Get ready to process chunks."""
+        self._pid = os.getpid()
+        doing = "It could not unpickle its work"
+        try:
+            torch.set_num_threads(1)
+            keep_freed_memory(KEPT_BYTES)
+            self._processor, worker_init_fn = pickle.loads(setup)
+            doing = "Its `worker_init_fn` raised"
+            if worker_init_fn is not None:
+                worker_init_fn(index)
+        except BaseException:
+            return f"{doing}:\n{traceback.format_exc()}"
+        return ""
+
+    def run(self, task: bytes) -> tuple[ChunkResult, list[np.ndarray[Any, Any]]]:
+        """Process a pickled chunk; return what became of it, and its results as arrays."""
+        result = self._processor.run_pickled(task)
+        if os.getpid() != self._pid:  # `process_fn` has forked, and this is the child
+            os._exit(0)
+        failure = result.failure
+        if failure is not None:
+            where = f"{failure.worker}, machine {socket.gethostname()!r}"
+            failure = replace(failure, worker=where)
+        # Ray sends arrays without a copy.
+        parts = [np.asarray(part) for part in (*result.results, *(result.content or ()))]
+        return replace(result, results=None, failure=failure, content=None), parts
+
+
+class RayPool(Pool):
     """Actors that live until `close`; a lost one is replaced, and its chunks are processed again.
 
     An actor takes one CPU of the cluster. Those that find none yet join in as soon as they do.
@@ -75,7 +114,7 @@ class RayPool:
     # fits another session: so it looks whether the session is still that of its actors before each.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
-        self.owner = Owner()
+        super().__init__()
         self._ray = import_extra("ray", "ray")
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -28,20 +28,21 @@ import torch
 from odb_nodes._core.processes import ignore_interrupt, keep_freed_memory
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
-from odb_nodes.processing.collate_request import INLINE, BatchResult, CollateRequest
-from odb_nodes.processing.messages import Message, Reply
-from odb_nodes.processing.shared_pages import (
+from odb_nodes.processing.transport import (
     NO_FILE,
     SHARED_BYTES,
     FilePool,
     Lease,
     PageFile,
     Pages,
+    mapped,
+    pack,
+    receive,
+    send,
     split_parts,
+    unpack,
 )
-from odb_nodes.processing.transport import mapped, pack, receive, send, unpack
-
-__all__ = ["KEPT_BYTES", "FarEnd", "LastWords", "Stage", "work"]
+from odb_nodes.step_info import StepInfo
 
 KEPT_BYTES = 64 << 20  # of freed memory, for the next samples
 _PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer lives
@@ -60,6 +61,78 @@ class LastWords:
     """A worker's last message: why it ends before it has processed anything."""
 
     text: str
+
+
+INLINE = -1
+"""In place of a chunk's number: the sample comes with the request."""
+
+
+@dataclass(frozen=True)
+class CollateRequest:
+    """A batch to be made; the chunks and samples that it lacks come as parts.
+
+    Attributes:
+        rows: of each sample, the number of its chunk and its place there; or `INLINE`, and its
+            place among the samples that come with the request.
+        chunks: numbers of the chunks that come with the request, since the worker lacks them.
+        has_inline: whether samples come with it, after the chunks.
+        key: what the random numbers are seeded by.
+        info: the `StepInfo`, where the maker wants it.
+    """
+
+    rows: Sequence[tuple[int, int]]
+    chunks: Sequence[int]
+    has_inline: bool
+    key: int
+    info: StepInfo | None
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """The packed batch, its parts joined once it is sent; or why it could not be made."""
+
+    content: Any
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the trainer tells a worker.
+
+    Attributes:
+        generation: chunks of an older one are to be skipped.
+        task: a chunk to process, pickled on its own: its items may not be readable.
+        request: a batch to make, if any; its parts follow.
+        forgotten: chunks that no further batch is made of.
+        free: files of the worker that nobody reads any more.
+    """
+
+    generation: int
+    task: bytes | None
+    request: CollateRequest | None
+    forgotten: Sequence[int] = ()
+    free: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker answers to a chunk or a request; the parts of the result come with it.
+
+    Attributes:
+        result: what became of it, without its parts.
+        content_bytes: the size of its content, which is the last part, or in `file`; -1 for none.
+        file: number of the file that the content is in; `NO_FILE` where it is in none.
+        is_known: whether the trainer has that file mapped, and it does not come with this.
+        dropped: chunks that this worker has forgotten, and reads no more.
+        gone: files that are not written again.
+    """
+
+    result: ChunkResult | BatchResult
+    content_bytes: int
+    file: int
+    is_known: bool
+    dropped: Sequence[int]
+    gone: Sequence[int]
 
 
 class FarEnd:
@@ -104,7 +177,7 @@ class WorkerLoop:
 
     def __init__(self, connection: socket.socket, processor: ChunkProcessor) -> None:
         self._connection = connection
-        self._waiting: deque[tuple[int, Pages]] = deque()  # chunks, pickled
+        self._waiting: deque[tuple[int, bytes]] = deque()  # chunks, pickled
         self._newest = 0  # generation: chunks of an older one are skipped
         self._chunks: dict[int, _Chunk] = {}  # that batches are made of
         self._dropped: deque[int] = deque()  # of them, those forgotten, and read no more
@@ -137,14 +210,17 @@ class WorkerLoop:
     def _reply(self, result: ChunkResult | BatchResult, *parts: memoryview) -> None:
         """Send a result, with its content, if it has one, as the last part."""
         content: list[PageFile | bytes] = []
-        file = NO_FILE
+        file, size_bytes, is_known = NO_FILE, -1, False
         if result.content is not None:
-            # A chunk is worth a file sooner than a batch: other workers read it, too.
+            # A chunk is worth a file sooner than a batch: it is mapped already, or read by others.
             least_bytes = _CHUNK_BYTES if isinstance(result, ChunkResult) else SHARED_BYTES
             joined, file = self._files.join(result.content, least_bytes)
-            content = [joined]
+            if file != NO_FILE and isinstance(result, ChunkResult) and not result.is_stored:
+                is_known = self._files.is_known(file)
+            content, size_bytes = [] if is_known else [joined], len(joined)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        reply = Reply(replace(result, content=None), bool(content), file, dropped)
+        result = replace(result, content=None)
+        reply = Reply(result, size_bytes, file, is_known, dropped, self._files.gone())
         send(self._connection, [pickle.dumps(reply), *parts, *content])
 
     def _process_item(self, item: Any) -> Any:
@@ -169,8 +245,8 @@ class WorkerLoop:
             self._chunks.pop(number, None)
         self._files.take_back(message.free)
         self._newest = message.generation
-        if message.has_task:
-            self._waiting.append((message.generation, mapped(parts[0])))
+        if message.task is not None:
+            self._waiting.append((message.generation, message.task))
         elif message.request is not None:
             made = self._make(message.request, parts)
             self._end_child()

@@ -20,7 +20,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.contract.graph import walk
-from odb_nodes.processing import shared_pages
+from odb_nodes.processing import transport
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
@@ -241,7 +241,7 @@ def test_epochs_hold_no_more_and_more_files(forking):
 
 
 def allow_no_files(worker):
-    shared_pages.CAN_SHARE = False
+    transport.CAN_SHARE = False
 
 
 def allow_few_files(worker):

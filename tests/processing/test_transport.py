@@ -24,10 +24,18 @@ from sampling import fewer
 from worker_functions import processor, same
 
 from odb_nodes import IterableSource, Sample
-from odb_nodes.processing import shared_pages
+from odb_nodes.processing import transport
 from odb_nodes.processing.chunk import ChunkTask, runs_of
-from odb_nodes.processing.shared_pages import SHARED_BYTES, PageFile
-from odb_nodes.processing.transport import dumps, pack, receive, send, unpack
+from odb_nodes.processing.observation import observe_sample
+from odb_nodes.processing.transport import (
+    SHARED_BYTES,
+    PageFile,
+    dumps,
+    pack,
+    receive,
+    send,
+    unpack,
+)
 from odb_nodes.sample import ItemKey
 from odb_nodes.sample_block import ItemKeys
 
@@ -320,6 +328,47 @@ def test_all_arrives_from_a_worker_and_large_buffers_are_gone_with_their_samples
     assert_same(through_a_worker(range(len(ONE_BY_ONE)), ONE_BY_ONE.__getitem__), ONE_BY_ONE)
 
 
+def text(index):
+    """A sample whose chunk comes in a file that stays mapped."""
+    return observe_sample({"input_ids": np.full(2000 + index % 7, index)})
+
+
+def unchanged(samples):
+    return all((one.data["input_ids"] == index).all() for index, one in samples.items())
+
+
+@pytest.mark.slow
+def test_a_file_is_written_again_only_when_nobody_reads_it_and_a_forked_child_has_its_own():
+    before, kept, most = held(), {}, 0
+    node = processor(text, source=IterableSource(range(600), 0, 1), num_workers=2, chunk_size=8)
+    node.reset(None)
+    child, (go, begin) = None, os.pipe()
+    for index, sample in enumerate(node):
+        if index % 50 == 3:
+            kept[index] = sample
+        most = max(most, held()[0])
+        if index == 200:
+            if not (child := os.fork()):
+                kept[3].data["input_ids"][:] = 9
+                os.read(go, 1)  # The trainer has read on, and dropped its samples, meanwhile.
+                del kept[3]
+                os._exit(0 if unchanged(kept) else 1)
+            few = {at: kept.pop(at) for at in (53, 103)}
+            assert unchanged(few)
+            del few, sample
+    os.write(begin, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert unchanged(kept) and kept[3].data["input_ids"][0] == 3
+    assert most - before[0] < 45  # of 75 chunks: those in flight, and those kept
+    node.close()
+    del node
+    del sample
+    assert held()[0] == before[0] + len(kept)
+    kept.clear()
+    os.close(go), os.close(begin)
+    assert held() == before
+
+
 def refuse(*_):
     raise OSError(errno.ENOMEM, "no memory or descriptors left")
 
@@ -333,7 +382,7 @@ def write_some(file, parts, at):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
-    [(os, "memfd_create", refuse), (shared_pages, "_Mapping", refuse), (os, "pwritev", write_some)],
+    [(os, "memfd_create", refuse), (transport, "_Mapping", refuse), (os, "pwritev", write_some)],
 )
 def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, fault, monkeypatch):
     before = held()
@@ -345,7 +394,7 @@ def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, 
 def test_what_there_is_no_memory_for_is_said_in_bytes(monkeypatch):
     size_bytes = 1 << 62
     file = PageFile(os.memfd_create("odb_nodes"), size_bytes)
-    monkeypatch.setattr(shared_pages, "_Mapping", refuse)
+    monkeypatch.setattr(transport, "_Mapping", refuse)
     with pytest.raises(MemoryError, match=rf"no {size_bytes} bytes .* `in_flight_bytes`"):
         file.pages()
 

@@ -34,7 +34,7 @@ from odb_nodes import (
     WorkerError,
     WorkerOptions,
 )
-from odb_nodes.processing import process_pool, worker_process
+from odb_nodes.processing import process_pool
 from odb_nodes.sample import ItemKey
 
 SIZE, AT, CHUNK = 60, 30, 4  # the item with the fault is the third of its chunk
@@ -806,9 +806,9 @@ def no_memory(*_):
 @pytest.mark.parametrize(
     ("module", "name", "message"),
     [
-        (process_pool, "unpickled", "out of memory: lower `in_flight_bytes`"),
-        (worker_process, "send", "could not send it a chunk: MemoryError"),
-        (process_pool, "_read_message", "the thread that reads results has failed"),
+        (process_pool.WorkerProcess, "_take_reply", "out of memory: lower `in_flight_bytes`"),
+        (process_pool, "write", "could not send it a chunk: MemoryError"),
+        (process_pool.WorkerProcess, "read", "the thread that reads results has failed"),
     ],
 )
 def test_a_thread_of_the_trainer_that_fails_leaves_nobody_waiting(
@@ -817,8 +817,6 @@ def test_a_thread_of_the_trainer_that_fails_leaves_nobody_waiting(
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     node = make("fork")
     node.reset(None)
-    if name == "unpickled":
-        module, name = worker_process.WorkerProcess, "_take_reply"
     monkeypatch.setattr(module, name, no_memory)
     with within(), pytest.raises(WorkerError, match=message):
         next(node)

@@ -1,4 +1,4 @@
-"""What a process is and owns: its rank, its threads and workers, Ctrl-C; what the system refuses."""
+"""What a process is and owns: rank, threads, workers, Ctrl-C; what the system refuses it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -29,6 +30,10 @@ class HeldSamples:
 
     def __init__(self, groups: Sequence[SampleBlock], *, as_records: bool) -> None:
         self._groups, self._as_records = groups, as_records
+        self._first = 0  # of those that are held
+        self._records: list[
+            SampleRecords
+        ] = []  # of all groups, made once for the states of a round
 
     @classmethod
     def of(cls, groups: Sequence[SampleBlock], *, as_records: bool) -> HeldSamples:
@@ -39,14 +44,21 @@ class HeldSamples:
 
     def after(self, groups: int) -> HeldSamples:
         """Return the groups without the first ones."""
-        return HeldSamples(self._groups[groups:], as_records=self._as_records)
+        held = copy.copy(self)
+        held._first += groups
+        if not self._as_records:  # What is let go of is not kept.
+            held._groups, held._first = self._groups[groups:], 0
+        return held
 
     def to_state(self) -> HeldContent:
         """Return the groups as plain data."""
-        sizes, samples = [*map(len, self._groups)], SampleBlock.joined(self._groups)
-        if self._as_records:
-            return sizes, SampleRecords.of(samples).to_state(), None
-        return sizes, None, [*map(encode_sample, samples)]
+        sizes = [*map(len, self._groups[self._first :])]
+        if not self._as_records:
+            return sizes, None, [*map(encode_sample, SampleBlock.joined(self._groups))]
+        if not self._records:
+            self._records.append(SampleRecords.of(SampleBlock.joined(self._groups)))
+        records = self._records[0]
+        return sizes, records[len(records) - sum(sizes) :].to_state(), None
 
 
 def groups_again(

@@ -390,8 +390,11 @@ class PooledRecords:
     def _encoded(self) -> PoolContent:
         pooled = np.zeros(self._pulled - self._first, dtype=bool)
         pooled[self._ordinals - self._first] = True
-        facts = self._facts.take(np.flatnonzero(pooled), axis=1)
-        facts[DIGEST] = facts[_NOTED]
+        at = np.flatnonzero(pooled)
+        facts = np.empty((FACTS, len(at)), np.int64)
+        for row in (TOKENS, KIND, ITEM, REPEAT, ORDINAL):  # all that a record is made of
+            facts[row] = self._facts[row].take(at)
+        facts[DIGEST] = self._facts[_NOTED].take(at)
         return to_bits(pooled), SampleRecords.of(SampleBlock(facts, {})).to_state(), None
 
 

@@ -201,28 +201,29 @@ HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
 
 
 class HeldSamples:
-    """Groups of samples, of which one after the other is let go of."""
+    """The samples of planned groups, for states: as records, or as themselves."""
 
-    def __init__(self, groups: Sequence[SampleBlock], *, as_records: bool) -> None:
-        self._groups, self._as_records = groups, as_records
+    def __init__(self, sizes: list[int], samples: SampleBlock, *, as_records: bool) -> None:
+        self._sizes, self._samples, self._as_records = sizes, samples, as_records
 
     @classmethod
     def of(cls, groups: Sequence[SampleBlock], *, as_records: bool) -> HeldSamples:
-        """Return groups of samples, as records or as themselves."""
+        """Return the samples of groups."""
+        samples = SampleBlock.joined(groups)
         if as_records:  # A state that is kept shall not keep their data.
-            groups = [SampleBlock(with_digests(group).facts, {}) for group in groups]
-        return cls(groups, as_records=as_records)
+            samples = SampleBlock(with_digests(samples).facts, {})
+        return cls([*map(len, groups)], samples, as_records=as_records)
 
     def after(self, groups: int) -> HeldSamples:
-        """Return the groups without the first ones."""
-        return HeldSamples(self._groups[groups:], as_records=self._as_records)
+        """Return those without the first groups."""
+        rest = self._samples[sum(self._sizes[:groups]) :]
+        return HeldSamples(self._sizes[groups:], rest, as_records=self._as_records)
 
     def to_state(self) -> HeldContent:
-        """Return the groups as plain data."""
-        sizes, samples = [*map(len, self._groups)], SampleBlock.joined(self._groups)
+        """Return the samples of each group as plain data."""
         if self._as_records:
-            return sizes, to_records(samples), None
-        return sizes, None, [*map(encode_sample, samples)]
+            return self._sizes, to_records(self._samples), None
+        return self._sizes, None, [*map(encode_sample, self._samples)]
 
 
 def groups_again(

@@ -86,12 +86,13 @@ class EpochCounter:
             self.cycle = 0
         self.started = self._again = False
 
-    def request(self, epoch: int | None) -> None:
-        """Make `epoch` the one that the next reset begins; `None`: this one again."""
-        if epoch is None:
-            self._again = True
-        else:
-            self._requested = check_count("epoch", epoch, 0)
+    def request(self, epoch: int) -> None:
+        """Make `epoch` the one that the next reset begins."""
+        self._requested = check_count("epoch", epoch, 0)
+
+    def request_cycle(self) -> None:
+        """Make the next reset begin this epoch again, in another order."""
+        self._again = True
 
     def restore(self, state: EpochState) -> None:
         """Go to where a state stands."""
@@ -404,7 +405,7 @@ class EpochNode(StatefulNode[T, S]):
 
     def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.request(None)
+        self._epochs.request_cycle()
 
 
 # --- any node, also one of torchdata --------------------------------------------------------------

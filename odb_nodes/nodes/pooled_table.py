@@ -12,7 +12,20 @@ from odb_nodes.nodes.sample_records import NO_RECORDS, RecordsState, encode_samp
 from odb_nodes.planning import RollingPool
 from odb_nodes.planning.table import ORDINALS
 from odb_nodes.processing.observation import digest_of
-from odb_nodes.sample_block import DATA, DIGEST, FACTS, NONE, IntArray, SampleBlock, new_number
+from odb_nodes.sample_block import (
+    DATA,
+    DIGEST,
+    FACTS,
+    ITEM,
+    KIND,
+    NONE,
+    ORDINAL,
+    REPEAT,
+    TOKENS,
+    IntArray,
+    SampleBlock,
+    new_number,
+)
 
 PoolContent = tuple[bytes | None, RecordsState | None, list[bytes] | None]
 """A bit for each of the samples last pulled, the last one first: whether it is pooled; the records
@@ -164,8 +177,11 @@ class PooledRecords:
     def _encoded(self) -> PoolContent:
         pooled = np.zeros(self._pulled - self._first, dtype=bool)
         pooled[self._ordinals - self._first] = True
-        facts = self._facts.take(np.flatnonzero(pooled), axis=1)
-        facts[DIGEST] = facts[_NOTED]
+        at = np.flatnonzero(pooled)
+        facts = np.empty((FACTS, len(at)), np.int64)
+        for row in (TOKENS, KIND, ITEM, REPEAT, ORDINAL):  # all that a record is made of
+            facts[row] = self._facts[row].take(at)
+        facts[DIGEST] = self._facts[_NOTED].take(at)
         return to_bits(pooled), to_records(SampleBlock(facts, {})), None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from odb_nodes import EpochNode, IterableSource, LengthObserver
-from odb_nodes.contract import EpochState, SourceStates
+from odb_nodes.contract import EpochState, SourceStates, copy_state, snapshot
 from odb_nodes.testing import assert_resumes_exactly
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-nodes.md"
@@ -94,6 +94,14 @@ def filtered(kind):
 )
 def test_a_node_resumes_exactly_by_the_attributes_that_its_state_declares(make):
     assert_resumes_exactly(make, epochs=2)
+
+
+def test_a_snapshot_that_is_kept_shares_nothing_that_the_node_changes():
+    node = Pairs(*(IterableSource(range(9 * n), 0, 1) for n in (1, 2)))
+    next(node)
+    kept, saved = snapshot(node), node.state_dict()
+    list(node)
+    assert copy_state(kept) == {name: one for name, one in saved.items() if name != "digest"}
 
 
 def test_the_node_of_the_page_begins_each_epoch_with_its_defaults():

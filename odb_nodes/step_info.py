@@ -97,8 +97,8 @@ def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCou
 class StepInfo:
     """Counts of one step, and the weight of its loss.
 
-    An optimizer step is made of `micro_steps` steps, one unless gradients are accumulated. "All
-    ranks" are those of the `RankAligner`, or this rank alone if there is none.
+    An optimizer step has `micro_steps` steps: one, unless gradients are accumulated. "All ranks"
+    are the ranks of the `RankAligner`, or this rank alone if there is none.
 
     Attributes:
         step: number of the step in its epoch, from 0, the same on all ranks.
@@ -106,49 +106,47 @@ class StepInfo:
         local_targets: supervised tokens of this rank; 0 in a filler step.
         all_samples_this_step: samples of all ranks.
         all_targets: supervised tokens of all ranks.
-        most_cost: the cost of the dearest batch of the step, of whichever rank, in the unit of
-            `cost_fn` of the `RankAligner`: by default that of `TokenBudget.tokens`.
+        most_cost: the highest cost of a batch of the step on any rank, in the unit of `cost_fn` of
+            the `RankAligner`; by default in the unit of `TokenBudget.tokens`.
         loss_scale: factor for this rank's mean loss over its supervised tokens. With it, the mean
             of the gradients over ranks, summed over the micro-steps, is the gradient of the mean
             loss over all supervised tokens of the optimizer step. NaN times 0 is NaN: if a batch
             may lack supervised tokens, use the sum of losses over `max(local_targets, 1)`.
         is_filler: whether this rank has no samples left for the step. Its batch is a real one, so
-            all ranks compute the same; its loss has no weight.
+            that all ranks run the same computation, but its loss has no weight.
         micro_step: number of the step in its optimizer step, from 0.
         micro_steps: steps of this optimizer step; fewer than `accumulate` at the end of an epoch.
         optimizer_samples: samples of all ranks and micro-steps of this optimizer step.
         optimizer_targets: supervised tokens of all ranks and micro-steps of this optimizer step.
-        modalities: names, as the `RankAligner` has them, of the modalities that the batch of any
-            rank has.
-        local_sources: samples and unpadded tokens of this rank by name of the source. The samples
-            add up to `local_samples`; empty in a filler step, and if sources have no names.
+        modalities: names of the `modalities` of the `RankAligner` that occur on any rank.
+        local_sources: samples and unpadded tokens of this rank by source. The samples add up to
+            `local_samples`; empty in a filler step, and if sources have no names.
         counted: what the targets of this optimizer step are, on all ranks: `"labels"` that are not
-            -100, `"tokens"` of samples without labels, `"samples"` that have one label each, or as
-            `"observed"` by `observe`; where samples differ, several, as in `"labels+tokens"`.
+            -100, `"tokens"` of samples without labels, `"samples"` with one label each, or what
+            `observe` counted, `"observed"`; several, as in `"labels+tokens"`, if samples differ.
         local_tokens: unpadded tokens of this rank; 0 in a filler step.
-        keys: keys of the samples, in the order of the batch's rows; `None` where a source has none.
-            Empty in a filler step, as are the next three.
-        row_sources: names of their sources, likewise.
-        row_tasks: names of their tasks, likewise: `Sample.task_name`.
-        row_repeats: what tells samples from themselves that come more than once in an epoch.
-        own_sources: names of the sources whose keys are of this rank alone: data that each rank has
-            for itself, or a job of one rank.
+        keys: key of the sample in each row of the batch; `None` if its source has no keys. Empty in
+            a filler step, as are the next three fields.
+        row_sources: name of the source of each row.
+        row_tasks: `Sample.task_name` of each row.
+        row_repeats: `ItemKey.repeat` of each row, for samples that occur more than once an epoch.
+        own_sources: names of the sources whose keys belong to this rank alone: each rank has data
+            of its own, or the job has one rank.
         left_out: samples of this rank that were left out since the step before.
         epoch: number of the epoch.
         ends_epoch: whether this rank takes no further step in the epoch; known only behind a
             `RankAligner`.
         local_task_targets: supervised tokens of this rank, by name of the task.
-        local_tasks: samples and unpadded tokens of this rank by name of the task, which is that of
-            the source where `observe` tells none. The samples add up to `local_samples`; empty in
-            a filler step, and if samples have no tasks.
+        local_tasks: samples and unpadded tokens of this rank by `Sample.task_name`. The samples add
+            up to `local_samples`; empty in a filler step, and if samples have no tasks.
         task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
-        local_padded_tokens: tokens that this rank computes: those of the batch's `input_ids`, or
-            else those that were planned under the budget. 0 where neither is known.
-        batches_per_step: `virtual_ranks` that each rank hosts, 1 without. It takes a batch of each,
-            one after the other, as a `step` and a micro-step of its own. "All ranks" are then all
-            virtual ranks, so that their counts are equal in each of these batches.
+        local_padded_tokens: size of the batch's `input_ids`; without them, the padded tokens
+            planned under the budget; 0 if neither is known.
+        batches_per_step: number of `virtual_ranks` that each rank hosts, else 1. Each of their
+            batches is a `step` and a micro-step of its own; "all ranks" are all virtual ranks, so
+            these batches have equal counts.
     """
 
     step: int

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from odb_nodes import ItemKey, PaddingCollate, Sample, SampleError, TokenBudget
+from odb_nodes.collate.protocol import new_tensor
 from odb_nodes.nodes.pooled_table import PooledTable
 from odb_nodes.planning import RollingPool
 from odb_nodes.processing.columns import Column, DataColumns
@@ -266,6 +267,20 @@ def test_what_somebody_changes_in_a_sample_is_collated():
     for changed in (block, block.take([0, 1]), block[:2], SampleBlock.joined([block, block])):
         labels = PaddingCollate().collate_block(changed)["labels"]
         assert not labels.any()
+
+
+def test_a_batch_is_written_into_the_memory_that_is_asked_for():
+    block = SampleBlock.of([Sample(one, 2, 1) for one in TEXTS], DataColumns.of(TEXTS))
+    made = []
+
+    def new(*of):
+        made.append(new_tensor(*of))
+        return made[-1]
+
+    batch = PaddingCollate().collate_block(block, new)
+    assert [*batch] == ["input_ids", "labels", "attention_mask"]
+    assert all(one is there for one, there in zip(batch.values(), made, strict=True))
+    assert str(batch) == str(PaddingCollate()(TEXTS))
 
 
 def test_a_sample_that_comes_twice_keeps_its_data_until_both_are_out():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data._utils.pin_memory import pin_memory
 
 __all__ = [
+    "PinnedMemory",
     "forget_step",
     "is_dtensor",
     "is_freed_graph",
     "is_sharded",
     "leaves_of",
-    "pin_memory",
     "runs_ahead",
     "uncompiled",
     "without_ddp_sync",
@@ -39,6 +41,24 @@ def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
             yield
     finally:
         model.require_forward_param_sync = before
+
+
+class PinnedMemory:
+    """Memory that the device which is current when this is made copies from at full speed."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()  # A new thread begins with device 0.
+
+    def pin(self, batch: Any) -> Any:
+        """Return a batch whose tensors are pinned: those that are already, as they are."""
+        with torch.cuda.device(self._device):
+            return pin_memory(batch)
+
+    def new(self, shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch.Tensor:
+        """Return a pinned tensor that is filled with a value."""
+        alike = torch.from_numpy(np.empty(0, dtype)).dtype
+        with torch.cuda.device(self._device):
+            return torch.full(shape, fill, dtype=alike, pin_memory=True)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

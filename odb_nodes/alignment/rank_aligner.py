@@ -113,39 +113,42 @@ class AlignerState(EpochState):
 class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
-    It works in rounds. In each one it pulls up to `round_size` groups, tells the other ranks what
-    they cost, in one message, and receives what theirs cost. From then on every rank knows the
-    round: groups of like cost go to the same step, one permutation that all ranks share shuffles
-    the steps, and the groups of the next round are cut to costs that are the same on all ranks.
+    It works in rounds. In each round it pulls up to `round_size` groups, and all ranks exchange
+    the costs of their groups in one message. Every rank then computes the same plan: groups of
+    like cost share a step, one permutation shuffles the steps of all ranks, and the groups of the
+    next round are cut to costs that are the same on all ranks.
 
-    At the end of the data, a rank that has fewer groups than others splits some of its own. One
-    that has fewer samples than there are steps fills with a real sample whose loss weighs nothing.
+    At the end of the data, a rank with fewer groups than others splits some of its own. A rank
+    with fewer samples than steps fills a step with a real sample whose loss has no weight.
 
-    State: the source's, the plan of the round, how many of its steps are out, and key, length and
-    digest of each sample of the others: 56 bytes per step and 16 per sample. Restoring makes these
-    again, and asks no other rank. Where the source cannot make samples again, the state holds the
-    samples themselves. A state that is restored with more keys in `exclude`, or a lower budget,
-    puts the samples of the round's further optimizer steps back into the pool, and begins a round.
+    State: the source's, the plan of the round, the number of its steps taken, and key, length and
+    digest of each sample in the remaining steps: 56 bytes per step and 16 per sample. A restore
+    reads these samples again, without a message to other ranks. If the source cannot read samples
+    again, the state holds the samples themselves. If a state is restored with more keys in
+    `exclude`, or with a lower budget, the samples of the remaining optimizer steps return to the
+    pool, and a new round begins.
 
     Args:
         source: node that yields groups, each a sequence of `Sample`: a `WindowBucketer`.
         process_group: the ranks that share steps: a process group of any backend, or a
-            `DeviceMesh` of one dimension (the data-parallel one). Default: all ranks of the job;
-            one where torch.distributed is not initialised.
-        round_size: steps between two messages, 4, 8, 16 at first; rounded up to a multiple of
-            `accumulate`. Larger matches costs better, and holds that many groups.
-        uneven: what happens where ranks have different amounts of data. `"fill"`: as above.
-            `"stop"`: all end with the first; the rest is counted in `unemitted_samples`.
-        loss_scaling: what `StepInfo.loss_scale` makes of the mean of the ranks' gradients:
-            `"exact"`, the gradient of the mean over all supervised tokens; `"approx"`, each rank's
-            mean weighed by its samples; `"none"`, 1.0 (0.0 in filler steps).
+            `DeviceMesh` of one dimension (the data-parallel one). Default: all ranks of the job,
+            or one rank if torch.distributed is not initialised.
+        round_size: steps between two messages, after rounds of 4, 8, 16, ...; rounded up to a
+            multiple of `accumulate`. Larger rounds match costs better and hold more groups.
+        uneven: what to do when ranks have different amounts of data. `"fill"`: as above.
+            `"stop"`: all ranks end with the first; `unemitted_samples` counts the rest.
+        loss_scaling: the weight in `StepInfo.loss_scale`. `"exact"`: the mean of the ranks'
+            gradients is the gradient of the mean over all supervised tokens. `"approx"`: each
+            rank's mean is weighted by its samples. `"none"`: 1.0 (0.0 in filler steps).
         accumulate: steps of an optimizer step, which share one denominator.
-        seed: the seed of the permutations; the same on all ranks.
-        timeout_s: seconds until a rank that does not come is an error on the others.
-        cost_fn: group -> what a step with it takes, an integer in any unit. Default: what it costs
-            under the budget of the `WindowBucketer` below. With another one, groups are not cut.
-        modalities: name -> whether a sample has it. Default: `"image"`, where it has patches.
-        tasks: names of all tasks of the samples; `StepInfo.task_targets` has the targets of each.
+        seed: seed of the permutations, the same on all ranks.
+        timeout_s: seconds after which a missing rank is an error on the others.
+        cost_fn: group -> cost of a step with it, an integer in any unit. Default: its cost under
+            the budget of the `WindowBucketer` below. With a `cost_fn`, groups are not cut.
+        modalities: name -> function that tells whether a sample has it. Default: `"image"`, for
+            samples with patches.
+        tasks: names of all tasks of the samples; `StepInfo.task_targets` counts the targets of
+            each.
 
     Raises:
         TypeError, ValueError: an argument is not valid.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_choice
+from odb_nodes._core.rows import INT64
 from odb_nodes.collate.token_rows import GroupRows, TokenRows
 from odb_nodes.planning.budget import Shape, fit_shape
 from odb_nodes.sample import IGNORE_INDEX
@@ -46,7 +47,7 @@ class PaddingCollate(TokenRows):
         shape = self._shape(group.lengths)
         batch = {key: self.join(key, group, shape) for key in group.keys}
         if "attention_mask" not in batch:
-            batch["attention_mask"] = self._attention_mask(group.lengths, shape)
+            batch["attention_mask"] = self._attention_mask(group, shape)
         return batch
 
     def _shape(self, lengths: list[int]) -> Shape:
@@ -72,12 +73,14 @@ class PaddingCollate(TokenRows):
                 if key == "labels":
                     target[width - length] = IGNORE_INDEX  # padding would predict it
 
-    def _attention_mask(self, lengths: list[int], shape: Shape) -> torch.Tensor:
-        rows, width = shape
+    def _attention_mask(self, group: GroupRows, shape: Shape) -> torch.Tensor:
+        lengths, (rows, width) = group.lengths, shape
         dtype = np.int16 if width < 2**15 else np.int64  # narrow numbers are compared faster
         stops = np.zeros((rows, 1), dtype)
         stops[: len(lengths), 0] = lengths
         mask = np.arange(width, dtype=dtype) < stops
         if self.side == "left":
             mask = mask[:, ::-1]
-        return torch.from_numpy(mask.astype(np.int64))
+        found = group.new(shape, 0, INT64)
+        found.numpy()[:] = mask
+        return found

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol, cast
 
-from odb_nodes.sample_block import SampleBlock
+import numpy as np
+import torch
+
 from odb_nodes.step_info import StepInfo
 
 Collate = Callable[[list[Any]], MutableMapping[str, Any]]
+NewTensor = Callable[[tuple[int, ...], int, "np.dtype[Any]"], torch.Tensor]
+"""Shape, value, dtype -> tensor that is filled with the value, in the memory of the CPU."""
 
 
 class StepCollate(Protocol):
@@ -31,11 +35,19 @@ def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> Mutab
     return cast(StepCollate, collate).collate_step(samples, info)
 
 
-def block_collate(collate: Any) -> Callable[[SampleBlock], MutableMapping[str, Any]] | None:
-    """Return the function that collates a block, where a class has one for its `__call__`."""
+def block_collate(collate: Any) -> Callable[..., MutableMapping[str, Any]] | None:
+    """Return the function that collates a block, where a class has one for its `__call__`.
+
+    It takes the block, and a `NewTensor` that makes the tensors of the batch.
+    """
     names = {"__call__", "collate_step", "collate_block"}
     first = next(names & vars(one).keys() for one in type(collate).__mro__ if names & {*vars(one)})
     return collate.collate_block if "collate_block" in first else None
+
+
+def new_tensor(shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch.Tensor:
+    """Return a tensor that is filled with a value."""
+    return torch.from_numpy(np.full(shape, fill, dtype))  # half the time of `torch.full`
 
 
 def owned(data: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.rows import INT64, array_of_ints, flatten_row, is_mapping
-from odb_nodes.collate.protocol import owned
+from odb_nodes.collate.protocol import NewTensor, new_tensor, owned
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import Shape, TokenBudget
 from odb_nodes.processing.columns import DataColumns, RowsLike
@@ -91,9 +91,9 @@ class TokenRows:
             raise _differing_keys(samples)
         return self.batch_of(GroupRows(samples))
 
-    def collate_block(self, block: SampleBlock) -> dict[str, Any]:
+    def collate_block(self, block: SampleBlock, new: NewTensor = new_tensor) -> dict[str, Any]:
         """Return the batch of the samples of a block: from their columns, where they have such."""
-        columns = None if block.is_made else GroupColumns.of(block)
+        columns = None if block.is_made else GroupColumns.of(block, new)
         return self(block_data(block)) if columns is None else self.batch_of(columns)
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class TokenRows:
             if dtype.kind in "iu":
                 dtype = INT64  # what embeddings and losses take
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
-        joined = np.full(shape, fill, dtype=dtype)
-        self.place(key, joined, rows, group.lengths)
-        return torch.from_numpy(joined)
+        joined = group.new(shape, fill, dtype)
+        self.place(key, joined.numpy(), rows, group.lengths)
+        return joined
 
     def place(
         self, key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]
@@ -141,7 +141,10 @@ class GroupRows:
     Attributes:
         keys: the keys.
         lengths: of the samples, in tokens.
+        new: makes the tensors of the batch.
     """
+
+    new: NewTensor = staticmethod(new_tensor)
 
     def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:
         self._samples = samples
@@ -163,8 +166,8 @@ class GroupRows:
 class GroupColumns(GroupRows):
     """The samples of a group whose data are in columns, of which rows are read as they are."""
 
-    def __init__(self, block: SampleBlock, ids: Mapping[int, RowsLike]) -> None:
-        self._sources, self._ids = block.sources, ids
+    def __init__(self, block: SampleBlock, ids: Mapping[int, RowsLike], new: NewTensor) -> None:
+        self._sources, self._ids, self.new = block.sources, ids, new
         self._places = [*block.places()]
         offsets = {number: one for number, (one, _) in ids.items()}
         self._spans = [
@@ -174,7 +177,7 @@ class GroupColumns(GroupRows):
         self.lengths = [stop - start for _, start, stop in self._spans]
 
     @classmethod
-    def of(cls, block: SampleBlock) -> GroupColumns | None:
+    def of(cls, block: SampleBlock, new: NewTensor = new_tensor) -> GroupColumns | None:
         """Return a group; `None` where not all of its `input_ids` are in columns."""
         ids: dict[int, RowsLike] = {}
         keys = None
@@ -183,7 +186,7 @@ class GroupColumns(GroupRows):
             if rows is None or (ids and data.keys != keys):
                 return None
             ids[number], keys = rows, data.keys
-        return cls(block, ids) if ids else None
+        return cls(block, ids, new) if ids else None
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a key."""

@@ -14,7 +14,6 @@ import torch
 import torchdata.nodes
 from torchdata.nodes import BaseNode
 
-from odb_nodes._compat.torch import pin_memory
 from odb_nodes._core.checks import check_callable, describe
 from odb_nodes._core.fingerprints import stable_names
 from odb_nodes._core.hashing import hash_ints
@@ -25,7 +24,7 @@ from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate, collate_group
+from odb_nodes.collate.protocol import Collate
 from odb_nodes.collate.token_rows import TOKEN_KEYS
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
@@ -40,7 +39,6 @@ from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
 from odb_nodes.sources.weight_schedule import WeightSchedule
-from odb_nodes.step_info import StepInfo
 
 Prepare = Callable[[Any], Any] | None
 
@@ -84,16 +82,14 @@ class RankGraph:
             options.timeout_s,
             tasks=options.tasks,
         )
-        is_pinned = options.pin_memory and torch.cuda.is_available()
-        pinning = _PinningCollate(collate) if is_pinned else None
         rank, _ = group_rank(options.process_group)
-        self.collator = GroupCollator(self.aligner, pinning or collate, options.seed, rank)
+        self.collator = GroupCollator(
+            self.aligner, collate, options.seed, rank, pin_memory=options.pin_memory
+        )
         if options.collate_in != "main":
-            self._collate_in_workers(collate, pinning.pin if pinning else _as_it_is, options)
+            self._collate_in_workers(collate, options)
 
-    def _collate_in_workers(
-        self, collate: Collate, finish: Callable[[Any], Any], options: LoaderOptions
-    ) -> None:
+    def _collate_in_workers(self, collate: Collate, options: LoaderOptions) -> None:
         mixer, always = self.samples, options.collate_in == "workers"
         last = mixer.sources.values() if isinstance(mixer, SourceMixer) else [mixer]
         processors = [one for one in last if isinstance(one, ParallelProcessor)]
@@ -101,35 +97,12 @@ class RankGraph:
         for one in processors:
             why_not = why_not or one.runner.cannot_make_batches(collate)
         if not why_not:
-            self.collator.collate_in_workers(processors, collate, finish, always=always)
+            self.collator.collate_in_workers(processors, always=always)
         elif always:
             warn_user(
                 f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process '
                 "makes the batches."
             )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class _PinningCollate:
-    """Pins what a collate function returns, for the device that is current when this is made."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-        self._device = torch.cuda.current_device()  # A new thread begins with device 0.
-        self.draws_random_numbers = declares_draws(collate)
-
-    def pin(self, batch: Any) -> Any:
-        with torch.cuda.device(self._device):
-            return pin_memory(batch)
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.pin(self._collate(samples))
-
-    def collate_step(self, samples: list[Any], info: StepInfo) -> Any:
-        return self.pin(collate_group(self._collate, samples, info))
 
 
 def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:

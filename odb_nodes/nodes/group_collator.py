@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable, check_count, check_integer
+from odb_nodes._compat.torch import PinnedMemory
+from odb_nodes._core.checks import check_bool, check_callable, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.ranks import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import Collate, block_collate, collate_group
+from odb_nodes.collate.protocol import Collate, block_collate, collate_group, new_tensor
 from odb_nodes.collate.token_rows import block_data
 from odb_nodes.contract import EpochNode, EpochState, SourceState, snapshot
 from odb_nodes.contract.graph import budget_below
@@ -52,18 +53,17 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     A group whose collation raises is kept, and collated again by the next call.
 
-    A collate function that is not of this library may draw random numbers. Before each batch, the
-    global generators of Python, numpy and torch (CPU), and those that the function keeps (in its
-    attributes, or in what it encloses), are seeded from (seed, rank, epoch, step), and put back
-    afterwards. On the thread of a `ReadAhead` the trainer may draw meanwhile: there
-    the first batch of each `iter`, for which the trainer waits, shows whether the function draws
-    from the global ones, and if so, `ReadAhead` collates on the trainer's thread. A function that
-    draws for some batches alone says so by an attribute `draws_random_numbers = True`.
+    A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
+    Python, numpy and torch (CPU), and the generators that the function keeps (in attributes or
+    closures), are seeded from (seed, rank, epoch, step); afterwards they are restored. On the
+    thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
+    `iter`, for which the trainer waits, shows whether the function draws from the global
+    generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
+    only some batches must have an attribute `draws_random_numbers = True`.
 
-    It warns, once each, of batches that exceed the budget, of samples that are padded already, of
-    labels that are made by `collate_fn` where `loss_scale` has counted tokens or samples, of
-    samples counted by a `label` that the loss may not be of, and of an optimizer step whose labels
-    are all -100.
+    It warns once of each: a batch that exceeds the budget; samples that are padded already; labels
+    made by `collate_fn` although `loss_scale` has counted tokens or samples; samples counted by a
+    `label` that may not be the target of the loss; an optimizer step whose labels are all -100.
 
     State: the source's, and the epoch and the number of the step.
 
@@ -76,6 +76,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             the `StepInfo`, whose `row_tasks` are those of the samples in a filler step, too.
         seed: seed of the random numbers of `collate_fn`.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
+        pin_memory: whether tensors are in pinned memory, where CUDA is available: those of the
+            collate functions for text are written into it, others are copied.
 
     Raises:
         ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
@@ -90,10 +92,14 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         collate_fn: Collate | None = None,
         seed: int = 0,
         rank: int | None = None,
+        *,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__()
         check_node("source", source)
         check_callable("collate_fn", collate_fn)
+        is_pinned = check_bool("pin_memory", pin_memory) and torch.cuda.is_available()
+        self._pinned = PinnedMemory() if is_pinned else None
         self.source = source
         self._budget = budget_below(source)
         self._collate = collate_for(self._budget, collate_fn)
@@ -121,8 +127,6 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def collate_in_workers(
         self,
         processors: Sequence[ParallelProcessor[Any]],
-        collate: Collate,
-        finish: Callable[[Any], Any],
         *,
         always: bool,
     ) -> None:
@@ -130,11 +134,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
         Args:
             processors: the nodes that process them, whose workers have not begun.
-            collate: what the workers call in place of `collate_fn`.
-            finish: what makes of its batch what `collate_fn` would have returned.
             always: whether they make all batches, and not only those of large samples.
         """
-        self._workers = WorkerBatches(processors, collate, finish, always=always)
+        self._workers = WorkerBatches(processors, self._collate, always=always)
 
     def keep_samples(self, keep: bool = True) -> None:
         """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
@@ -287,7 +289,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
         try:
             if self._collate_block is not None:
-                return self._collate_block(group)
+                new = new_tensor if self._pinned is None else self._pinned.new
+                return self._collate_block(group, new)
             return collate_group(self._collate, block_data(group), _with_tasks(info, group))
         except SampleError as error:
             if not (where := _name_of(group, error.index)):
@@ -303,6 +306,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
                 f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
             )
         self._checks.check(group, batch, info)
+        if self._pinned is not None:
+            batch = self._pinned.pin(batch)
         batch[STEP_INFO_KEY] = self._with_tokens(group, batch, info)
         return batch
 

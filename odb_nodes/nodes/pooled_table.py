@@ -129,7 +129,7 @@ def _moved(facts: IntArray, sources: Mapping[int, Any], clear: bool = False) -> 
 
     A list of the table has each sample once, so it can be cleared of one that leaves.
     """
-    if not any(type(data) is list for data in sources.values()):
+    if list not in {*map(type, sources.values())}:
         return sources
     moved, number = list[Any](), new_number()
     for at, (old, row) in enumerate(zip(*facts[DATA:FACTS].tolist(), strict=True)):

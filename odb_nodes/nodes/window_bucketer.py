@@ -49,29 +49,28 @@ class BucketerState(NodeState):
     """The state of a `WindowBucketer`.
 
     Attributes:
-        source: the state of the source; where samples have no keys, at or before the oldest one
-            that is pooled or planned.
+        source: state of the source. If samples have no keys, it is one taken at or before the
+            oldest pooled or planned sample.
         mode: what the state holds of the pool, `"replay"` or `"payload"`.
-        pulled: samples pulled in the epoch.
-        pulled_since_source: samples of these that were pulled after `source`.
-        ended: the source has ended, or nothing more is asked of it in the epoch.
-        is_cut: the latter.
-        limits: what groups are formed under, and samples admitted; see `Limits`.
-        has_own_limits: these are others than those of the budget.
+        pulled: number of samples pulled in the epoch.
+        pulled_since_source: how many of them were pulled after `source`.
+        ended: whether no more samples are pulled in this epoch.
+        is_cut: whether that is so because the epoch was ended before its last sample.
+        limits: the `Limits` of groups and of samples.
+        has_own_limits: whether these differ from the limits of the budget.
         pool: the pooled samples.
-        planned: where samples have no keys, the numbers of those in groups that a `RankAligner`
+        planned: if samples have no keys, the numbers of those in groups that a `RankAligner`
             holds, 8 bytes each.
-        excluded: the keys that are excluded, by source.
-        excluded_samples: samples that were left out by their keys in the epoch.
-        dropped_samples: samples that `oversize="drop"` left out in the epoch.
-        oversize_samples: samples that exceeded the budget on their own.
-        skipped_samples: samples that processing skipped, by reason.
-        left_out: key, source and reason of those left out since the last group that is out.
-        caps: what further groups are cut to, ascending, 8 bytes each.
-        dearest_groups: of the groups that `dearest_first` puts first in the epoch, those that are
-            out.
-        window: samples of an `"auto"` window, whether it is chosen for the epoch, and what it is
-            chosen by, see `PulledLengths`; `None` where the window is a number of samples.
+        excluded: the excluded keys by source.
+        excluded_samples: samples of the epoch left out by their keys.
+        dropped_samples: samples of the epoch left out by `oversize="drop"`.
+        oversize_samples: samples of the epoch that exceeded the budget on their own.
+        skipped_samples: samples of the epoch that processing skipped, by reason.
+        left_out: key, source and reason of each sample left out since the last group.
+        caps: cost limits of the next groups, ascending, 8 bytes each.
+        dearest_groups: how many groups of `dearest_first` the epoch has had.
+        window: samples of an `"auto"` window, whether it is chosen for the epoch, and the
+            `PulledLengths` it is chosen by; `None` if the window is a number of samples.
     """
 
     source: SourceState
@@ -102,26 +101,26 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
     (see `RollingPool`).
 
     State, `"replay"`: the source's, and key, length and digest of each pooled sample, 17 bytes.
-    Restoring makes these samples again, at most `window`, and compares the digests. Where a source
-    cannot read items by their keys (an iterable), its state is that at or before the oldest pooled
-    sample, and at most 5.25 windows of raw items are read again; a `ParallelProcessor` processes
-    only those that were pooled.
-    State, `"payload"`: the pooled samples themselves. Nothing is processed again, so it is right
-    also where processing is not deterministic, as long as the order of the source is; they must be
-    dicts, lists and tuples of tensors, arrays, numbers and strings.
+    A restore reads and processes these samples again, at most `window`, and compares the digests.
+    If the source cannot read items by their keys (an iterable), the state holds an older state of
+    it, and at most 5.25 windows of raw items are read again; a `ParallelProcessor` processes only
+    those that were pooled.
+    State, `"payload"`: the pooled samples themselves. Nothing is processed again, so processing
+    need not be deterministic, but the order of the source must be. Samples must be dicts, lists
+    and tuples of tensors, arrays, numbers and strings.
 
     Args:
-        source: node that yields `Sample`: a `LengthObserver`. Where it yields `Skipped`, that is
-            counted and left out.
-        budget: padded tokens of a group, or a `TokenBudget`, which may be of another layout.
-        window: samples in the pool. Larger fills groups better, and waits longer for the first.
-            `"auto"`: as many as fill 32 groups, see `GroupPlanner`.
+        source: node that yields `Sample`, such as a `LengthObserver`. A `Skipped` is counted and
+            left out.
+        budget: padded tokens of a group, or a `TokenBudget`.
+        window: samples in the pool. A larger window fills groups better, and the first group takes
+            longer. `"auto"`: as many samples as fill 32 groups, see `GroupPlanner`.
         state: `"replay"` or `"payload"`.
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
         dearest_first: number of groups at the beginning of each epoch that are made of the longest
             pooled samples, so that a run that does not fit into memory fails in its first steps.
-        diversity: weight, in 0..1, of an even mix of tasks in the choice of a group; 0 for none.
-            Needs padded groups, and the task of each sample: see `Sample.task_name`.
+        diversity: weight, in 0..1, of an even mix of tasks in the choice of a group; 0 ignores
+            tasks. Needs padded groups, and samples with a task: see `Sample.task_name`.
     """
 
     STATE = BucketerState

@@ -34,7 +34,6 @@ class WorkerBatches:
     Args:
         processors: nodes whose workers process the samples, and have not begun.
         collate: the collate function.
-        finish: what the trainer's process does to a batch that has come.
         always: whether workers make all batches, and not only those of large samples.
     """
 
@@ -42,7 +41,6 @@ class WorkerBatches:
         self,
         processors: Sequence[ParallelProcessor[Any]],
         collate: Collate,
-        finish: Callable[[Batch], Batch],
         *,
         always: bool,
     ) -> None:
@@ -53,7 +51,6 @@ class WorkerBatches:
             runner.keep_data_for(maker)
         self._limit_s = max(one.timeout_s for one in self._runners)
         self._takes_info = takes_step(collate)
-        self._finish = finish
         self._turn = count()
         self._works = True
         self._told: set[str] = set()  # what was warned of
@@ -106,7 +103,7 @@ class WorkerBatches:
             batch = make_here()  # which raises the same error, but where only a worker cannot do it
             self._give_up(result.error)
             return batch
-        return self._finish(unpack(split_parts(result.content)))
+        return unpack(split_parts(result.content))  # type: ignore[no-any-return]
 
     def _warn_of(self, death: str) -> None:
         """Warn of the death of a worker, which may have owed several batches, once."""

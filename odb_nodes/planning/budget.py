@@ -66,19 +66,18 @@ class TokenBudget:
         max_patches: most image patches of a group, summed over its samples; `None` for no limit.
         pad_to_multiple_of: tokens; the width of a batch is rounded up to a multiple of this. The
             collate function must pad to the same multiple.
-        layout: `"padded"`, a row per sample, as wide as the longest. `"packed"`, all samples one
-            after the other in one row.
-        oversize: what becomes of a sample that exceeds the budget on its own: `"alone"` gives it a
-            group of its own (with one warning and a count), `"error"` raises, `"drop"` leaves it
-            out (with one warning and a count).
-        shapes: most shapes that batches may have, for compiled models: each group is then rounded
-            up to one of `shape_ladder()`, and costs that much. Only an oversize sample that is
+        layout: `"padded"`, one row per sample, as wide as the longest. `"packed"`, all samples in
+            one row.
+        oversize: what to do with a sample that exceeds the budget on its own. `"alone"`: it gets a
+            group of its own; `"drop"`: it is left out; both warn once and count. `"error"` raises.
+        shapes: most shapes that batches may have, for compiled models. Each group is rounded up to
+            a shape of `shape_ladder()`, and costs that much. Only an oversize sample that is
             `"alone"` has another shape. `None`: any shape.
-        attention_tokens: length of a row, in tokens, at which the part of a step that grows with
-            the square of the length (attention) needs as much as the part that grows with the
-            length: time or memory, whichever `tokens` is to bound. `None`: attention costs nothing.
-        row_sizes: numbers of rows that padded batches may have, where kernels are slow for others:
-            `"any"`; `"even"`, 1 and all even ones; `"friendly"`, 2**n and 3 * 2**n. Others occur
+        attention_tokens: length of a row, in tokens, at which the quadratic part of a step
+            (attention) costs as much as the linear part, in time or memory, whichever `tokens`
+            bounds. `None`: attention costs nothing.
+        row_sizes: numbers of rows that padded batches may have, if kernels are slow for others.
+            `"any"`; `"even"`: 1 and all even numbers; `"friendly"`: 2**n and 3 * 2**n. Others occur
             only where `RankAligner` splits a group, and under `max_patches` at the end of an epoch.
 
     Raises:

@@ -18,7 +18,10 @@ FORCED_AGE_WINDOWS = 4
 MAX_AGE_WINDOWS = 5
 """No pooled sample gets older than this, in windows."""
 REFILLS = 8
-"""A pool takes in further samples, all that fit, once this part of the window is free."""
+"""Parts of a window: a pool is filled once, and then takes in samples by a part at a time."""
+LEAST_REFILLED = 512
+"""A smaller window takes in what fits before each group: with fewer to choose from, groups are
+worse filled."""
 
 
 class RollingPool:
@@ -78,11 +81,14 @@ class RollingPool:
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""
-        lacking = self.window - len(self)
-        if lacking < self.window // REFILLS:
-            return 0
-        youngest_allowed = self.oldest + MAX_AGE_WINDOWS * self.window
-        return min(lacking, youngest_allowed - self.pulled)
+        # What was begun is finished first, so a run that was interrupted within goes on alike.
+        window, stride = self.window, 1
+        if window >= LEAST_REFILLED:
+            stride = window // REFILLS
+        lacking = window - len(self)
+        begun = window - self.pulled if self.pulled < window else (window - self.pulled) % stride
+        room = (begun or lacking // stride * stride) if lacking >= begun else 0
+        return min(room, self.oldest + MAX_AGE_WINDOWS * window - self.pulled)
 
     def table(self) -> IntArray:
         """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.

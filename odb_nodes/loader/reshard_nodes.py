@@ -62,7 +62,7 @@ class Ranks(NamedTuple):
         """Return parts of a number for the ranks that go on, which differ by 1 at most."""
         return [total // self.after + (rank < total % self.after) for rank in range(self.after)]
 
-    def dealt(self, states: Sequence[T]) -> list[Sequence[T]]:
+    def redistribute(self, states: Sequence[T]) -> list[Sequence[T]]:
         """Return whose counts each of the ranks that go on takes over."""
         return [states[rank :: self.after] for rank in range(self.after)]
 
@@ -117,7 +117,7 @@ def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
 # --- at the beginning of an epoch -----------------------------------------------------------------
 
 _SHARE = {"position": 0, "done": 0, "start": 0, "extra": None}
-_AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
+_EPOCH_START: Mapping[str, Mapping[str, Any]] = {
     "IterableSource": {"position": 0, "ended": False, "iterable": None, "items_digest": 0},
     "JsonlSource": _SHARE,
     "LengthObserver": {"position": 0},
@@ -144,18 +144,18 @@ _AT_THE_BEGINNING: Mapping[str, Mapping[str, Any]] = {
 """Node -> fields of its state where nothing of the epoch is read."""
 
 
-def begun_anew(state: Any, rank: int, ranks: Ranks) -> Any:
+def _at_epoch_start(state: Any, rank: int, ranks: Ranks) -> Any:
     """Return a state of one of the new ranks, with all known nodes at the beginning of an epoch.
 
     It may share parts with `state`.
     """
     if not isinstance(state, Mapping):
         return state
-    new = {key: begun_anew(one, rank, ranks) for key, one in state.items()}
+    new = {key: _at_epoch_start(one, rank, ranks) for key, one in state.items()}
     if not (node := node_of(state)):
         return new
     new.pop(DIGEST, None)  # of a node below one of torchdata: the loader's will cover it
-    new |= _AT_THE_BEGINNING.get(node, {})
+    new |= _EPOCH_START.get(node, {})
     if node == "WindowBucketer":
         is_replay = new["mode"] == "replay"
         new["pool"] = (None, NO_RECORDS, None) if is_replay else (None, None, [])
@@ -188,7 +188,7 @@ def reshard_graph(states: States, ranks: Ranks, *, left: bool) -> tuple[list[Any
 
     `left`: the epoch was left, so that the next one follows.
     """
-    new = [begun_anew(states[rank % ranks.before], rank, ranks) for rank in range(ranks.after)]
+    new = [_at_epoch_start(states[rank % ranks.before], rank, ranks) for rank in range(ranks.after)]
     return new, _reshard_batches(states, new, ranks, left)
 
 
@@ -234,7 +234,7 @@ def _reshard_aligner(states: States, new: States, ranks: Ranks, left: bool) -> b
         changes["held"] = ([0, 0], NO_RECORDS, None)
         changes["round"] = found[0].round + any(at.plan is not None for at in found)
         changes["settings"] = settings._replace(caps=(), is_last=is_last).to_state()
-    for state, own in zip(new, ranks.dealt(found), strict=True):
+    for state, own in zip(new, ranks.redistribute(found), strict=True):
         state |= changes
         state["left_out"] = [one for at in own for one in (*at.left_out, *at.left_out_ahead)]
         state["unemitted_samples"] = sum(at.unemitted_samples for at in own)
@@ -282,7 +282,7 @@ def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> N
         )
     pools = opened(states, BucketerState)
     check_same("WindowBucketer", pools, "mode", "excluded")
-    waiting = among(_waiting(found, pools, ranks.before), ranks.after)
+    waiting = among(_waiting(found, pools), ranks.after)
     owners = dealt_by_tokens(waiting.tokens, ranks.after)
     records = [waiting.take(np.flatnonzero(owners == rank)) for rank in range(ranks.after)]
     left_out = _put_counts(pools, new, ranks)
@@ -305,9 +305,7 @@ def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> N
         }
 
 
-def _waiting(
-    found: Sequence[AlignerState], pools: Sequence[BucketerState], world_size: int
-) -> SampleBlock:
+def _waiting(found: Sequence[AlignerState], pools: Sequence[BucketerState]) -> SampleBlock:
     """Return the records of all samples that were read, and are in no step: the oldest first."""
     parts, ages = [], []
     for at, pool in zip(found, pools, strict=True):
@@ -325,13 +323,7 @@ def _waiting(
         oldest = pool.pulled - min(ordinals, default=pool.pulled)
         parts += [held, pooled]
         ages += [oldest + np.arange(len(held), 0, -1), pool.pulled - np.array(ordinals)]
-    joined = SampleBlock.joined(parts)
-    if any(kind.world_size != world_size for kind in joined.kinds):
-        raise StateError(
-            "the states cannot be resharded within an epoch: each rank has data of its own, which "
-            f"no other can read. {_UP_TO_THE_END}."
-        )
-    return joined.take(np.argsort(-np.concatenate(ages), kind="stable"))
+    return SampleBlock.joined(parts).take(np.argsort(-np.concatenate(ages), kind="stable"))
 
 
 def dealt_by_tokens(tokens: np.ndarray[Any, Any], world_size: int) -> np.ndarray[Any, Any]:
@@ -350,7 +342,7 @@ def _put_counts(pools: Sequence[BucketerState], new: States, ranks: Ranks) -> li
     """Count what was left out on one of the new ranks each; return how many samples each counts."""
     keys = reduce(or_, (ExcludedKeys.from_state(pool.excluded) for pool in pools)).to_state()
     totals = []
-    for state, own in zip(new, ranks.dealt(pools), strict=True):
+    for state, own in zip(new, ranks.redistribute(pools), strict=True):
         skipped = sum((Counter(pool.skipped_samples) for pool in own), Counter[str]())
         for name in ("excluded_samples", "dropped_samples", "oversize_samples"):
             state[name] = sum(getattr(pool, name) for pool in own)

@@ -47,7 +47,7 @@ def reshard_monitor(states: Sequence[Mapping[str, Any]], world_size: int) -> lis
     )
     return [
         seal_whole(holder, replace(at, samples=[one for state in own for one in state.samples]))
-        for own in Ranks(len(states), world_size).dealt(found)
+        for own in Ranks(len(states), world_size).redistribute(found)
     ]
 
 

@@ -437,17 +437,15 @@ def wrapped(sampler):
             ValueError,
             "cannot be drawn again",
         ),
+        (  # P20: its states lose and repeat items.
+            Batcher(ParallelMapper(Numbers(), tuple, 2, in_order=False), 2),
+            ValueError,
+            r"`in_order` of `_?ParallelMapper\w*` must be True",
+        ),
     ],
 )
 def test_a_root_that_is_refused(root, error, message):
     with pytest.raises(error, match=message):
-        Loader(root)
-
-
-def test_a_graph_without_an_order_is_refused():
-    """P20: its states lose and repeat items."""
-    root = Batcher(ParallelMapper(Numbers(), tuple, 2, in_order=False), 2)
-    with pytest.raises(ValueError, match=r"`in_order` of `_?ParallelMapper\w*` must be True"):
         Loader(root)
 
 

@@ -77,7 +77,7 @@ def save_parts(folder, states, *more):
             "checkpoint": {"version": 2, "step": 2, "rank": rank, "world_size": len(states)},
             "parts": {"loader": state},
             "replicated": [],
-            "generators": {},
+            "generators": {"of": rank},
             **dict.fromkeys(more if rank == 1 else ()),
         }
         for rank, state in enumerate(states)
@@ -148,6 +148,8 @@ def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, mon
         parts = [one.get("parts", one) for one in found]
         assert [one["monitor"] for one in parts] == expected
         assert [one["loader"] for one in parts] == reshard(states, 3)
+        drawn = [one["generators"] for one in found if name == "checkpoints"]
+        assert drawn in ([], [{"of": 0}, {"of": 1}, {"of": 0}])
         for one in found:
             sealed = {key: value for key, value in one.items() if key != "digest"}
             assert one == (add_digest(sealed) if name == "trainer" else sealed)

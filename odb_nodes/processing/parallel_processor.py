@@ -1,9 +1,9 @@
-"""Node: the user's processing, in worker processes, threads, or in place."""
+"""Node: the user's processing, in worker processes, threads, actors, or in place."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
@@ -13,7 +13,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable, check_integer
-from odb_nodes._core.hashing import stable_name
+from odb_nodes._core.hashing import stable_name, stable_names
 from odb_nodes._core.processes import resolve_rank
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state, snapshot
@@ -28,17 +28,14 @@ from odb_nodes.contract.node import (
     restore_items,
     take,
 )
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.options import WorkerOptions
-from odb_nodes.sample import ItemKey
+from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
 from odb_nodes.sample_block import ItemKeys
 
 T = TypeVar("T")
-
-_STATE_DISTANCE = 128
-"""Items between two states of the source that are kept: a resume reads up to so many again."""
 
 
 @dataclass(kw_only=True)
@@ -93,8 +90,8 @@ class ReadItems:
 class ChunkReader:
     """Reads the items of an epoch, or of the rest of one."""
 
-    def __init__(self, source: BaseNode[Any], name: str) -> None:
-        self._source, self._name = source, name
+    def __init__(self, source: BaseNode[Any], distance: int, name: str) -> None:
+        self._source, self._distance, self._name = source, distance, name
         self._since_state = 0  # items read since the last state
         self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
         self._position = 0  # raw items read in this epoch
@@ -120,10 +117,10 @@ class ChunkReader:
         read, keys_read = ReadItems(), list[Sequence[ItemKey | None]]()
         try:
             while (left := count - len(read.items)) > 0:
-                if self._since_state in (0, _STATE_DISTANCE):
+                if self._since_state in (0, self._distance):
                     read.states.append((len(read.items), snapshot(self._source)))
                     self._since_state = 0
-                left = min(left, _STATE_DISTANCE - self._since_state)
+                left = min(left, self._distance - self._since_state)
                 some, keys = take(self._source, 1 if self._gaps else left)
                 self._since_state += len(some)
                 if not isinstance(keys, ItemKeys):
@@ -228,7 +225,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self._taken = 0  # items out since `_source_state`
         self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
         self._position = 0  # items out in this epoch
-        self._reader = ChunkReader(self.source, type(self).__name__)
+        distance = self._workers.nominal_chunk_samples
+        self._reader = ChunkReader(self.source, distance, type(self).__name__)
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
@@ -452,3 +450,40 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             "rank": self._rank,
             "world_size": self._world_size,
         }
+
+
+class PerSource:
+    """Processes the items of each source with a function of its own.
+
+    Args:
+        functions: name of the source -> function of an item. They must be picklable where workers
+            are processes that are not forked.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
+        self._functions = dict(functions)
+
+    @property
+    def fingerprint_name(self) -> str:
+        """The sources, each with the name of its function."""
+        return f"{type(self).__name__}({stable_names(self._functions)})"
+
+    @property
+    def draws_random_numbers(self) -> bool | None:
+        """`False` where all functions say so; `None` where it is not known."""
+        quiet = all(declares_draws(one) is False for one in self._functions.values())
+        return False if quiet else None
+
+    def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
+        """Return what the function of the item's source makes of it, with its name."""
+        try:
+            function = self._functions[routed.source]
+        except KeyError:
+            raise SampleError(
+                f"`PerSource` has no function for source {routed.source!r}, but for "
+                f"{sorted(self._functions)}."
+            ) from None
+        result = function(routed.item)
+        if isinstance(result, (Sample, Skipped)):
+            return result.of_source(routed.source)
+        return SourceItem(routed.source, result)

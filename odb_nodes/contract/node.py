@@ -149,6 +149,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     _epochs: Any = None  # the `EpochCounter` of an `EpochNode`
     __is_made = __is_reset = False
     __sources: ClassVar[list[tuple[str, bool]]] = []  # fields, and whether each holds several
+    __declared: ClassVar[list[tuple[Field[Any], bool]]] = []  # own fields, and which are of sources
     __envelope: dict[str, Any] | None = None  # with the fingerprint; stays until the next reset
     __failure: Exception | None = None
 
@@ -158,12 +159,15 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if "next_chunk" not in vars(first):
             cls.next_chunk = StatefulNode.next_chunk  # type: ignore[method-assign]
         check_declaration(cls.__name__, cls.STATE, cls._STATE_BASE)
-        cls.__sources = [*source_fields(cls.STATE).items()]
+        cls.__sources = [*(sources := source_fields(cls.STATE)).items()]
+        base = {one.name for one in fields(cls._STATE_BASE)}
+        own = [one for one in fields(cls.STATE) if one.name not in base]
+        cls.__declared = [(one, one.name in sources) for one in own]
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("begin_epoch", "restore", "save"):
-            if getattr(type(self), name) is getattr(StatefulNode, name) and not self.__declared():
+            if getattr(type(self), name) is getattr(StatefulNode, name) and not self.__declared:
                 raise TypeError(
                     f"`{type(self).__name__}` must define `{name}`, or declare as `STATE` what its "
                     "state holds."
@@ -180,7 +184,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
         By default, each attribute that the state declares becomes its default.
         """
-        for one, is_source in self.__declared():
+        for one, is_source in self.__declared:
             if is_source:
                 _reset(getattr(self, one.name), None)
             elif one.default_factory is not MISSING:
@@ -203,7 +207,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         Raises:
             StateError: the node cannot go there.
         """
-        for one, is_source in self.__declared():
+        for one, is_source in self.__declared:
             saved = getattr(state, one.name)
             if is_source:
                 _reset(getattr(self, one.name), saved)
@@ -217,19 +221,14 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         `snapshot(source)` where it stands. What takes long to make may be an object that never
         changes, with a method `to_state()` that makes it.
         """
-        values = {one.name: getattr(self, one.name) for one, _ in self.__declared()}
-        for one, is_source in self.__declared():
+        values = {one.name: getattr(self, one.name) for one, _ in self.__declared}
+        for one, is_source in self.__declared:
             if is_source and isinstance(node := values[one.name], BaseNode):
                 values[one.name] = snapshot(node)
             elif is_source:
                 values[one.name] = {key: snapshot(source) for key, source in node.items()}
         state: S = self.STATE(**values)
         return state
-
-    def __declared(self) -> list[tuple[Field[Any], bool]]:
-        """Return the fields of the state that are the node's own, and which are of sources."""
-        sources, base = dict(self.__sources), [one.name for one in fields(self._STATE_BASE)]
-        return [(one, one.name in sources) for one in fields(self.STATE) if one.name not in base]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output, as plain data: a state fits only where it is equal.

@@ -18,7 +18,7 @@ from odb_nodes._core.processes import resolve_rank
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, block_collate, collate_group, new_tensor
 from odb_nodes.collate.token_rows import block_data
-from odb_nodes.contract import EpochNode, EpochState, SourceState, snapshot
+from odb_nodes.contract import EpochNode, EpochState, SourceState
 from odb_nodes.contract.graph import budget_below
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError
@@ -44,8 +44,8 @@ class CollatorState(EpochState):
     """
 
     source: SourceState
-    step: int
-    samples: int
+    step: int = 0
+    samples: int = 0
 
 
 class GroupCollator(EpochNode[Batch, CollatorState]):
@@ -111,7 +111,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._read_ahead = False
         self._thread = threading.get_ident()  # that has reset this node: the trainer's
         self._fresh = True  # no batch since the reset
-        self._step = self._samples = 0
+        self.step = self.samples = 0
         self._workers: WorkerBatches | None = None
         self._held: tuple[SampleBlock, StepInfo] | None = None  # taken, and not out yet
         self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
@@ -157,20 +157,11 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return samples
 
     def prepare_reset(self) -> None:
-        """Note on which thread the trainer is, and let go of samples of batches that are out."""
+        """Note on which thread the trainer is, and let go of what is held."""
         self._thread, self._fresh = threading.get_ident(), True
         if self._kept:
             self._kept.clear()
-
-    def begin_epoch(self) -> None:
-        """Begin the epoch of the source."""
-        self._held, self._step, self._samples = None, 0, 0
-        self.source.reset(None)
-
-    def restore(self, state: CollatorState) -> None:
-        """Go to where the source stands."""
-        self._held, self._step, self._samples = None, state.step, state.samples
-        self.source.reset(state.source)
+        self._held = None
 
     def next(self) -> Batch:
         """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
@@ -185,8 +176,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         group, info = self._held
         if self._kept is not None:
             self._kept[info.epoch, info.step] = [*group]
-        self._samples += info.local_samples
-        self._step += 1
+        self.samples += info.local_samples
+        self.step += 1
         self._held, self._fresh = None, False
         return batch  # type: ignore[no-any-return]
 
@@ -229,11 +220,10 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         """
         if self._held is not None:
             raise StateError(
-                f"there is no state after `collate_fn` failed at step {self._step}: its group "
+                f"there is no state after `collate_fn` failed at step {self.step}: its group "
                 "would be lost. Load the last state saved before."
             )
-        source = snapshot(self.source)
-        return CollatorState(source=source, step=self._step, samples=self._samples)
+        return super().save()
 
     def _aligned(self, item: Any) -> tuple[SampleBlock, StepInfo]:
         group, info = item if isinstance(item, AlignedGroup) else (item, None)
@@ -247,7 +237,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         if info is None:
             left_out = call_member(self.source, "take_left_out") or ()
             info = replace(
-                self.info_of(group, self._step),
+                self.info_of(group, self.step),
                 epoch=self._epochs.epoch,
                 left_out=tuple(left_out),
             )
@@ -256,7 +246,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def _batch(self, group: SampleBlock, info: StepInfo) -> Batch | DeferredBatch:
         if self._seeded.draws_nothing and self._workers is None:
             return self._collate_group(group, info)
-        key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self._step)
+        key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
         run = partial(self._collate_group, group, info)
         if self._workers is not None and self._read_ahead:
             take = self._workers.order(group, key, _with_tasks(info, group))

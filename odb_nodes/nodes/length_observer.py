@@ -10,7 +10,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_callable
 from odb_nodes._core.hashing import stable_name
-from odb_nodes.contract import NodeState, SourceState, StatefulNode, snapshot
+from odb_nodes.contract import NodeState, SourceState, StatefulNode
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, can_restore, check_node, checked_key, restore_items
 from odb_nodes.errors import SampleError
@@ -20,10 +20,10 @@ from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
 
 @dataclass(kw_only=True)
 class ObserverState(NodeState):
-    """The state of the source, and the number of the next sample in the epoch."""
+    """The state of the source, and the number of the next sample in the epoch, for errors."""
 
     source: SourceState
-    position: int
+    position: int = 0
 
 
 class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
@@ -48,25 +48,11 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         self.source = source
         self._observe = observe
         self._name = None if observe is None else stable_name(observe)
-        self._position = 0
+        self.position = 0
 
     def __len__(self) -> int:
         """Return how many samples an epoch has."""
         return length_of(self.source)
-
-    def begin_epoch(self) -> None:
-        """Begin the epoch of the source."""
-        self.source.reset(None)
-        self._position = 0
-
-    def restore(self, state: ObserverState) -> None:
-        """Go to where the source stands."""
-        self.source.reset(state.source)
-        self._position = state.position
-
-    def save(self) -> ObserverState:
-        """Return where the source stands."""
-        return ObserverState(source=snapshot(self.source), position=self._position)
 
     def next(self) -> Sample | Skipped:
         """Return the next sample.
@@ -77,8 +63,8 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         """
         data = next(self.source)
         item = checked_key(self.source, call_member(self.source, "item_key"))
-        sample = self._observed(data, item, f"sample {self._position} of the epoch")
-        self._position += 1
+        sample = self._observed(data, item, f"sample {self.position} of the epoch")
+        self.position += 1
         return sample
 
     @property
@@ -95,7 +81,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         """Let the source leave samples out, see `ParallelProcessor.select`."""
         if not call_member(self.source, "select", wanted):
             return False
-        self._position += wanted.count(False)
+        self.position += wanted.count(False)
         return True
 
     def _observed(self, data: Any, item: ItemKey | None, where: str) -> Sample | Skipped:

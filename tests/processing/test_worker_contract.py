@@ -822,6 +822,26 @@ def test_a_thread_of_the_trainer_that_fails_leaves_nobody_waiting(
         next(node)
 
 
+@pytest.mark.slow
+def test_ctrl_c_while_a_chunk_is_written_ends_the_worker_which_would_misread_the_next(
+    make, monkeypatch
+):
+    node = make("fork")
+    assert next(node) == 0
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process_pool, "encode", interrupt)
+    with within(), pytest.raises(KeyboardInterrupt):
+        list(node)
+    monkeypatch.undo()
+    wait_for(lambda: node.runner._pool.exit_reason)
+    with pytest.raises(UserWarning, match="was interrupted while it gave it work"):
+        node.reset(None)
+    assert epoch(node) == [*range(SIZE)]
+
+
 # --- how far ahead --------------------------------------------------------------------------------
 
 

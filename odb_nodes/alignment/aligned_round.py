@@ -1,19 +1,33 @@
-"""The steps of one round, as one rank sees them."""
+"""The steps of one round as one rank sees them, and the samples that a state holds of them."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from operator import or_
 from typing import Any, Literal, get_args
 
 import numpy as np
+from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice
+from odb_nodes.contract.config import allow_mismatch
 from odb_nodes.errors import StateError
-from odb_nodes.planning.alignment import FILLER, RoundPlan
+from odb_nodes.nodes.sample_records import (
+    RecordsState,
+    Remaking,
+    decode_sample,
+    encode_sample,
+    from_records,
+    to_records,
+    with_digests,
+)
 from odb_nodes.planning.group_costs import GroupCostEstimator, counted_in
+from odb_nodes.planning.rounds import FILLER, RoundPlan
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import AlignedGroup, StepInfo, facts_of_rows
@@ -180,3 +194,51 @@ class AlignedRound:
             **facts,
         )
         return AlignedGroup(group, info)
+
+
+HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
+"""The samples of each group, and their records, or the samples, encoded."""
+
+
+class HeldSamples:
+    """Groups of samples, of which one after the other is let go of."""
+
+    def __init__(self, groups: Sequence[SampleBlock], *, as_records: bool) -> None:
+        self._groups, self._as_records = groups, as_records
+
+    @classmethod
+    def of(cls, groups: Sequence[SampleBlock], *, as_records: bool) -> HeldSamples:
+        """Return groups of samples, as records or as themselves."""
+        if as_records:  # A state that is kept shall not keep their data.
+            groups = [SampleBlock(with_digests(group).facts, {}) for group in groups]
+        return cls(groups, as_records=as_records)
+
+    def after(self, groups: int) -> HeldSamples:
+        """Return the groups without the first ones."""
+        return HeldSamples(self._groups[groups:], as_records=self._as_records)
+
+    def to_state(self) -> HeldContent:
+        """Return the groups as plain data."""
+        sizes, samples = [*map(len, self._groups)], SampleBlock.joined(self._groups)
+        if self._as_records:
+            return sizes, to_records(samples), None
+        return sizes, None, [*map(encode_sample, samples)]
+
+
+def groups_again(
+    held: HeldContent, source: BaseNode[Any], node: str, *, may_differ: bool
+) -> tuple[list[SampleBlock], int]:
+    """Return the groups of a state, and how many of their samples were made again."""
+    sizes, records_state, payload = held
+    made = 0
+    if payload is not None:
+        samples = [*map(decode_sample, payload)]
+    else:
+        records = from_records(records_state)
+        made = len(records)
+        with nullcontext() if may_differ else allow_mismatch(False):
+            samples = Remaking(records, node).all(source)
+    if len(samples) != sum(sizes):
+        raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")
+    rest = iter(samples)
+    return [SampleBlock.of([*islice(rest, size)]) for size in sizes], made

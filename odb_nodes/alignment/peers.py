@@ -23,7 +23,7 @@ from odb_nodes.alignment.exchange import (
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
 from odb_nodes.errors import StateError
-from odb_nodes.planning.alignment import CostReport
+from odb_nodes.planning.rounds import CostReport
 
 PEER_TIMEOUT_S = 1800.0
 """Default of `timeout_s`: seconds until a rank that does not come is an error on the others."""

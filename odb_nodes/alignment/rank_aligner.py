@@ -13,8 +13,14 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_choice, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.alignment.aligned_round import AlignedRound, LossRule, LossScaling
-from odb_nodes.alignment.held_samples import HeldContent, HeldSamples, groups_again
+from odb_nodes.alignment.aligned_round import (
+    AlignedRound,
+    HeldContent,
+    HeldSamples,
+    LossRule,
+    LossScaling,
+    groups_again,
+)
 from odb_nodes.alignment.last_round import TailBalancer
 from odb_nodes.alignment.peers import (
     PEER_TIMEOUT_S,
@@ -32,7 +38,6 @@ from odb_nodes.contract.node import call_member, can_restore, check_node, snapsh
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
-from odb_nodes.planning.alignment import CostReport, RoundPlan, Uneven, plan_round
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.group_costs import (
     BudgetCost,
@@ -44,7 +49,15 @@ from odb_nodes.planning.group_costs import (
 from odb_nodes.planning.group_planner import PoolReport, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.rounds import RoundPlanner, next_settings, round_steps
+from odb_nodes.planning.rounds import (
+    CostReport,
+    RoundPlan,
+    RoundPlanner,
+    Uneven,
+    next_settings,
+    plan_round,
+    round_steps,
+)
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import AlignedGroup

@@ -22,8 +22,8 @@ from odb_nodes.nodes.exclusions import Exclude, ExcludedKeys
 from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import AUTO
-from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.options import JobOptions, PlanOptions
+from odb_nodes.planning.runs import check_diversity
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing

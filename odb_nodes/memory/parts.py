@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from odb_nodes.alignment.aligned_round import LossRule
-from odb_nodes.planning.alignment import cut_by_length
 from odb_nodes.planning.group_costs import best_filler
+from odb_nodes.planning.rounds import cut_by_length
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo, facts_of_rows

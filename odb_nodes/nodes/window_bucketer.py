@@ -31,9 +31,9 @@ from odb_nodes.nodes.sample_records import Remaking, are_numbered, decode_sample
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import PoolCheck, WindowSize
 from odb_nodes.planning.budget import Limits
-from odb_nodes.planning.diversity import check_diversity, check_has_task
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.options import PlanOptions
+from odb_nodes.planning.runs import check_diversity, check_has_task
 from odb_nodes.planning.table import ORDINALS
 from odb_nodes.sample import ItemKey, LeftOut, Sample, Skipped
 from odb_nodes.sample_block import NONE, ORDINAL, IntArray, SampleBlock

@@ -1,17 +1,17 @@
 """Decide which samples form a group, and which groups form a step. Needs numpy alone."""
 
-from odb_nodes.planning.alignment import (
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.group_costs import CostFn
+from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
+from odb_nodes.planning.rounds import (
     CostReport,
     GroupCost,
     RoundPlan,
     Uneven,
     make_report,
     plan_round,
+    round_steps,
 )
-from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.planning.group_costs import CostFn
-from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
-from odb_nodes.planning.rounds import round_steps
 from odb_nodes.planning.simulation import SimulationOptions, plan_epoch, simulate_steps
 
 __all__ = [

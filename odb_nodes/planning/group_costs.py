@@ -11,8 +11,8 @@ import numpy as np
 from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
 from odb_nodes._core.fingerprints import stable_name
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.alignment import FLAG_BITS, GroupCost
 from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
 from odb_nodes.sample import COUNTED, Sample, name_of
 from odb_nodes.sample_block import KIND, SampleBlock, kinds_of
 

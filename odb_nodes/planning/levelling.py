@@ -15,7 +15,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes.planning.alignment import SAMPLES, CostReport
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
@@ -24,25 +23,9 @@ from odb_nodes.sample_block import SampleBlock
 UNKNOWN_LEFT = 2**62
 """Stands for the samples that are left where a source does not know its length."""
 
-LEAST_ROUNDS = 2
-"""The last round begins when a rank has less than this left for, in rounds."""
-MOST_ROUNDS = 4
-"""It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
-
 _STRIDE = 8  # between samples that are given away, in order of length
 _TRIES = 14  # to find the cost of the dearest group; each cuts all samples anew
 _TRIES_OF_FIRST_FIT = 2  # which takes 0.1 s for 20,000 of them
-
-
-def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
-    """Tell whether the next round is to be the last, of all that is left."""
-    left = [report.left for report in reports]
-    groups = sum(report.groups for report in reports)
-    if len(reports) == 1 or min(left) < 0 or not any(left) or not groups:
-        return False
-    samples = sum(int(report.table[: report.groups, SAMPLES].sum()) for report in reports)
-    of_a_round = next_steps * samples / groups
-    return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
 
 
 def work_of(tokens: npt.ArrayLike, budget: TokenBudget) -> IntArray:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_integer
-from odb_nodes.planning.alignment import Uneven
 from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
+from odb_nodes.planning.rounds import Uneven
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,313 @@
-"""Rounds: the steps that ranks settle in one exchange, and what they agree on for the next ones."""
+"""Rounds: the steps that ranks plan after one exchange, from a few integers of each rank.
+
+A rank reports its groups of a round, and a ladder of splits: what its groups would become if it had
+to make one more of them, and one more again. Every rank then knows how every other rank will split,
+so one exchange settles a round, even at the end of the data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal, Protocol
 
-from odb_nodes.planning.alignment import CostReport, GroupCost, make_report
+import numpy as np
+
+from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.auto_window import chosen_window
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.caps import agreed_caps, caps_of_round
 from odb_nodes.planning.group_planner import PoolReport, RoundSettings
-from odb_nodes.planning.levelling import begins_last_round
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample_block import SampleBlock
+
+Uneven = Literal["fill", "stop"]
+
+SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
+COLUMNS = 5
+"""Integers per row of a report, before those of tasks."""
+HEADER = 9
+"""Integers before the rows in a report's message."""
+FLAG_BITS = 30
+"""Most modalities: the flags of two groups share one integer."""
+_FLAG_MASK = (1 << FLAG_BITS) - 1
+FILLER = -1
+"""Stands for a group where a rank has none left for a step."""
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What the other ranks need to know of a group.
+
+    Attributes:
+        samples: number of samples.
+        targets: supervised tokens.
+        cost: the cost of a step with the group, in any unit that all ranks share.
+        flags: bit mask of the modalities in the group.
+        tasks: supervised tokens of each task.
+    """
+
+    samples: int
+    targets: int
+    cost: int
+    flags: int = 0
+    tasks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CostReport:
+    """What one rank tells the others about a round.
+
+    Attributes:
+        table: (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, cost, 0,
+            flags, and the targets of each task. A row of a split holds the same of the part that is
+            split off, in column 3 the cost of the rest, and in column 4 the flags of both.
+        groups: number of rows that are groups; the rows after them are splits.
+        ended: whether the rank has no more groups after these.
+        has_filler: whether the rank has, or has had, a sample that it can fill steps with.
+        max_tokens: the `tokens` of the budget that it asks all ranks for, from the next round on; 0
+            for none.
+        left: samples that it has after these groups, as far as it knows; -1 where it cannot share
+            them with other ranks. See `odb_nodes.planning.levelling`.
+        pool: what it tells of its pool.
+    """
+
+    table: IntArray
+    groups: int
+    ended: bool
+    has_filler: bool = True
+    max_tokens: int = 0
+    left: int = -1
+    pool: PoolReport = field(default_factory=PoolReport)
+
+    def to_message(self) -> IntArray:
+        """Return the report as (9 + (5 + tasks) * rows + n,) int64."""
+        offer, lengths = self.pool
+        told = (self.groups, self.ended, self.has_filler, self.max_tokens, self.left, *lengths)
+        header = np.array((len(self.table), len(offer), *told), dtype=np.int64)
+        return np.concatenate((header, self.table.ravel(), offer))
+
+    @classmethod
+    def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
+        """Return the report that a message begins with."""
+        rows, offered, groups, ended, has_filler, *told = message[:HEADER].tolist()
+        max_tokens, left, *lengths = told
+        columns = COLUMNS + tasks
+        stop = HEADER + columns * rows
+        table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
+        pool = PoolReport(offer, (lengths[0], lengths[1]))
+        return cls(table, groups, bool(ended), bool(has_filler), max_tokens, left, pool)
+
+    @staticmethod
+    def message_size(steps: int, tasks: int = 0) -> int:
+        """Return the most integers in a message about a round of `steps` steps."""
+        return HEADER + (COLUMNS + tasks) * steps + steps + 1
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The steps of a round.
+
+    Attributes:
+        totals: samples, targets, flags, highest cost and targets of each task of each step over all
+            ranks, (steps, 4 + tasks) int64.
+        groups: index of the group of each rank and step, or `FILLER`, (ranks, steps) int64.
+        costs: cost of the group of each rank and step, (ranks, steps) int64.
+        splits: number of splits that each rank has to make.
+        last: whether the epoch ends with this round.
+    """
+
+    totals: IntArray
+    groups: IntArray
+    costs: IntArray
+    splits: list[int]
+    last: bool
+
+
+def make_report(
+    groups: Sequence[SampleBlock],
+    *,
+    most: int,
+    ended: bool,
+    has_filler: bool = True,
+    may_split: bool = True,
+    measure: Callable[[SampleBlock], GroupCost],
+    tasks: int = 0,
+) -> tuple[CostReport, SplitLadder]:
+    """Return what a rank reports for a round, and the ladder that its groups are split by."""
+    ladder = SplitLadder(groups, measure)
+    rows = [row_of(one) for one in ladder.costs]
+    if ended and may_split:
+        while len(rows) < most and (split := ladder.split()) is not None:
+            off, rest = split
+            row = row_of(off)
+            row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
+            rows.append(row)
+    table = as_table(rows, tasks)
+    return CostReport(table, len(groups), ended, has_filler or bool(groups)), ladder
+
+
+def row_of(group: GroupCost) -> list[int]:
+    """Return the row of a group in the table of a report."""
+    return [group.samples, group.targets, group.cost, 0, group.flags, *group.tasks]
+
+
+def as_table(rows: Sequence[Sequence[int]], tasks: int) -> IntArray:
+    """Return rows as the table of a report, though there are none."""
+    return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
+
+
+class SplitLadder:
+    """Groups, and what they become when they are split one after the other.
+
+    Each split takes the group of the highest cost that has two samples or more, orders it by
+    length, and cuts it in the middle: the shorter half becomes a group of its own, at the end. So
+    what a rank splits next follows from costs and numbers of samples, which all ranks are told.
+    """
+
+    def __init__(
+        self, groups: Sequence[SampleBlock], measure: Callable[[SampleBlock], GroupCost]
+    ) -> None:
+        self._measure = measure
+        self._groups = [*groups]
+        self.costs = [measure(group) for group in groups]
+        self._parts: list[tuple[int, SampleBlock, SampleBlock]] = []
+        self._after = list(self.costs)
+
+    def split(self) -> tuple[GroupCost, GroupCost] | None:
+        """Split once more and return the costs of both parts; `None` if no group can be split."""
+        parent = _next_to_split(
+            np.array([one.cost for one in self._after], np.int64),
+            np.array([one.samples for one in self._after], np.int64),
+        )
+        if parent is None:
+            return None
+        whole = self.groups(len(self._parts))[parent]
+        off, rest = map(whole.take, cut_by_length(whole.lengths, 2))
+        self._parts.append((parent, off, rest))
+        costs = self._measure(off), self._measure(rest)
+        self._after[parent] = costs[1]
+        self._after.append(costs[0])
+        return costs
+
+    def groups(self, splits: int) -> list[SampleBlock]:
+        """Return the groups after `splits` splits."""
+        groups = list(self._groups)
+        for parent, off, rest in self._parts[:splits]:
+            groups[parent] = rest
+            groups.append(off)
+        return groups
+
+
+def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
+    """Return the rows of up to `pieces` parts of a group, of like lengths and numbers of samples.
+
+    The shortest samples come first; each part is in the order of the group.
+    """
+    by_length = sorted(range(len(tokens)), key=tokens.__getitem__)
+    bounds = [len(tokens) * piece // pieces for piece in range(pieces + 1)]
+    return [sorted(by_length[start:stop]) for start, stop in pairwise(bounds) if start < stop]
+
+
+def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> RoundPlan:
+    """Return the plan of a round, the same on every rank.
+
+    Groups are matched by cost: the dearest groups of all ranks share a step, so do the second
+    dearest, and so on. That minimizes the sum, over steps, of the dearest group of a step. One
+    permutation then shuffles the steps.
+    """
+    if len(reports) == 1:
+        return _plan_alone(reports[0])
+    ended = [report.ended for report in reports]
+    steps, last = max(report.groups for report in reports), all(ended)
+    if uneven == "stop" and any(ended):
+        steps, last = min(report.groups for report in reports if report.ended), True
+    splits = [
+        min(max(0, steps - report.groups), len(report.table) - report.groups)
+        if uneven == "fill"
+        else 0
+        for report in reports
+    ]
+    pieces = np.zeros((len(reports), steps, reports[0].table.shape[1]), dtype=np.int64)
+    sizes = np.zeros((len(reports), 1), dtype=np.int64)
+    for rank, report in enumerate(reports):
+        rows = _apply(report, splits[rank])[:steps]
+        pieces[rank, : len(rows)] = rows
+        sizes[rank] = len(rows)
+    order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
+    chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
+    groups = np.where(order < sizes, order, FILLER)
+    return RoundPlan(_totals(chosen), groups, chosen[:, :, COST], splits, last)
+
+
+def _plan_alone(report: CostReport) -> RoundPlan:
+    """Return the plan of a single rank: all of its groups as they came, with nothing to match."""
+    table = report.table[: report.groups]
+    totals = table[:, [SAMPLES, TARGETS, FLAGS, COST, *range(COLUMNS, table.shape[1])]]
+    groups = np.arange(report.groups)[None]
+    return RoundPlan(totals, groups, table[None, :, COST], [0], report.ended)
+
+
+def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
+    """Return the `totals` of a `RoundPlan`, of steps that are planned already."""
+    rows = [[row_of(group) for group in of_rank] for of_rank in groups]
+    return _totals(np.array(rows, dtype=np.int64))
+
+
+def _totals(pieces: IntArray) -> IntArray:
+    samples, targets = pieces[:, :, SAMPLES].sum(axis=0), pieces[:, :, TARGETS].sum(axis=0)
+    flags = np.bitwise_or.reduce(pieces[:, :, FLAGS], axis=0)
+    most_cost = pieces[:, :, COST].max(axis=0, initial=0)
+    of_tasks = pieces[:, :, COLUMNS:].sum(axis=0)
+    return np.column_stack((samples, targets, flags, most_cost, of_tasks))
+
+
+def shuffled(count: int, key: int) -> IntArray:
+    """Return a permutation of `range(count)` that depends on `key` alone, on no library."""
+    return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
+
+
+def _apply(report: CostReport, splits: int) -> IntArray:
+    """Return the rows of a report's groups after `splits` splits."""
+    rows = report.table[: report.groups].copy()
+    for row in report.table[report.groups : report.groups + splits]:
+        parent = _next_to_split(rows[:, COST], rows[:, SAMPLES])
+        if parent is None:
+            raise ValueError("a report must not hold more splits than its groups allow.")
+        off, rest = row.copy(), rows[parent].copy()
+        off[REST_COST], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
+        rest[:REST_COST] -= off[:REST_COST]
+        rest[COLUMNS:] -= off[COLUMNS:]
+        rest[COST], rest[FLAGS] = row[REST_COST], row[FLAGS] & _FLAG_MASK
+        rows[parent] = rest
+        rows = np.concatenate((rows, off[None]))
+    return rows
+
+
+def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
+    """Return the index of the group to split next; `None` if none has two samples."""
+    candidates = np.where(samples > 1, costs, -1)
+    parent = int(candidates.argmax()) if len(candidates) else -1
+    return parent if parent >= 0 and candidates[parent] >= 0 else None
+
+
+LEAST_ROUNDS = 2
+"""The last round begins when a rank has less than this left for, in rounds."""
+MOST_ROUNDS = 4
+"""It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
+
+
+def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
+    """Tell whether the next round is to be the last, of all that is left."""
+    left = [report.left for report in reports]
+    groups = sum(report.groups for report in reports)
+    if len(reports) == 1 or min(left) < 0 or not any(left) or not groups:
+        return False
+    samples = sum(int(report.table[: report.groups, SAMPLES].sum()) for report in reports)
+    of_a_round = next_steps * samples / groups
+    return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
+
 
 FIRST_ROUND_STEPS = 4
 """Steps of an epoch's first round: few, so the first batch does not wait for a full round."""

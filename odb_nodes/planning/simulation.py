@@ -17,15 +17,21 @@ from numpy.typing import NDArray
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.alignment import FILLER, Uneven, plan_round
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget, round_up
-from odb_nodes.planning.diversity import check_diversity
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator
 from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, shared_out, work_of
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.rounds import RoundPlanner, next_settings, round_steps
+from odb_nodes.planning.rounds import (
+    FILLER,
+    RoundPlanner,
+    Uneven,
+    next_settings,
+    plan_round,
+    round_steps,
+)
+from odb_nodes.planning.runs import check_diversity
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Sample
 from odb_nodes.sample_block import (

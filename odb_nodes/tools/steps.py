@@ -34,7 +34,7 @@ from odb_nodes.ledger.steps import StepRecord, read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes import GroupCollator, WindowBucketer
-from odb_nodes.planning.alignment import FILLER, GroupCost, step_totals
+from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo

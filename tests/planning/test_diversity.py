@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pools import lognormal, run
 
 from odb_nodes.planning import SimulationOptions, TokenBudget
-from odb_nodes.planning.diversity import diversities
+from odb_nodes.planning.runs import diversities
 from odb_nodes.tools.simulate import lognormal_lengths
 
 

@@ -2,8 +2,7 @@
 
 from odb_nodes.alignment.exchange.base import Exchange, Interrupted, LocalExchange
 from odb_nodes.alignment.exchange.channel import Channel
-from odb_nodes.alignment.exchange.gloo import GlooExchange
-from odb_nodes.alignment.exchange.resolve import group_rank, resolve_exchange
+from odb_nodes.alignment.exchange.gloo import GlooExchange, group_rank, resolve_exchange
 
 __all__ = [
     "Channel",

@@ -7,15 +7,8 @@ from hypothesis import strategies as st
 from pools import budgets
 
 from odb_nodes import Sample, TokenBudget
-from odb_nodes.planning.levelling import (
-    UNKNOWN_LEFT,
-    Rest,
-    begins_last_round,
-    gifts,
-    receivers,
-    work_of,
-)
-from odb_nodes.planning.rounds import CostReport
+from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
+from odb_nodes.planning.rounds import CostReport, begins_last_round
 from odb_nodes.sample_block import SampleBlock
 
 lengths = st.lists(st.integers(1, 200), max_size=80)

@@ -231,16 +231,16 @@ class ODBDataLoader(Loader[Any]):
         return cls(loader.dataset, token_budget=token_budget, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        cls = type(self)
-        is_made = "root" in vars(self) and cls.__init__ is ODBDataLoader.__init__
-        # A subclass may have a property of that name.
-        is_ours = getattr(cls, name, None) is getattr(ODBDataLoader, name, None)
-        if name in _FIXED and is_made and is_ours:
-            raise AttributeError(
-                f"`{name}` cannot be set on a loader that is made, and would change nothing. Make "
-                f"another with `{name}=`; to go on where this one stands, load its state there "
-                "(`strict=False` lets some options change)."
-            )
+        if name in _FIXED:  # All others are set at each step.
+            cls = type(self)
+            is_made = "root" in vars(self) and cls.__init__ is ODBDataLoader.__init__
+            # A subclass may have a property of that name.
+            if is_made and getattr(cls, name, None) is getattr(ODBDataLoader, name, None):
+                raise AttributeError(
+                    f"`{name}` cannot be set on a loader that is made, and would change nothing. "
+                    f"Make another with `{name}=`; to go on where this one stands, load its state "
+                    "there (`strict=False` lets some options change)."
+                )
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

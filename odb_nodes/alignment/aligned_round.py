@@ -171,7 +171,7 @@ class AlignedRound:
         own = NO_SAMPLES if is_filler else group
         of_own = len(own), int(own.targets.sum())
         of_step = sum(all_samples), sum(all_targets)
-        info = StepInfo.made(
+        info = StepInfo(
             local_samples=of_own[0],
             local_targets=of_own[1],
             all_samples_this_step=samples,

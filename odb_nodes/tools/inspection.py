@@ -20,8 +20,8 @@ from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 from odb_nodes.loader.loader import LoaderState
 from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.planning.table import IntArray
-from odb_nodes.tools.histogram import histogram
-from odb_nodes.tools.rank_states import states_in
+from odb_nodes.tools.lengths import histogram
+from odb_nodes.tools.reshard import states_in
 
 __all__ = ["Inspection", "differences", "inspect_state", "misfits", "read_inspections"]
 

@@ -187,6 +187,14 @@ def test_a_report_by_hand(job, expected):
     assert {name: getattr(report, name) for name in expected} == pytest.approx(expected)
 
 
+def test_a_report_of_some_samples_has_the_counts_of_all():
+    report = simulate([5, 9, 5, 9, 20], world_size=2, budget=20)
+    large = report.scaled(3)
+    counts = {"steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots"}
+    for name, value in vars(report).items():
+        assert getattr(large, name) == value * (3 if name in counts else 1), name
+
+
 def test_the_steps_have_not_changed():
     """Golden: other steps of the same data would break every saved state."""
     lengths = lognormal_lengths(8 * 500, cv=1.0, seed=7)

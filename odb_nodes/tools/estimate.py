@@ -84,7 +84,7 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
         steps=report.steps * job.world_size // processes,
         optimizer_steps=-(-report.steps // job.accumulate),
         relative_error=table.relative_error,
-        padding_share=1 - report.density,
+        padding_share=report.padding_share,
         balance=report.balance,
         report=report,
     )

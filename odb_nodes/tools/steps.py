@@ -30,6 +30,7 @@ from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tools.inspection import part_of
 from odb_nodes.tools.reshard import states_in
 
 __all__ = ["RemadeStep", "remake_from_checkpoint", "remake_from_ledger"]
@@ -302,24 +303,10 @@ def _with_info(
 
 def _states_of_collators(state: Any, rank: int) -> list[dict[str, Any]]:
     """Return the state of the `GroupCollator` of a rank, or of each rank that it hosted."""
-    hosted = _part(state, "VirtualRanks").get("sources", {"": state})
-    found = [_part(one, "GroupCollator") for one in hosted.values()]
+    hosted = part_of(state, "VirtualRanks").get("sources", {"": state})
+    found = [part_of(one, "GroupCollator") for one in hosted.values()]
     if not all(found):
         raise StateError(
             f"the state of rank {rank} holds none of a `GroupCollator`: it is {state!r:.200}."
         )
     return found
-
-
-def _part(state: Any, node: str) -> dict[str, Any]:
-    """Return the state of a node that is somewhere within another one."""
-    if isinstance(state, Mapping):
-        if state.get("node") == node:
-            return dict(state)
-        parts: Sequence[Any] = [*state.values()]
-    else:
-        parts = state if isinstance(state, (list, tuple)) else []
-    for part in parts:
-        if found := _part(part, node):
-            return found
-    return {}

@@ -3,10 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from in_process import InProcessHub
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import LengthObserver, RankAligner, WindowBucketer
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 TIMEOUT_S = 20.0
 

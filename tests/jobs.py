@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from in_process import InProcessHub
 
 from odb_nodes import (
     GroupCollator,
@@ -35,7 +36,6 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 SAMPLES = 110
 LONG, TIMEOUT_S = 90, 20.0

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from odb_nodes.monitor.window import Share, Totals
-from odb_nodes.tools.step_time import StepTime
+from odb_nodes.tools.tune import StepTime
 
 TRUE = StepTime(constant_s=0.03, token_s=4e-5, square_s=3e-9)
 

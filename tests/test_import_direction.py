@@ -58,7 +58,6 @@ FRAMEWORKS = {
     "ray": ("processing",),
     "tokenizers": ("cli",),
     "transformers": ("_compat", "cli", "integrations", "vision"),
-    "typer": ("cli",),
 }
 """Optional package -> the rooms that may import it."""
 

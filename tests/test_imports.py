@@ -6,8 +6,8 @@ import sys
 import pytest
 
 FRAMEWORKS = "PIL transformers accelerate lightning datasets jinja2 matplotlib ray rich tensorboard"
-FRAMEWORKS = {*FRAMEWORKS.split(), "typer"}
-TOOLS = {"jinja2", "matplotlib", "rich", "tensorboard", "typer"}
+FRAMEWORKS = {*FRAMEWORKS.split()}
+TOOLS = {"jinja2", "matplotlib", "rich", "tensorboard"}
 
 
 def run(code, *arguments, without=()):
@@ -107,13 +107,12 @@ runpy.run_module(module, run_name="__main__")
 """
 
 
-def test_a_job_is_simulated_without_the_tools_and_a_command_says_what_to_install():
-    options = ["--ranks", 1, 2, "--samples-per-rank", 90]
-    done = run(MODULE, "odb_nodes.tools.simulate", *options, without=TOOLS)
+def test_commands_need_no_extra_and_a_page_says_what_to_install():
+    job = ["simulate", "--cv", 1, "--samples", 180, "--ranks", 1, 2]
+    done = run(MODULE, "odb_nodes", *job, without=TOOLS)
     assert done.returncode == 0, done.stderr
-    ranks = [line.split("|")[2].strip() for line in done.stdout.splitlines()[2:]]
-    assert ranks == ["1", "2"]
-    done = run(MODULE, "odb_nodes", "profile", "data.jsonl", without=TOOLS)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("odb-nodes: ") and line.endswith("pip install 'odb-nodes[tools]'")
+    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[3:]] == ["1", "2"]
+    page = "from odb_nodes.tools.profile import *; from odb_nodes.tools.lengths import *\n"
+    page += "profile(LengthTable.of([1, 2]), budget=9).to_html()"
+    done = run(page, without=TOOLS)
+    assert done.stderr.splitlines()[-1].endswith("pip install 'odb-nodes[tools]'")

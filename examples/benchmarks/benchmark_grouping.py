@@ -26,10 +26,8 @@ from torchdata.nodes import Mapper
 from odb_nodes import LengthObserver, Loader, ShardedSampler, TokenBudget, WindowBucketer
 from odb_nodes.planning import RollingPool, SimulationOptions
 from odb_nodes.tools.baselines import Baselines
-from odb_nodes.tools.figures import Figures
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.simulate import lognormal_lengths
-from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.tools.simulate import SimulationReport, TableEpoch, lognormal_lengths
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ def rolling_groups(lengths: list[int], window: int) -> tuple[list[list[int]], in
         groups.append([lengths[at] for at in pool.take(draining=ended).tolist()])
 
 
-def sorted_windows(lengths: list[int], window: int) -> Figures:
+def sorted_windows(lengths: list[int], window: int) -> SimulationReport:
     """Return what batches come to that are cut from one sorted window after the other."""
     epoch = TableEpoch(table=LengthTable.of(lengths), shuffle=False)
     job = SimulationOptions(world_size=1, budget=BUDGET_TOKENS, window=window)

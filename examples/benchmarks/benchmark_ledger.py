@@ -77,7 +77,7 @@ def main() -> None:
                 f"{np.mean(seconds) * 1e6:.1f} us), {size / args.samples:.2f} bytes a sample"
             )
             start_s = time.perf_counter()
-            command = [sys.executable, "-m", "odb_nodes.tools.audit", folder]
+            command = [sys.executable, "-m", "odb_nodes", "audit", folder]
             subprocess.run([*command] + ["--size", str(args.samples)] * (kind == "index"))
             elapsed_s = time.perf_counter() - start_s
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

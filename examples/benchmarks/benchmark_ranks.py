@@ -7,7 +7,7 @@ First table: simulated jobs of 8, 64 and 512 ranks on lognormal lengths. Second 
 costs a step where there is nothing to wait for, on one rank. Then, for each
 number of samples per rank: both libraries on the same shards of the same lengths, in one process
 per rank, joined by gloo on 127.0.0.1. See
-`odb_nodes.tools.simulation_report.SimulationReport` for the columns.
+`odb_nodes.tools.simulate.SimulationReport` for the columns.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from tqdm import tqdm
 
 from benchmark_grouping import make_bucketer
 from odb_nodes import ODBDataLoader, RankAligner, Sample, TokenBudget, pop_step_info
-from odb_nodes.tools.simulate import lognormal_lengths, simulate
-from odb_nodes.tools.simulation_report import SimulationReport
-from odb_nodes.tools.tables import markdown_table
+from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, markdown_table, simulate
 
 BUDGET_TOKENS = 16_384
 REAL_RANKS = 4

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,6 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
-from odb_nodes.alignment.exchange.base import Exchange
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.tools.simulate import lognormal_lengths
 
 BUDGET_TOKENS = 16_384
@@ -72,60 +69,40 @@ class Opaque(BaseNode[Any]):
         return self.source.state_dict()
 
 
-def graph(way: str, process: Process, window: int, size: int, exchange: Exchange) -> RankAligner:
-    """Return the graph of one rank."""
-    rank, world_size = exchange.rank, exchange.world_size
-    source: BaseNode[Any] = ShardedSampler(size, rank=rank, world_size=world_size)
+def graph(way: str, process: Process, window: int, size: int) -> RankAligner:
+    """Return the graph of a job of one rank."""
+    source: BaseNode[Any] = ShardedSampler(size, rank=0, world_size=1)
     if way == "raw":
-        source = IterableSource(range(size), rank, world_size)
+        source = IterableSource(range(size), 0, 1)
     workers = WorkerOptions(num_workers=2, method="thread")
     node: BaseNode[Any] = ParallelProcessor(
-        source, process, seed=None, workers=workers, rank=rank, world_size=world_size
+        source, process, seed=None, workers=workers, rank=0, world_size=1
     )
     node = LengthObserver(node, int)
     bucketer = WindowBucketer(Opaque(node) if way == "all" else node, BUDGET_TOKENS, window)
-    return RankAligner(bucketer, exchange)
+    return RankAligner(bucketer)
 
 
-def on_ranks(world_size: int, run: Callable[[Exchange], Any]) -> list[Any]:
-    """Return what `run` returns on each rank, all at once."""
-    hub = InProcessHub(world_size)
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(run, map(hub.exchange, range(world_size))))
+def states_at(make: Callable[[], RankAligner], steps: list[int]) -> list[dict[str, Any]]:
+    """Return the state after so many steps of an epoch."""
+    node, states = make(), []
+    node.reset(None)
+    for step in range(1, max(steps) + 1):
+        next(node)
+        if step in steps:
+            states.append(node.state_dict())
+    return states
 
 
-def states_at(make: Callable[[Exchange], RankAligner], steps: list[int]) -> list[list[Any]]:
-    """Return the state of each rank after so many steps of an epoch."""
-
-    def run(exchange: Exchange) -> list[Any]:
-        node, states = make(exchange), []
-        node.reset(None)
-        for step in range(1, max(steps) + 1):
-            next(node)
-            if step in steps:
-                states.append(node.state_dict())
-        return states
-
-    return on_ranks(2, run)
-
-
-def resumed(
-    make: Callable[[Exchange], RankAligner], states: list[Any]
-) -> tuple[float, int, list[int]]:
-    """Return seconds to the first step of the slower rank, its samples, and rank 0's lengths."""
-
-    def run(exchange: Exchange) -> tuple[float, int, list[int]]:
-        node = make(exchange)
-        start_s = time.perf_counter()
-        node.reset(states[exchange.rank])
-        first = next(node)
-        seconds = time.perf_counter() - start_s
-        again = node.replayed_samples + node.source.replayed_samples  # type: ignore[union-attr]
-        return seconds, again, [sample.tokens for sample in first[0]]
-
-    ranks: list[tuple[float, int, list[int]]] = on_ranks(2, run)
-    seconds, again, _ = max(ranks)
-    return seconds, again, ranks[0][2]
+def resumed(make: Callable[[], RankAligner], state: dict[str, Any]) -> tuple[float, int, list[int]]:
+    """Return seconds to the first step, samples that were made again, and the step's lengths."""
+    node = make()
+    start_s = time.perf_counter()
+    node.reset(state)
+    first = next(node)
+    seconds = time.perf_counter() - start_s
+    again = node.replayed_samples + node.source.replayed_samples  # type: ignore[union-attr]
+    return seconds, again, [sample.tokens for sample in first[0]]
 
 
 def main() -> None:
@@ -136,10 +113,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[150, 260, 310])
     args = parser.parse_args()
     steps = sorted(args.steps)
-    size = 2 * (max(steps) + 80) * 40 + 4 * args.window
+    size = (max(steps) + 80) * 40 + 2 * args.window
     lengths = lognormal_lengths(size, cv=1.0, mean_tokens=800).tolist()
     process = Process(lengths)
-    print(f"window {args.window}, {args.process_ms} ms a sample, 2 threads on each of 2 ranks\n")
+    print(f"window {args.window}, {args.process_ms} ms a sample, 2 threads\n")
     print("| step | way | samples made again | s to the first batch | of `all` |")
     print("|---|---|---|---|---|")
     makes = {way: partial(graph, way, process, args.window, size) for way in ("all", "raw", "keys")}
@@ -149,7 +126,7 @@ def main() -> None:
     for number, step in enumerate(steps):
         firsts, base_s = {}, 0.0
         for way, make in makes.items():
-            seconds, again, firsts[way] = resumed(make, [one[number] for one in states[way]])
+            seconds, again, firsts[way] = resumed(make, states[way][number])
             base_s = base_s or seconds
             print(f"| {step} | {way} | {again} | {seconds:.2f} | {seconds / base_s:.2f} |")
         assert firsts["all"] == firsts["keys"]

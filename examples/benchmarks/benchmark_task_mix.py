@@ -20,9 +20,7 @@ import numpy as np
 from odb_nodes.planning import RollingPool, SimulationOptions, TokenBudget
 from odb_nodes.planning.simulation import SampleCosts, plan_steps
 from odb_nodes.planning.table import IntArray
-from odb_nodes.tools.simulate import lognormal_lengths
-from odb_nodes.tools.simulation_report import SimulationReport
-from odb_nodes.tools.tables import markdown_table
+from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, markdown_table
 
 BUDGET_TOKENS = 16_384
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)

@@ -40,8 +40,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from odb_nodes import PaddingCollate
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
-from odb_nodes.tools.simulate import lognormal_lengths
-from odb_nodes.tools.tables import markdown_table
+from odb_nodes.tools.simulate import lognormal_lengths, markdown_table
 
 sys.path.append(str(Path(__file__).parents[1]))  # tiny_lm.py is among the examples
 from tiny_lm import MAX_TOKENS, Corpus, build_model, load_corpus

@@ -19,6 +19,19 @@ def html_table(rows: Sequence[Mapping[str, str]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
 
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return rows as a table in markdown whose columns are aligned, numbers to the right."""
+    columns = []
+    for title in rows[0]:
+        cells = [row[title] for row in rows]
+        width = max(3, *map(len, (title, *cells)))
+        is_numeric = any(cells) and all(cell[:1].isdecimal() for cell in cells if cell)
+        rule = "-" * (width - 1) + (":" if is_numeric else "-")
+        pad = str.rjust if is_numeric else str.ljust
+        columns.append([pad(title, width), rule, *(pad(cell, width) for cell in cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+
+
 def html_text(text: str, tag: str = "p") -> str:
     """Return text as an element; `"pre"` keeps its lines."""
     return f"<{tag}>{escape(text)}</{tag}>"

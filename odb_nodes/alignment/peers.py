@@ -247,6 +247,8 @@ class VirtualTeam:
 
     def ranks(self) -> list[VirtualRank]:
         """Return the virtual ranks of this process."""
+        if isinstance(self._process_group, VirtualRank):  # of a team that drives all of them
+            return [self._process_group]
         return [VirtualRank(self, number) for number in range(self.hosted)]
 
     def peers_of(self, message_size: int, tasks: int) -> Peers:

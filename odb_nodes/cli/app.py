@@ -1,29 +1,25 @@
-"""The commands, put together."""
+"""The command line of `odb-nodes`: options and help, what runs, and errors in one line.
+
+It is read without torch, so that the help and errors of usage come at once.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib
+import argparse
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import typer
-from typer.core import TyperCommand
-
+from odb_nodes.cli import commands
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
-from odb_nodes.planning.auto_window import AUTO
+from odb_nodes.planning.auto_window import parse_window
+from odb_nodes.planning.options import JobOptions
 
-__all__ = ["COMMANDS", "run"]
+__all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("audit", "inspect", "profile", "report", "reshard", "simulate", "step", "tune")
-"""Names of the commands. Each is a function of its name, in a module of its name in `commands`."""
-
-_OF_MODULES = ("audit", "step")
-"""Those whose options a module of `tools` reads, so that it is a command without the extra, too."""
 _EXPECTED = (
     ImportError,
     OSError,
@@ -34,96 +30,54 @@ _EXPECTED = (
     ValueError,
     WorkerError,
 )
-
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _NOT_OF_USER = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 
-_UsageError: Any = typer.BadParameter.__bases__[0]  # typer has no name of its own for it
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and exit."""
+        text = " ".join(message.split()).rstrip(".")
+        self.exit(2, f"{self.prog}: {text}. See `{self.prog} --help`.\n")
 
 
-def run(arguments: list[str]) -> int:
-    """Run a command, and return its exit code; without one, show the help."""
-    try:
-        app = _make_app()
-        code = app(args=arguments or ["--help"], prog_name="odb-nodes", standalone_mode=False)
-    except _UsageError as error:
-        path = error.ctx.command_path if error.ctx else "odb-nodes"
-        message = " ".join(error.format_message().split())
-        dot = "" if message.endswith((".", "?")) else "."
-        typer.echo(f"{path}: {message}{dot} See `{path} --help`.", err=True)
-        return 2
-    return code or 0
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command, and exit: with 0; 1 where what was looked at is wrong; 2 after an error.
 
+    Args:
+        arguments: of the command line; default: those of this process.
 
-class _Command(TyperCommand):
-    """A command in which one `--ranks` or `--window` may have several values: `--ranks 1 8`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line."""
-        several = {one.opts[0] for one in self.params if getattr(one, "multiple", False)}
-        return super().parse_args(ctx, [*_spread(args, several & {"--ranks", "--window"})])
-
-
-def _spread(arguments: list[str], several: set[str]) -> Iterator[str]:
-    """Yield a command line in which each value of these options has its option before it."""
-    option = None
-    for place, one in enumerate(arguments):
-        is_value = place > 0 and arguments[place - 1] == option  # the first one
-        is_one_of_several = one.isdecimal() or one == AUTO
-        if is_one_of_several and option is not None and not is_value:
-            yield option
-        elif not is_one_of_several:
-            name = one.partition("=")[0]
-            option = name if name in several else None
-        yield one
-
-
-def _make_app() -> typer.Typer:
-    """Return the application with all commands."""
-    app = typer.Typer(
-        help="Dynamic batches: look at them before a run, and at what is left of one.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    app.callback()(_group)
-    for name in COMMANDS:
-        module = importlib.import_module(f"odb_nodes.cli.commands.{name}")
-        of_module = name in _OF_MODULES
-        app.command(
-            name,
-            cls=_Command,
-            add_help_option=not of_module,
-            context_settings={"allow_extra_args": of_module, "ignore_unknown_options": of_module},
-        )(_in_one_line(getattr(module, name)))
-    return app
-
-
-def _group() -> None:
-    """Make a group, also of one command."""
-
-
-def _in_one_line(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command that says in one line what is wrong, and exits with code 2.
-
-    What a function of the user raised is said with its type and its place, whatever it is.
+    Raises:
+        SystemExit: always.
     """
-
-    @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> Any:
-        try:
-            return command(*args, **options)
-        except Exception as error:
-            place, name = _place_of(error), type(error).__name__
-            if not place and not isinstance(error, _EXPECTED):
-                raise
-            text = (str(error).splitlines() or [""])[0]
-            if place and not isinstance(error, SampleError):  # which has the type that was raised
-                text = f"{name}: {text}"
-            typer.echo(f"odb-nodes {command.__name__}: {text or name}{place}", err=True)
-            raise typer.Exit(2) from error
-
-    return run
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if "run" not in args:
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.print_help()
+        parser.exit()
+    command = args.parser
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        code = args.run(args)
+    except commands.UsageError as error:
+        command.error(str(error))
+    except Exception as error:
+        place, name = _place_of(error), type(error).__name__
+        if not place and not isinstance(error, _EXPECTED):
+            raise
+        text = (str(error).splitlines() or [""])[0]
+        if place and not isinstance(error, SampleError):  # which has the type that was raised
+            text = f"{name}: {text}"
+        command.exit(2, f"{command.prog}: {text or name}{place}\n")
+    parser.exit(code or 0)
 
 
 def _place_of(error: Exception) -> str:
@@ -137,3 +91,177 @@ def _place_of(error: Exception) -> str:
         if not file.startswith(("<", *_NOT_OF_USER)) and "site-packages" not in file
     ]
     return (own or [""])[-1]
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {least}, but is {text!r} (the data come first)"
+            )
+        return int(text)
+
+    return parse
+
+
+_COUNT, _COUNT_OR_NONE = _at_least(1), _at_least(0)
+
+
+def _positive(text: str) -> float:
+    if not (number := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, but is {text!r}")
+    return number
+
+
+def _window(text: str) -> int | str:
+    try:
+        return parse_window(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _file(text: str) -> Path:
+    if not (path := _existing(text)).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: pass a file")
+    return path
+
+
+def _existing(text: str) -> Path:
+    if not (path := Path(text)).exists():
+        raise argparse.ArgumentTypeError(f"there is no {text!r}: pass what exists")
+    return path
+
+
+def _option(help: str, type: Callable[[str], Any] = str, **how: Any) -> dict[str, Any]:
+    return {"help": help, "type": type, **how}
+
+
+_SEVERAL: Any = {"nargs": "+", "action": "extend"}
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "data": _option(
+        "JSON Lines (a file, folder or pattern), a saved folder of `datasets`, or module:function "
+        "that returns a dataset, or a loader, whose options are then the defaults",
+        nargs="?",
+    ),
+    "--accumulate": _option("batches of an optimizer step (1)", _COUNT),
+    "--attention-tokens": _option("length at which attention doubles a row's cost", _COUNT),
+    "--batch-size": _option("samples of a fixed batch (what the budget holds)", _COUNT),
+    "--budget": _option(f"padded tokens of a batch ({commands.BUDGET_TOKENS:,})", _COUNT),
+    "--checkpoint": _option("folder of a checkpoint; the step that follows it"),
+    "--csv": _option("file for a row of each record"),
+    "--cv": _option("lognormal lengths of this variation, in place of data", _positive),
+    "--diff": _option("another state: show what differs, and nothing else", _existing),
+    "--epoch": _option("number of the epoch (0)", _COUNT_OR_NONE, default=0),
+    "--field": _option("field to tokenize (messages or text)"),
+    "--force": {"action": "store_true", "help": "replace files that exist"},
+    "--further": _option("steps after that of a checkpoint (0)", _COUNT_OR_NONE, default=0),
+    "--html": _option("file for a page", Path),
+    "--json": _option("file for the same as JSON", Path),
+    "--layout": _option("padded or packed (padded)"),
+    "--ledger": _option("folder of a ledger; with --epoch and --step"),
+    "--lengths": _option("a file of lengths, in place of data", _file),
+    "--limit": _option("most tokens of a batch (4 x the longest, or the loader's)", _COUNT),
+    "--log": _option("folder of a monitor, whose times are fitted to", _existing),
+    "--max-patches": _option("most image patches of a batch", _COUNT),
+    "--max-samples": _option("most samples of a batch", _COUNT),
+    "--memory-gib": _option("memory of a device, with --memory-model", _positive),
+    "--memory-model": _option("a `MemoryModel` as JSON, in place of --limit", _file),
+    "--pad-to-multiple-of": _option("what widths are a multiple of, in tokens (1)", _COUNT),
+    "--rank": _option("rank of a folder to show (0)", _COUNT_OR_NONE, default=0),
+    "--ranks": _option("number of ranks, or several (1)", _COUNT, **_SEVERAL),
+    "--round-size": _option(f"steps between messages ({JobOptions.round_size})", _COUNT),
+    "--row-sizes": _option("any, even or friendly (any)"),
+    "--samples": _option("samples to draw (all)", _COUNT),
+    "--save-lengths": _option("file to write the lengths to"),
+    "--seed": _option("of the order, and of what is drawn (0)", int),
+    "--shapes": _option("most shapes of batches (any)", _COUNT),
+    "--shuffle": {"action": argparse.BooleanOptionalAction, "help": "whether data are shuffled"},
+    "--size": _option(
+        "samples of the data; once for each source where several are mixed",
+        action="append",
+        metavar="[SOURCE=]N",
+    ),
+    "--step": _option("number of the step in it", _COUNT_OR_NONE),
+    "--steps": _option("also print the digest of the first so many steps of each epoch", _COUNT),
+    "--timeline": _option(
+        "draw each rank's cost, step by step, of the last ranks and window: a file for SVG, - for "
+        "text"
+    ),
+    "--tokenizer": _option(
+        "name or folder of a tokenizer, or a tokenizer.json, which has no chat template"
+    ),
+    "--tokens-per-step": _option("padded tokens of an optimizer step of all ranks", _COUNT),
+    "--uneven": _option("fill or stop (fill)"),
+    "--weight": _option("weight of a source, once for each", action="append", metavar="SOURCE=W"),
+    "--window": _option("samples that wait, or auto; or several (auto)", _window, **_SEVERAL),
+    "--workers": _option("worker processes (0)", _COUNT_OR_NONE, default=0),
+}
+"""The options that are alike in all commands that have them."""
+
+_DATA = "data --lengths --tokenizer --field --samples --workers --save-lengths --seed --force"
+_BUDGET = "--budget --layout --max-samples --max-patches --pad-to-multiple-of"
+_NEEDED: Any = {"required": True}
+
+COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]]] = {
+    commands.audit: (
+        "--size --steps",
+        {"folder": _option("that the ranks have written to")},
+    ),
+    commands.inspect: (
+        "--rank --diff",
+        {"state": _option("a state file, or the folder of a checkpoint", _existing)},
+    ),
+    commands.profile: (
+        f"{_DATA} --ranks --window {_BUDGET} --accumulate --batch-size --weight --json --html",
+        {},
+    ),
+    commands.report: (
+        "--html --csv --json --force",
+        {"folders": _option("folders that a monitor wrote into", nargs="+")},
+    ),
+    commands.reshard: (
+        "",
+        {
+            "folder": _option("folder of a checkpoint, with a file per rank", Path),
+            "--ranks": _option("number of ranks from now on", _COUNT, **_NEEDED),
+            "--out": _option("folder to write into", Path, **_NEEDED),
+        },
+    ),
+    commands.simulate: (
+        f"{_DATA} --cv --ranks --window --round-size {_BUDGET} --shapes --attention-tokens "
+        "--row-sizes --accumulate --uneven --weight --shuffle --timeline",
+        {},
+    ),
+    commands.step: (
+        "--ledger --checkpoint --epoch --step --further --force",
+        {
+            "make_loader": _option("module:function: makes the loader for a `process_group`"),
+            "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
+        },
+    ),
+    commands.tune: (
+        f"{_DATA} --tokens-per-step --limit --memory-model --memory-gib --log --weight",
+        {"--ranks": _option("number of ranks (1)", _COUNT)},
+    ),
+}
+"""The function of a command, whose docstring is the help -> its options, shared and its own."""
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="odb-nodes",
+        description="Dynamic batches: look at them before a run, and at what is left of one.",
+    )
+    several = parser.add_subparsers(metavar="COMMAND")
+    for run, (shared, own) in COMMANDS.items():
+        about = " ".join((run.__doc__ or "").split())
+        name = run.__name__
+        command = several.add_parser(name, description=about, help=about.partition(". ")[0])
+        for option, how in ({one: _OPTIONS[one] for one in shared.split()} | own).items():
+            command.add_argument(option, **how)
+        command.set_defaults(run=run, parser=command)
+    return parser

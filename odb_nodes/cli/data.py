@@ -2,140 +2,131 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+import glob
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odb_nodes._core.checks import import_extra
-from odb_nodes.cli import options as cli
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.tools.code import budget_code
-from odb_nodes.tools.command_line import file_of, is_function_name, load_function
+from odb_nodes.tools.command_line import check_is_writable, file_of, is_function_name, load_function
 
 if TYPE_CHECKING:
-    from odb_nodes.tools.length_table import LengthTable
+    from odb_nodes.tools.lengths import LengthTable
 
-__all__ = ["Data", "DataOptions", "with_data"]
+__all__ = ["BUDGET_TOKENS", "Data", "UsageError", "check_outputs"]
 
+BUDGET_TOKENS = 16_384
 _REPLY_S = 10.0
 _FIELDS = ("messages", "text")
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
+_BUDGET_FIELDS = tuple(field.name for field in fields(TokenBudget) if field.name != "tokens")
+_NO_DATA = {"tokenizer": None, "field": None, "workers": 0, "save_lengths": None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """What a command line says of the data.
-
-    Attributes:
-        data: a JSON Lines file, or a folder or pattern of those; a folder of `datasets`; or
-            `module:function` that returns a dataset or an `ODBDataLoader`.
-        lengths: a file of a `LengthTable`, in place of `data`.
-        tokenizer: a `tokenizer.json`, or what `AutoTokenizer.from_pretrained` takes.
-        field: the field of an item that is tokenized; default: `messages` or `text`.
-        samples: number of samples to draw; `None` for all.
-        workers: number of worker processes.
-        save_lengths: the file that the table is written to; `None` for none.
-        seed: seed of the order, and of what is drawn; `None` for that of the loader, or 0.
-        force: whether files that exist are replaced.
-    """
-
-    data: cli.Data = None
-    lengths: cli.Lengths = None
-    tokenizer: cli.Tokenizer = None
-    field: cli.Field = None
-    samples: cli.Samples = None
-    workers: cli.Workers = 0
-    save_lengths: cli.SaveLengths = None
-    seed: cli.Seed = None
-    force: cli.Force = False
-
-    def check_outputs(self, *inputs: Path | None, **outputs: str | Path | None) -> None:
-        """Check the files that a command writes: these by their options, and `save_lengths`."""
-        outputs = {"save-lengths": self.save_lengths, **outputs}
-        cli.check_outputs(
-            {f"--{option}": path for option, path in outputs.items()},
-            [self.data, self.lengths, self.tokenizer, *inputs],
-            force=self.force,
-        )
+class UsageError(ValueError):
+    """What is wrong with the options of a command."""
 
 
-def with_data(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of the data, made into its first argument."""
-    given = inspect.signature(DataOptions, eval_str=True).parameters
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
-
-    @functools.wraps(command)
-    def run(**options: Any) -> None:
-        command(DataOptions(**{name: options.pop(name) for name in given}), **options)
-
-    all_options = [*given.values(), *(one.replace(kind=one.KEYWORD_ONLY) for one in own)]
-    run.__signature__ = inspect.Signature(all_options)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in all_options}
-    del run.__wrapped__
-    return run
+def check_outputs(
+    args: Namespace, options: Sequence[str], inputs: Sequence[str | Path | None]
+) -> None:
+    """Check the files that options name to be written, before any work is done for them."""
+    taken: list[str | Path] = []
+    for one in inputs:
+        if one is not None:
+            taken += [one] if Path(one).exists() else glob.glob(str(one), recursive=True)
+    for option in options:
+        if (path := vars(args)[option]) is not None:
+            try:
+                check_is_writable(path, taken, force=args.force)
+            except OSError as error:
+                raise UsageError(f"'--{option.replace('_', '-')}': {error}") from error
+            taken.append(path)
 
 
 class Data:
     """The data that a command line names and, where they are a loader's, its options.
 
     What the command line gives itself comes before an option of the loader.
+
+    Args:
+        args: the command line.
+        outputs: options that name a file to write.
+        inputs: files that are read, beside those of the data.
+        table: lengths in place of data.
     """
 
-    def __init__(self, what: DataOptions, table: LengthTable | None = None) -> None:
-        self._what, self._table = what, table
+    def __init__(
+        self,
+        args: Namespace,
+        outputs: Sequence[str] = (),
+        inputs: Sequence[Path | None] = (),
+        table: LengthTable | None = None,
+    ) -> None:
+        self._args, self._table = args, table
         self._dataset: Any = None
+        read = [args.data, args.lengths, args.tokenizer, *inputs]
+        check_outputs(args, ["save_lengths", *outputs], read)
         if table is None:
             self._check()
-        if what.data is not None:
-            self._dataset = _dataset_of(what.data)
+        if args.data is not None:
+            self._dataset = _dataset_of(args.data)
+            check_outputs(args, ["save_lengths", *outputs], [*read, *self._files()])
         from odb_nodes.loader import ODBDataLoader
 
         is_loader = isinstance(self._dataset, ODBDataLoader)
         self._options = self._dataset.options if is_loader else None
+        self.loader_budget: TokenBudget | None = None
         if is_loader:
-            if what.tokenizer is not None or what.field is not None:
+            if args.tokenizer is not None or args.field is not None:
                 raise ValueError(
-                    f"`{what.data}` returns a loader, which processes its samples itself: leave "
+                    f"`{args.data}` returns a loader, which processes its samples itself: leave "
                     "out --tokenizer and --field."
                 )
-            default = {"token_budget": None, "weights": None} | vars(JobOptions())
-            taken = {"token_budget": budget_code(self.budget()), "weights": self.weights(None)}
-            shown = [
-                f"{name}={value}"
-                for name, value in (taken | self.job()).items()
-                if value != default[name]
-            ]
-            print(f"from the loader, where not given here: {', '.join(shown)}", file=sys.stderr)
+            self.loader_budget = self._dataset.options.budget
+            self._tell_options(self.loader_budget)
 
     def _check(self) -> None:
-        what = self._what
-        if (what.data is None) == (what.lengths is None):
-            both = " They were both given." if what.data is not None else ""
+        args = self._args
+        if (args.data is None) == (args.lengths is None):
+            both = " They were both given." if args.data is not None else ""
             raise ValueError(
                 "pass either the data (a file, a folder or module:function), or --lengths "
                 f"FILE.{both}"
             )
-        without = DataOptions(lengths=what.lengths, seed=what.seed, force=what.force)
-        if what.lengths is not None and what != without:
+        if args.lengths is not None and (self.reads_data(args) or args.samples is not None):
             raise ValueError(
                 "--lengths has the lengths already: leave out --tokenizer, --field, --samples, "
                 "--workers and --save-lengths."
             )
 
-    @property
-    def files(self) -> list[Path | None]:
-        """The files behind `module:function`, which are known once it was called."""
-        if self._dataset is None:
-            return []
+    @staticmethod
+    def reads_data(args: Namespace) -> bool:
+        """Tell whether an option is given that needs data."""
+        return any(vars(args)[name] != value for name, value in _NO_DATA.items())
+
+    def _tell_options(self, budget: TokenBudget) -> None:
+        from odb_nodes.tools.simulate import budget_code
+
+        default = {"token_budget": None, "weights": None} | vars(JobOptions())
+        weights = self._options and self._options.weights
+        taken = {"token_budget": budget_code(budget), "weights": weights} | self.job()
+        shown = [f"{name}={value}" for name, value in taken.items() if value != default[name]]
+        print(f"from the loader, where not given here: {', '.join(shown)}", file=sys.stderr)
+
+    def _files(self) -> list[Path | None]:
+        """Return the files behind `module:function`, which are known once it was called."""
+        from odb_nodes.loader import ODBDataLoader
         from odb_nodes.tools.lengths import files_read
 
-        dataset = self._dataset if self._options is None else self._dataset.dataset
-        return [*files_read(dataset), file_of(self._what.data or "")]
+        found = self._dataset
+        dataset = found.dataset if isinstance(found, ODBDataLoader) else found
+        return [*files_read(dataset), file_of(self._args.data)]
 
     @property
     def ranks(self) -> int:
@@ -148,58 +139,61 @@ class Data:
         loader = self._options
         return loader is None or (loader.shuffle is not False and loader.sampler is None)
 
-    @property
-    def loader_budget(self) -> TokenBudget | None:
-        """The budget of the loader."""
-        return None if self._options is None else self._options.budget
+    def budget(self, tokens: int | None) -> TokenBudget:
+        """Return the budget, of so many tokens where they are given."""
+        names = (name for name in _BUDGET_FIELDS if vars(self._args).get(name) is not None)
+        given = {name: vars(self._args)[name] for name in names}
+        if tokens is not None:
+            given["tokens"] = tokens
+        return replace(self.loader_budget or TokenBudget(BUDGET_TOKENS), **given)
 
-    def budget(self, **given: Any) -> TokenBudget:
-        """Return the budget with the fields that are given, and not `None`."""
-        known = {name: value for name, value in given.items() if value is not None}
-        return replace(self.loader_budget or TokenBudget(cli.BUDGET_TOKENS), **known)
+    def job(self) -> dict[str, Any]:
+        """Return the fields of `JobOptions`; of several windows, that of the loader."""
+        options, args = self._options or JobOptions(), vars(self._args)
+        names = [field.name for field in fields(JobOptions)]
+        given = {name: args[name] for name in names if args.get(name) is not None}
+        given.pop("window", None)
+        return {name: getattr(options, name) for name in names} | given
 
-    def job(self, **given: Any) -> dict[str, Any]:
-        """Return the fields of `JobOptions`, with those that are given, and not `None`."""
-        known = {name: value for name, value in given.items() if value is not None}
-        options = self._options or JobOptions()
-        own = {"seed": self._what.seed} if self._what.seed is not None else {}
-        return {one.name: getattr(options, one.name) for one in fields(JobOptions)} | own | known
-
-    def weights(self, given: list[str] | None) -> Any:
+    def weights(self) -> Any:
         """Return the weights of the sources that are given, or else those of the loader."""
-        return cli.weights_of(given) or (self._options and self._options.weights)
+        weights = {}
+        for text in self._args.weight or ():
+            name, equals, weight = text.rpartition("=")
+            try:
+                weights[name] = float(weight)
+            except ValueError:
+                equals = ""
+            if not equals:
+                raise ValueError(f"--weight must be source=number, but is {text!r}.")
+        return weights or (self._options and self._options.weights)
 
     def table(self) -> LengthTable:
         """Return the lengths of the data, and save them where that is asked for."""
-        what = self._what
         if self._table is None:
-            self._table = self._observed() if what.lengths is None else _loaded(what.lengths)
-        if what.save_lengths is not None:
-            self._table.save(what.save_lengths)
+            self._table = self._observed()
+        if self._args.save_lengths is not None:
+            self._table.save(self._args.save_lengths)
         return self._table
 
     def _observed(self) -> LengthTable:
         from odb_nodes.processing import WorkerOptions
         from odb_nodes.tools.estimate import table_of_loader
-        from odb_nodes.tools.lengths import observe_lengths
+        from odb_nodes.tools.lengths import LengthTable, observe_lengths
 
-        what, workers = self._what, WorkerOptions(num_workers=self._what.workers)
+        args, workers = self._args, WorkerOptions(num_workers=self._args.workers)
+        if args.lengths is not None:
+            return LengthTable.load(args.lengths)
         if self._options is not None:
-            return table_of_loader(self._dataset, what.samples, workers)
-        tokenize = None if what.tokenizer is None else _tokenize_by(what.tokenizer)
+            return table_of_loader(self._dataset, args.samples, workers)
+        tokenize = None if args.tokenizer is None else _tokenize_by(args.tokenizer)
         return observe_lengths(
             self._dataset,
-            process_fn=_Tokenization(tokenize, what.field),
-            samples=what.samples,
-            seed=what.seed or 0,
+            process_fn=_Tokenization(tokenize, args.field),
+            samples=args.samples,
+            seed=args.seed or 0,
             workers=workers,
         )
-
-
-def _loaded(path: Path) -> LengthTable:
-    from odb_nodes.tools.length_table import LengthTable
-
-    return LengthTable.load(path)
 
 
 class _Tokenization:

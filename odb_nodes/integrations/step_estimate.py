@@ -15,19 +15,17 @@ from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.simulation import SimulationKeywords, steps_of
+from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
+from odb_nodes.tools.estimate import LOOKED_AT
+from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.tools.simulate import TableEpoch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["check_can_estimate", "estimate_steps"]
-
-LOOKED_AT = 512
-"""How many samples an estimate processes."""
-
-_MOST_SIMULATED = 20_000
+__all__ = ["LOOKED_AT", "check_can_estimate", "estimate_steps"]
 
 
 def check_can_estimate(
@@ -91,12 +89,10 @@ def estimate_steps(
     if not len(seen):
         return 1
     share = math.ceil(len(dataset) / job.world_size * len(seen) / len(observed))
-    simulated = min(share, _MOST_SIMULATED)
-    # All of them as they are, where all were looked at: drawing adds an error of its own.
-    lengths = seen if simulated == len(seen) else rng.choice(seen, simulated)
-    alone = replace(job, world_size=1, cost_fn=None)
-    groups = sum(1 for _ in steps_of(lengths, alone))
-    return max(1, math.ceil(groups * share / simulated / job.accumulate))
+    table = replace(LengthTable.of(seen[:share]), sizes=(share,))
+    epoch = TableEpoch(table=table, shuffle=False, least_windows=0)
+    report = epoch.report(replace(job, world_size=1, cost_fn=None))
+    return max(1, math.ceil(report.steps / job.accumulate))
 
 
 def estimate_loader_steps(

@@ -1,8 +1,7 @@
-"""Command lines: their errors, the functions that they name, and the files that they write."""
+"""Command lines: the functions that they name, and the files that they write."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import os
@@ -10,17 +9,9 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 AnyPath = str | os.PathLike[str]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit."""
-        self.exit(2, f"{self.prog}: {message.rstrip('.')}. See `{self.prog} --help`.\n")
 
 
 def is_function_name(text: str) -> bool:

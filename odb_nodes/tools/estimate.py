@@ -8,25 +8,23 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.checks import check_type
 from odb_nodes._core.text import counted
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader import ODBDataLoader
-from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.lengths import observe_lengths
-from odb_nodes.tools.simulation_report import SimulationReport
-from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.lengths import LengthTable, observe_lengths
+from odb_nodes.tools.simulate import SimulationReport, TableEpoch
 
 __all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]
 
 LOOKED_AT = 512
+"""How many samples an estimate processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
         steps=report.steps * job.world_size // processes,
         optimizer_steps=-(-report.steps // job.accumulate),
         relative_error=table.relative_error,
-        padding_share=1 - report.density,
+        padding_share=report.padding_share,
         balance=report.balance,
         report=report,
     )
@@ -109,8 +107,6 @@ def table_of_loader(
     """
     check_type("loader", loader, ODBDataLoader)
     options, dataset = loader.options, loader.dataset
-    if samples is not None:
-        check_count("samples", samples)
     for one in dataset.values() if type(dataset) is dict else [dataset]:
         _check_is_readable(one)
     indices = None if options.sampler is None else [*options.sampler]
@@ -129,7 +125,7 @@ def table_of_loader(
     if options.sharded:  # The data of the other ranks is taken to be alike.
         world_size = group_rank(options.process_group)[1]
         table = replace(table, sizes=tuple(size * world_size for size in table.sizes))
-    return _without_excluded(table, options)
+    return _without_excluded(table, ExcludedKeys.of(options.exclude))
 
 
 def _check_is_readable(dataset: Any) -> None:
@@ -142,11 +138,9 @@ def _check_is_readable(dataset: Any) -> None:
         )
 
 
-def _without_excluded(table: LengthTable, options: LoaderOptions) -> LengthTable:
-    exclude = ExcludedKeys.of(options.exclude)
+def _without_excluded(table: LengthTable, exclude: ExcludedKeys) -> LengthTable:
     if not exclude:
         return table
     rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
     samples = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
-    gone = np.array([sample in exclude for sample in samples])
-    return table.skipping(gone)
+    return table.skipping(np.array([sample in exclude for sample in samples]))

@@ -21,7 +21,7 @@ from odb_nodes.loader.loader import LoaderState
 from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.planning.table import IntArray
-from odb_nodes.tools.histogram import histogram
+from odb_nodes.tools.lengths import histogram
 
 __all__ = ["Inspection", "differences", "inspect_state", "misfits", "read_inspections"]
 
@@ -106,15 +106,14 @@ def inspect_state(state: Any, name: str = "the state") -> Inspection:
 
 def _inspections(state: Any, name: str) -> Iterator[Inspection]:
     """Yield what a state says of the rank that has saved it, or of each one that it hosted."""
-    found = next(_loaders(state), None)
-    if found is None:
+    found = part_of(state, "Loader")
+    if not isinstance(root := found.get("root"), dict):
         raise StateError(f"`{name}` holds no state of a loader. Pass one that `save_state` wrote.")
     damage = ""
     try:
         unseal_whole(found, "Loader", LoaderState)
     except StateError as error:
         damage = str(error)
-    root = found["root"]
     hosted = root["sources"].values() if root.get("node") == "VirtualRanks" else [root]
     for one in hosted:
         yield _inspection({**found, "root": one}, damage)
@@ -172,15 +171,16 @@ def differences(one: Inspection, other: Inspection) -> list[str]:
     ]
 
 
-def _loaders(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the states of loaders in a state, from the outside in."""
-    if isinstance(state, dict):
-        if state.get("node") == "Loader" and isinstance(state.get("root"), dict):
-            yield state
-            return
+def part_of(state: Any, node: str) -> dict[str, Any]:
+    """Return the state of a node that is somewhere within a state; an empty one if none is."""
+    if isinstance(state, Mapping):
+        if state.get("node") == node:
+            return dict(state)
         state = [*state.values()]
     for part in state if isinstance(state, (list, tuple)) else ():
-        yield from _loaders(part)
+        if found := part_of(part, node):
+            return found
+    return {}
 
 
 def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

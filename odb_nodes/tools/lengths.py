@@ -1,26 +1,37 @@
-"""Observe the lengths of a dataset before a run."""
+"""The lengths of a dataset's samples: observed before a run, saved, and planned with."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_integer
+from odb_nodes._core.files import replacing
 from odb_nodes._core.hashing import stable_name
 from odb_nodes._core.progress import Bar
+from odb_nodes._core.text import counted, html_table, html_text
 from odb_nodes.contract.graph import close_nodes, length_of, walk
 from odb_nodes.contract.node import call_member
+from odb_nodes.errors import StateError
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import check_no_columns, sample_node
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.simulation import SampleCosts, check_lengths
+from odb_nodes.planning.table import IntArray
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
@@ -28,11 +39,232 @@ from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
-from odb_nodes.tools.length_table import NO_KEY, LengthTable
 
 __all__ = ["LengthTable", "files_read", "observe_lengths"]
 
+VERSION = 1
+NO_KEY = -1
+_COLUMNS = ("tokens", "targets", "patches", "sources", "keys")
 _STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LengthTable:
+    """What the samples of a dataset cost: a row for each, or for some drawn at random.
+
+    Attributes:
+        tokens: length of each sample in tokens, (n,) int64; 0 for one that processing skips.
+        targets: supervised tokens of each, (n,) int64.
+        patches: image patches of each, (n,) int64.
+        sources: number of its source in `names`, (n,) int64.
+        keys: which sample of its source each is, (n,) int64; -1 where nobody knows.
+        names: names of the sources; `("",)` where they have none.
+        sizes: number of samples that each source has; more than rows where some were drawn.
+        streams: names of the sources that a loader reads in their order, such as iterables.
+        made_by: what the lengths depend on, such as the name of `process_fn`.
+    """
+
+    tokens: IntArray
+    targets: IntArray
+    patches: IntArray
+    sources: IntArray
+    keys: IntArray
+    names: tuple[str, ...] = ("",)
+    sizes: tuple[int, ...]
+    streams: tuple[str, ...] = ()
+    made_by: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, lengths: npt.ArrayLike, **made_by: str) -> LengthTable:
+        """Return a table of samples of which only the lengths are known.
+
+        Args:
+            lengths: tokens of each sample, (n,), integers of at least 1.
+            made_by: what they depend on, shown beside the digest.
+
+        Raises:
+            ValueError: `lengths` is something else.
+        """
+        tokens = check_lengths(lengths)
+        none = np.zeros_like(tokens)
+        return cls(
+            tokens=tokens,
+            targets=tokens - 1,
+            patches=none,
+            sources=none,
+            keys=np.arange(len(tokens)),
+            sizes=(len(tokens),),
+            made_by=made_by,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of samples in the table."""
+        return len(self.tokens)
+
+    def __str__(self) -> str:
+        seen = counted(self.num_samples, "sample")
+        if not self.is_whole:
+            seen = f"{len(self):,} of {seen}"
+        if skipped := self.skipped():
+            seen += f" ({skipped:,} skipped)"
+        made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
+        return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, size in zip(self.names, self.sizes, strict=True):
+            tokens = self.lengths(name)
+            row = {"source": name, "samples": f"{size:,}", "tokens": f"{tokens.sum():,}"}
+            mean, longest = (tokens.mean(), tokens.max()) if len(tokens) else (0, 0)
+            rows.append(row | {"mean": f"{mean:,.0f}", "longest": f"{longest:,}"})
+        return html_text(str(self)) + html_table(rows)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the dataset."""
+        return sum(self.sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the table has all samples of the dataset."""
+        return len(self) == self.num_samples
+
+    @property
+    def digest(self) -> str:
+        """First 12 hexadecimal digits of a SHA-256 of the whole table."""
+        digest = hashlib.sha256(self._about().encode())
+        for column in _COLUMNS:
+            digest.update(np.ascontiguousarray(getattr(self, column), "<i8").data)
+        return digest.hexdigest()[:12]
+
+    @property
+    def costs(self) -> SampleCosts:
+        """What planning needs to know of the samples, whose tasks are taken to be their sources."""
+        return SampleCosts(self.tokens, self.targets, self.patches, self.sources)
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the mean length, relative to it: 0 where the table has all samples.
+
+        As uncertain is the number of steps that follows from it.
+        """
+        variance = total = 0.0
+        for number, size in enumerate(self.sizes):
+            lengths = self.tokens[self.sources == number]
+            if len(lengths):
+                total += size * lengths.mean()
+                left = 1 - len(lengths) / size
+                variance += size**2 * left * lengths.var(ddof=len(lengths) > 1) / len(lengths)
+        return float(np.sqrt(variance) / total)
+
+    def lengths(self, source: str | None = None) -> IntArray:
+        """Return the lengths of the samples that processing does not skip, (m,) int64.
+
+        Args:
+            source: the name of a source; `None` for all.
+        """
+        tokens = self.tokens if source is None else self.tokens[self._are_of(source)]
+        return tokens[tokens > 0]
+
+    def skipped(self, source: str | None = None) -> int:
+        """Return how many samples of a source, or of all, processing skips."""
+        tokens = self.tokens if source is None else self.tokens[self._are_of(source)]
+        return int(np.count_nonzero(tokens == 0))
+
+    def _are_of(self, source: str) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.sources == self.names.index(source))
+
+    def rows(self, rows: IntArray, sizes: tuple[int, ...] | None = None) -> LengthTable:
+        """Return a table of some rows of this one, which may repeat, of sources of these sizes."""
+        columns = {column: getattr(self, column)[rows] for column in _COLUMNS}
+        return replace(self, **columns, sizes=self.sizes if sizes is None else sizes)
+
+    def skipping(self, rows: npt.NDArray[np.bool_]) -> LengthTable:
+        """Return this table as if processing skipped the samples where `rows`, (n,), is true."""
+        return replace(self, tokens=np.where(rows, 0, self.tokens))
+
+    def kept(self, budget: TokenBudget) -> LengthTable:
+        """Return this table as if processing skipped the samples that a budget drops."""
+        if budget.oversize != "drop":
+            return self
+        return self.skipping(self.costs.are_oversize(budget))
+
+    def drawn(self, samples: int, seed: int = 0) -> LengthTable:
+        """Return a whole table of about as many samples, drawn from each source by its size.
+
+        All rows of a source come equally often, or once more: to draw each at random would add an
+        error of its own.
+        """
+        rng = np.random.default_rng(seed)
+        share = samples / self.num_samples
+        rows: list[IntArray] = []
+        for number, size in enumerate(self.sizes):
+            own = np.flatnonzero(self.sources == number)
+            wanted = max(1, round(size * share)) if len(own) else 0
+            rows.append(np.resize(rng.permutation(own), wanted))
+        return self.rows(np.concatenate(rows), tuple(map(len, rows)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table to a file, atomically.
+
+        Args:
+            path: the file, by custom `.npz`; its folder must exist.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        columns = {column: getattr(self, column) for column in _COLUMNS}
+        with replacing(Path(path)) as file:
+            np.savez_compressed(file, about=np.array(self._about()), **columns)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LengthTable:
+        """Read a table that `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            StateError: it holds something else.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(str(file["about"]))
+                columns: Any = {column: file[column] for column in _COLUMNS}
+            if about.pop("version") != VERSION:
+                raise ValueError("another version")
+            about |= {name: tuple(about[name]) for name in ("names", "sizes", "streams")}
+            table = cls(**columns, **about)
+            table._check()
+        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            # numpy's advice to allow pickles is none for a file that is no table.
+            reason = "" if "pickle" in str(error) else f" ({error})"
+            raise StateError(
+                f"`{path}` is no table of lengths of version {VERSION}{reason}. Make it by "
+                "`observe_lengths(...).save(path)`, or `odb-nodes profile --save-lengths`."
+            ) from error
+        return table
+
+    def _check(self) -> None:
+        """Raise a `ValueError` unless the columns go together."""
+        columns = [getattr(self, column) for column in _COLUMNS]
+        if {(column.dtype.kind, column.shape) for column in columns} != {("i", (len(self),))}:
+            raise ValueError(f"the columns {_COLUMNS} must be integers, one for each sample")
+        if not len(self) or min(self.tokens.min(), self.targets.min(), self.patches.min()) < 0:
+            raise ValueError("there must be samples, and no count below 0")
+        counts = np.bincount(self.sources, minlength=len(self.names))
+        if len(self.names) != len(self.sizes) or len(counts) != len(self.names):
+            raise ValueError(f"`sources` must be numbers of {self.names}, each with a size")
+        if any(has > size for has, size in zip(counts.tolist(), self.sizes, strict=True)):
+            raise ValueError(f"there must be at most {self.sizes} samples of {self.names}")
+
+    def _about(self) -> str:
+        about = {
+            "version": VERSION,
+            "names": self.names,
+            "sizes": self.sizes,
+            "streams": self.streams,
+            "made_by": dict(self.made_by),
+        }
+        return json.dumps(about)
 
 
 def observe_lengths(
@@ -68,6 +300,8 @@ def observe_lengths(
         SampleError: a sample cannot be processed.
     """
     check_integer("seed", seed)
+    if samples is not None:
+        check_count("samples", samples)
     check_no_columns(dataset)
     named = dataset if isinstance(dataset, dict) else {"": dataset}
     functions: Any = process_fn
@@ -85,11 +319,8 @@ def observe_lengths(
             workers=workers,
             sharded=True,
         )
-        if samples is None:
-            rows.read(one, options, name)
-        else:
-            draw = np.random.default_rng((abs(seed), number))
-            rows.read_some(one, options, name, check_count("samples", samples), draw)
+        rng = np.random.default_rng((abs(seed), number))
+        rows.read(one, options, name, samples, rng)
     made_by = {"seed": str(seed)}
     functions |= {"observe": observe}
     for name, function in functions.items():
@@ -113,10 +344,19 @@ class _Rows:
         dataset: Any,
         options: LoaderOptions,
         name: str,
-        keys: list[int | None] | None = None,
-        size: int | None = None,
+        samples: int | None,
+        rng: np.random.Generator,
     ) -> None:
-        """Add the samples of one dataset."""
+        """Add the samples of one dataset, or so many of them, drawn at random."""
+        keys: list[int | None] | None = None
+        size: int | None = None
+        is_stream = _is_stream(dataset)
+        if samples is not None and (is_stream or isinstance(dataset, BaseNode)):
+            dataset, keys, size = _drawn(dataset, samples, rng)  # which loses the keys
+        elif samples is not None:
+            size = len(dataset)
+            places = np.sort(rng.permutation(size)[:samples]).tolist()
+            options = replace(options, sampler=places)
         read: Counter[str] = Counter()  # samples of each source
         node = sample_node(dataset, options, _nothing)
         try:
@@ -132,24 +372,8 @@ class _Rows:
             close_nodes(node, _STOP_TIMEOUT_S)
         weight = 1.0 if size is None else size / max(read.total(), 1)
         self._sizes.update({source: count * weight for source, count in read.items()})
-        if _is_stream(dataset):
+        if is_stream and keys is None:
             self._streams += read
-
-    def read_some(
-        self,
-        dataset: Any,
-        options: LoaderOptions,
-        name: str,
-        samples: int,
-        rng: np.random.Generator,
-    ) -> None:
-        """Add some samples of one dataset, drawn at random."""
-        if _is_stream(dataset) or isinstance(dataset, BaseNode):  # whose keys are lost by drawing
-            items, keys, size = _drawn(dataset, samples, rng)
-            self.read(items, options, name, keys, size)
-        else:
-            places = np.sort(rng.permutation(len(dataset))[:samples]).tolist()
-            self.read(dataset, replace(options, sampler=places), name, size=len(dataset))
 
     def table(self, made_by: Mapping[str, str]) -> LengthTable:
         """Return the table."""
@@ -168,6 +392,14 @@ class _Rows:
             streams=tuple(self._streams),
             made_by=made_by,
         )
+
+
+def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
+    """Return edges that are evenly spaced by ratio, and how many lengths are between them."""
+    edges = np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(np.int64)
+    edges = np.unique(edges)
+    counts, _ = np.histogram(lengths, edges)
+    return edges.tolist(), counts.tolist()
 
 
 def files_read(dataset: Any) -> list[Path]:

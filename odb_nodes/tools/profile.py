@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import check_type
+from odb_nodes._core.checks import check_type, import_extra
 from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import counted, html_table, html_text
+from odb_nodes._core.text import counted, html_table, html_text, markdown_table
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
-from odb_nodes.tools.code import budget_code
-from odb_nodes.tools.figures import Figures
-from odb_nodes.tools.histogram import histogram
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.profile_page import render_page
-from odb_nodes.tools.svg import Level
-from odb_nodes.tools.table_epoch import TableEpoch
-from odb_nodes.tools.tables import markdown_table
+from odb_nodes.tools.lengths import LengthTable, histogram
+from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
+from odb_nodes.tools.svg import Level, bars, levels
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 
@@ -35,6 +29,41 @@ AS_GOOD = 0.01
 
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 32
+_MOST_HISTOGRAMS = 40  # of a page; tables have all sources
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Profile of lengths</title>
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<style>
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
+th,td{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8885}
+th:first-child,td:first-child{text-align:left}
+tr.own td{font-weight:600}
+</style></head><body>
+<h1>Profile of lengths</h1>
+<p>{{ profile.about }}</p>
+{% macro table(rows) %}<table><thead><tr>{% for title in rows[0] %}<th scope="col">{{ title }}</th>
+{%- endfor %}</tr></thead><tbody>
+{% for row in rows %}<tr{% if row.batches == "odb_nodes" %} class="own"{% endif %}>
+{%- for cell in row.values() %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table>{% endmacro %}
+<h2>Batches</h2>
+<p>{{ profile.heading }}</p>
+<div>{{ chart | safe }}</div>
+<p>{{ profile.why }}</p>
+<details><summary>All figures</summary>
+{{ table(profile.rows()) }}
+<p>Padding: share of all tokens. Fill: tokens of a batch / budget, padding included. Efficiency:
+real tokens / (ranks &times; sum over the steps of the largest batch).</p>
+</details>
+<h2>Lengths, in tokens</h2>
+{{ table(profile.length_rows()) }}
+{% for figure in figures %}<div>{{ figure | safe }}</div>
+{% endfor %}
+</body></html>
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +140,23 @@ class Comparison:
     world_size: int
     strategy: Strategy
     window: int | None
-    figures: Figures
+    figures: SimulationReport
     is_auto: bool = False
 
     def as_row(self) -> dict[str, str]:
         """Return the formatted figures as a row of a table: title -> cell."""
         given = AUTO if self.is_auto else self.window
         window = "" if self.window is None or given is None else shown(given, self.window)
-        row = {"ranks": str(self.world_size), "batches": self.strategy, "window": window}
-        return row | self.figures.as_row()
+        return {
+            "ranks": str(self.world_size),
+            "batches": self.strategy,
+            "window": window,
+            "steps": f"{self.figures.steps:,}",
+            "padding": f"{self.figures.padding_share:.1%}",
+            "fill": f"{self.figures.fill:.3f}",
+            "largest batch": f"{self.figures.largest_tokens:,}",
+            "efficiency": f"{self.figures.efficiency:.3f}",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +178,11 @@ class Profile:
     comparisons: tuple[Comparison, ...]
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            [
-                self.about,
-                markdown_table([one.as_row() for one in self.lengths]),
-                self.heading,
-                markdown_table(self.rows()),
-                self.why,
-            ]
-        )
+        lengths, rows = markdown_table(self.length_rows()), markdown_table(self.rows())
+        return "\n\n".join([self.about, lengths, self.heading, rows, self.why])
 
     def _repr_html_(self) -> str:
-        lengths = html_table([one.as_row() for one in self.lengths])
+        lengths = html_table(self.length_rows())
         comparisons = html_text(self.heading) + html_table(self.rows()) + html_text(self.why)
         return html_text(self.about) + lengths + comparisons
 
@@ -178,6 +208,10 @@ class Profile:
             found.append(min(near, key=lambda one: one.window or 0))
         return tuple(found)
 
+    def length_rows(self) -> list[dict[str, str]]:
+        """Return the summaries of lengths as rows of a table."""
+        return [one.as_row() for one in self.lengths]
+
     def rows(self) -> list[dict[str, str]]:
         """Return the comparisons as rows of a table, the best ones first and marked."""
         best = self.best
@@ -192,7 +226,7 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the profile as plain data."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     def to_json(self) -> str:
         """Return the profile as JSON."""
@@ -204,29 +238,44 @@ class Profile:
         Raises:
             ImportError: the extra `tools` is not installed.
         """
-        return render_page(
-            about=self.about,
-            heading=self.heading,
-            lengths=[one.as_row() for one in self.lengths],
-            why=self.why,
-            comparisons=self.rows(),
-            efficiencies=self._efficiencies(),
-            histograms=[(one.source, one.edges, one.counts) for one in self.lengths],
+        jinja2 = import_extra("jinja2", "tools")
+        environment = jinja2.Environment(autoescape=True)
+        figures = [_picture(one) for one in self.lengths[:_MOST_HISTOGRAMS]]
+        page = environment.from_string(_PAGE)
+        return str(page.render(profile=self, chart=self._chart(), figures=figures))
+
+    def _chart(self) -> str:
+        """Return a picture of the efficiencies, by number of ranks."""
+        best, groups, marked = self.best, dict[str, list[Level]](), []
+        for one in self.comparisons:
+            name = f"{one.strategy} {one.as_row()['window']}".rstrip()
+            ranks, efficiency = counted(one.world_size, "rank"), one.figures.efficiency
+            mark = "<- take" if one in best else ""
+            groups.setdefault(ranks, []).append(
+                Level(name, efficiency, one.strategy == "odb_nodes", mark)
+            )
+            if mark:
+                marked.append(f"{ranks}: {name}, {efficiency:.3f}")
+        return levels(
+            groups,
+            axis="efficiency: real tokens / (ranks x largest batch of each step)",
+            title="Efficiency by ranks, batches and window",
+            text=f"To take: {'; '.join(marked)}",
         )
 
-    def _efficiencies(self) -> dict[str, list[Level]]:
-        """Return the bars of the chart: those of each number of ranks."""
-        best = self.best
-        groups: dict[str, list[Level]] = {}
-        for one in self.comparisons:
-            level = Level(
-                f"{one.strategy} {one.as_row()['window']}".rstrip(),
-                one.figures.efficiency,
-                one.strategy == "odb_nodes",
-                "<- take" if one in best else "",
-            )
-            groups.setdefault(counted(one.world_size, "rank"), []).append(level)
-        return groups
+
+def _picture(summary: LengthSummary) -> str:
+    """Return the histogram of a summary."""
+    edges, counts = summary.edges, summary.counts
+    peak = max(range(len(counts)), key=counts.__getitem__)
+    return bars(
+        counts,
+        [f"{edge:,}" for edge in edges],
+        axes=("tokens of a sample", "samples"),
+        title=f"Lengths of {summary.source}",
+        text=f"{counted(sum(counts), 'sample')} from {edges[0]:,} to {edges[-1] - 1:,} tokens, "
+        f"most of them ({counts[peak]:,}) from {edges[peak]:,} to {edges[peak + 1] - 1:,}",
+    )
 
 
 def profile(
@@ -271,25 +320,23 @@ def profile(
         for strategy in STRATEGIES
         for window in (windows if strategy in WINDOWED else (None,))
     ]
+    base = SimulationOptions(
+        world_size=1, budget=budget, accumulate=accumulate, seed=seed, **options
+    )
     comparisons = []
     for world_size, strategy, window in Bar(wanted, "comparing", len(wanted)):
-        job = SimulationOptions(
-            world_size=world_size,
-            budget=budget,
-            window=SimulationOptions.window if window is None else window,
-            accumulate=accumulate,
-            seed=seed,
-            **options,
+        job = replace(base, world_size=world_size)
+        if window is not None:
+            job = replace(job, window=window)
+        comparisons.append(
+            Comparison(
+                world_size=world_size,
+                strategy=strategy,
+                window=None if window is None else baselines.epoch.window(job),
+                figures=baselines.figures(strategy, job),
+                is_auto=window == AUTO,
+            )
         )
-        figures = baselines.figures(strategy, job)
-        comparison = Comparison(
-            world_size=world_size,
-            strategy=strategy,
-            window=None if window is None else baselines.epoch.window(job),
-            figures=figures,
-            is_auto=window == AUTO,
-        )
-        comparisons.append(comparison)
     return Profile(
         about=str(table),
         budget=TokenBudget.of(budget),
@@ -299,13 +346,7 @@ def profile(
     )
 
 
-def _summaries(table: LengthTable) -> list[LengthSummary]:
-    sources = [None, *table.names] if len(table.names) > 1 else [None]
-    found = []
-    for source in sources:
-        lengths = table.lengths(source)
-        of_source = slice(None) if source is None else table.sources == table.names.index(source)
-        skipped = int(np.count_nonzero(table.tokens[of_source] == 0))
-        if len(lengths):
-            found.append(LengthSummary.of(source or "all samples", lengths, skipped))
-    return found
+def _summaries(table: LengthTable) -> Iterator[LengthSummary]:
+    for source in [None, *table.names] if len(table.names) > 1 else [None]:
+        if len(lengths := table.lengths(source)):
+            yield LengthSummary.of(source or "all samples", lengths, table.skipped(source))

@@ -1,35 +1,53 @@
-"""Plan the steps of a whole job, on any number of ranks, from lengths alone, in one process.
-
-python -m odb_nodes.tools.simulate --ranks 64 --window 256 1024 --cv 1.0
-"""
+"""Plan the first epoch of a job on any number of ranks, from lengths alone, and measure it."""
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Sequence
-from itertools import product
-from typing import TYPE_CHECKING, get_args
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
-from odb_nodes.planning import SimulationOptions, TokenBudget, Uneven, simulate_steps
-from odb_nodes.planning.auto_window import parse_window, shown, window_samples
-from odb_nodes.planning.budget import Layout, RowSizes
-from odb_nodes.planning.simulation import SimulationKeywords, steps_of
+from odb_nodes._core.text import html_table, markdown_table
+from odb_nodes.alignment.exchange import LocalExchange
+from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
+from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.loader.pipeline import sample_node
+from odb_nodes.planning import SimulationOptions, TokenBudget, simulate_steps
+from odb_nodes.planning.auto_window import window_samples
+from odb_nodes.planning.budget import ATTENTION_TOKENS
+from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps, steps_of
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sources import Mixing
+from odb_nodes.sample import Observation, Sample, Skipped
+from odb_nodes.sample_block import SampleBlock
+from odb_nodes.sources import Mixing, ShardedSampler
 from odb_nodes.sources.mixing import Weights
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.simulation_report import SimulationReport
-from odb_nodes.tools.table_epoch import TableEpoch
-from odb_nodes.tools.tables import markdown_table
+from odb_nodes.tools.lengths import LengthTable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SimulationOptions", "lognormal_lengths", "simulate", "simulate_steps"]
+__all__ = [
+    "SimulationOptions",
+    "SimulationReport",
+    "budget_code",
+    "lognormal_lengths",
+    "markdown_table",
+    "simulate",
+    "simulate_steps",
+]
+
+MOST_DRAWN = 20_000
+"""Samples that stand for a dataset of which some are known, unless the windows need more."""
+LEAST_WINDOWS = 8
+"""Windows that each rank then has at least, or what it has of the dataset."""
+_COUNTS = ("steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots")
+
+Floats = NDArray[np.float64]
 
 
 def simulate(
@@ -94,77 +112,312 @@ def lognormal_lengths(
     return np.clip(tokens, shortest_tokens, longest_tokens).astype(np.int64)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate all combinations of the options on lognormal lengths, and print a table."""
-    args = _parser().parse_args(arguments)
-    rows = []
-    budgets = [
-        TokenBudget(
-            args.budget,
-            layout=args.layout,
-            shapes=shapes,
-            attention_tokens=args.attention_tokens,
-            row_sizes=args.row_sizes,
-        )
-        for shapes in ([None] if args.shapes is None else [args.shapes, None])
+def budget_code(budget: TokenBudget) -> str:
+    """Return what makes a budget, as a number of tokens where that is all."""
+    default = TokenBudget(budget.tokens)
+    fields = [
+        f"{name}={value!r}"
+        for name, value in vars(budget).items()
+        if value != getattr(default, name)
     ]
-    for cv, ranks, window, round_size in product(args.cv, args.ranks, args.window, args.round_size):
-        lengths = lognormal_lengths(ranks * args.samples_per_rank, cv=cv, seed=args.seed)
-        report, *any_shape = (
-            simulate(
-                lengths,
-                world_size=ranks,
-                budget=budget,
-                window=window,
-                round_size=round_size,
-                accumulate=args.accumulate,
-                seed=args.seed,
-                uneven=args.uneven,
-            )
-            for budget in budgets
+    if not fields:
+        return str(budget.tokens)
+    return f"TokenBudget({', '.join([str(budget.tokens), *fields])})"
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none.
+
+    Attributes:
+        samples: number of samples.
+        real: their tokens.
+        sample_squares: sum of their squared lengths.
+        rows: rows of the batch.
+        width: its width, in tokens.
+        squares: what attention grows with: rows x width^2; of a packed row, `sample_squares`.
+    """
+
+    samples: Floats
+    real: Floats
+    sample_squares: Floats
+    rows: Floats
+    width: Floats
+    squares: Floats
+
+    @classmethod
+    def of(cls, steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
+        """Return the batches of steps: the lengths of each rank's samples, in a budget's layout."""
+        found = [[_measure(lengths, budget) for lengths in step] for step in steps]
+        if not found:
+            raise ValueError("there is no step: all samples are dropped, or a rank has none.")
+        # Floats: a sum of squares does not fit 64-bit integers.
+        return cls(*np.moveaxis(np.array(found, dtype=np.float64), 2, 0))
+
+    @property
+    def padded(self) -> Floats:
+        """Tokens of the batches, padding included."""
+        return self.rows * self.width
+
+
+def lengths_of(steps: Iterable[Sequence[Sequence[Sample] | None]]) -> Iterator[list[list[int]]]:
+    """Yield the lengths of the samples of each rank, step by step."""
+    for step in steps:
+        yield [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
+
+
+def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
+    if not lengths:
+        return (0,) * 6
+    rows, width = budget.shape(lengths)
+    own = sum([one * one for one in lengths])
+    squares = own if budget.layout == "packed" else rows * width * width
+    return len(lengths), sum(lengths), own, rows, width, squares
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport:
+    """Measures of one epoch of a job. A slot is one step of one rank.
+
+    Attributes:
+        steps: number of steps of each rank.
+        samples: number of samples that were in a group.
+        rows: rows of all batches; samples, where the layout is padded.
+        real_tokens: tokens of those samples.
+        padded_tokens: tokens of the groups, padding included.
+        padding_share: padding tokens / tokens of all batches.
+        fill: tokens of a batch / budget, mean over the batches.
+        largest_tokens: tokens of the largest batch, padding included.
+        shapes: number of different shapes, rows x width, of the batches.
+        filler_slots: number of slots in which a rank has no sample left. They count as waiting.
+        filler_share: filler slots / all slots.
+        efficiency: real tokens / (ranks x sum over the steps of the padded tokens of the rank that
+            has most).
+        filler_loss: the part of 1 - efficiency that is filler. The rest is padding, and waiting for
+            the rank that has most.
+        balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
+        attention_balance: balance by padded tokens x (1 + longest / 12288), a cost that grows with
+            length as attention does; for packed samples, by the sum of tokens x
+            (1 + tokens / 12288). `attention_tokens` of the budget stand for 12288, where given.
+        length_spread: how mixed the lengths of a step are: the share of the variance of all
+            samples' lengths that lies within steps (1 - the correlation ratio, eta squared). 1: no
+            step is longer than another on average. 0: each step has samples of one length.
+    """
+
+    steps: int
+    samples: int
+    rows: int
+    real_tokens: int
+    padded_tokens: int
+    padding_share: float
+    fill: float
+    largest_tokens: int
+    shapes: int
+    filler_slots: int
+    filler_share: float
+    efficiency: float
+    filler_loss: float
+    balance: float
+    attention_balance: float
+    length_spread: float
+
+    @classmethod
+    def of(
+        cls, steps: Iterable[Sequence[Sequence[Sample] | None]], budget: TokenBudget
+    ) -> SimulationReport:
+        """Return the report of a job's steps.
+
+        Args:
+            steps: the steps in order, each with the group of every rank, `None` for filler.
+            budget: the budget that the groups were formed under.
+
+        Raises:
+            ValueError: there is no step.
+        """
+        return cls.of_batches(Batches.of(lengths_of(steps), budget), budget)
+
+    @classmethod
+    def of_batches(cls, batches: Batches, budget: TokenBudget) -> SimulationReport:
+        """Return the report of batches under a budget, whoever has formed them."""
+        padded, is_batch = batches.padded, batches.rows > 0
+        ranks, most = padded.shape[1], padded.max(axis=1)
+        samples, real = batches.samples.sum(axis=1), batches.real.sum(axis=1)
+        fillers = (~is_batch).sum(axis=1)
+        capacity = ranks * most.sum()
+        costs = padded + batches.squares / (budget.attention_tokens or ATTENTION_TOKENS)
+        mean_square = real.sum() ** 2 / samples.sum()
+        variance = batches.sample_squares.sum() - mean_square
+        between = (real**2 / samples).sum() - mean_square
+        shapes = np.column_stack((batches.rows[is_batch], batches.width[is_batch]))
+        return cls(
+            steps=len(padded),
+            samples=int(samples.sum()),
+            rows=int(batches.rows.sum()),
+            real_tokens=int(real.sum()),
+            padded_tokens=int(padded.sum()),
+            padding_share=float(1 - real.sum() / padded.sum()),
+            fill=float(padded[is_batch].mean() / budget.tokens),
+            largest_tokens=int(padded.max()),
+            shapes=len(np.unique(shapes, axis=0)),
+            filler_slots=int(fillers.sum()),
+            filler_share=float(fillers.sum() / padded.size),
+            efficiency=float(real.sum() / capacity),
+            filler_loss=float((fillers * most).sum() / capacity),
+            balance=float(padded.sum() / capacity),
+            attention_balance=float(costs.sum() / (ranks * costs.max(axis=1).sum())),
+            length_spread=float(1 - between / variance) if variance else 1.0,
         )
-        samples = shown(window, window_samples(window, budgets[0], lengths))
-        run = {"CV": cv, "ranks": ranks, "window": samples, "round": round_size}
-        row = {key: str(value) for key, value in run.items()} | report.as_row()
-        for other in any_shape:
-            row["extra padding"] = f"{report.padded_tokens / other.padded_tokens - 1:.1%}"
-        rows.append(row)
-    print(markdown_table(rows))
+
+    @property
+    def density(self) -> float:
+        """Real tokens / padded tokens."""
+        return 1 - self.padding_share
+
+    def scaled(self, factor: float) -> SimulationReport:
+        """Return the report with the counts of a dataset that is `factor` times as large."""
+        counts: Any = {name: round(getattr(self, name) * factor) for name in _COUNTS}
+        return replace(self, **counts) if factor != 1 else self
+
+    def _repr_html_(self) -> str:
+        return html_table([self.as_row()])
+
+    def as_row(self) -> dict[str, str]:
+        """Return the formatted measures as a row of a table: title -> cell."""
+        return {
+            "steps": f"{self.steps:,}",
+            "shapes": f"{self.shapes:,}",
+            "real / padded": f"{self.density:.3f}",
+            "efficiency": f"{self.efficiency:.4f}",
+            "balance": f"{self.balance:.3f}",
+            "balance with attention": f"{self.attention_balance:.3f}",
+            "filler slots": f"{self.filler_share:.2%}",
+            "lost to filler": f"{self.filler_loss:.4f}",
+            "length spread": f"{self.length_spread:.3f}",
+        }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="odb_nodes.tools.simulate", description=main.__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    parser.add_argument("--window", type=parse_window, nargs="+", help="samples per rank, or auto")
-    parser.add_argument("--cv", type=float, nargs="+", default=[1.0], help="of the lengths")
-    parser.add_argument("--round-size", type=int, nargs="+", help="steps")
-    parser.add_argument("--accumulate", type=int, help="steps of an optimizer step")
-    parser.add_argument("--uneven", choices=get_args(Uneven))
-    parser.add_argument("--budget", type=int, default=16_384, help="tokens of a group")
-    parser.add_argument(
-        "--attention-tokens", type=int, help="length at which attention doubles a row's cost"
-    )
-    parser.add_argument(
-        "--row-sizes",
-        choices=get_args(RowSizes),
-        default=TokenBudget.row_sizes,
-        help="numbers of rows of batches",
-    )
-    parser.add_argument("--layout", choices=get_args(Layout), default=TokenBudget.layout)
-    parser.add_argument(
-        "--shapes", type=int, help="most shapes of batches (default: any); adds what it costs"
-    )
-    parser.add_argument("--samples-per-rank", type=int, default=40_000)
-    parser.add_argument("--seed", type=int, help="of the lengths and the permutations")
-    parser.set_defaults(
-        window=[SimulationOptions.window],
-        round_size=[SimulationOptions.round_size],
-        accumulate=SimulationOptions.accumulate,
-        uneven=SimulationOptions.uneven,
-        seed=SimulationOptions.seed,
-    )
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class TableEpoch:
+    """The first epoch of a job whose samples cost what a table says."""
+
+    table: LengthTable
+    shuffle: bool = True
+    weights: Weights | Mixing = None
+    most_drawn: int = MOST_DRAWN
+    least_windows: int = LEAST_WINDOWS
+    _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
+
+    def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
+        """Return a whole table, and the rows of it that each rank reads, in their order.
+
+        The table is this one, or one that is drawn from it.
+        """
+        table, samples = self.table, len(self.table)
+        if job.world_size > table.num_samples:
+            raise ValueError(
+                f"`world_size` must be at most the {table.num_samples} samples of the data, but is "
+                f"{job.world_size}."
+            )
+        if not table.is_whole:
+            least = self.least_windows * self.window(job) * job.world_size
+            samples = min(table.num_samples, max(self.most_drawn, least))
+        key = samples, job.seed, job.world_size  # jobs that differ in others read alike
+        if key not in self._orders:
+            table = table if table.is_whole else table.drawn(samples, job.seed)
+            mixing = Mixing.of(self.weights).scaled(len(table) / self.table.num_samples)
+            shards = _shards(table, job, self.shuffle, mixing)
+            self._orders[key] = table, shards
+        return self._orders[key]
+
+    def window(self, job: SimulationOptions) -> int:
+        """Return the window in samples: of `"auto"`, what the lengths of all samples come to."""
+        budget = TokenBudget.of(job.budget)
+        costs = self.table.kept(budget).costs
+        read = costs.tokens > 0
+        return window_samples(job.window, budget, costs.tokens[read], costs.patches[read])
+
+    def steps(self, job: SimulationOptions) -> Iterator[Step]:
+        """Yield the steps. The `data` of a sample is its row in the table of `order(job)`."""
+        table, shards = self.order(job)
+        knows_length = Mixing.of(self.weights).stop == "all_exhausted"
+        # Of streams some have keys, and some have none.
+        shares_rest = not table.streams
+        return plan_steps(
+            table.costs, shards, job, shares_rest=shares_rest, knows_length=knows_length
+        )
+
+    def scale(self, job: SimulationOptions) -> float:
+        """Return how many samples of the dataset one that is planned stands for."""
+        return self.table.num_samples / len(self.order(job)[0])
+
+    def batches(self, job: SimulationOptions) -> Batches:
+        """Return the batches of the steps."""
+        return Batches.of(lengths_of(self.steps(job)), TokenBudget.of(job.budget))
+
+    def report(self, job: SimulationOptions) -> SimulationReport:
+        """Return the report of the steps, with the counts of the whole dataset."""
+        report = SimulationReport.of_batches(self.batches(job), TokenBudget.of(job.budget))
+        return report.scaled(self.scale(job))
 
 
-if __name__ == "__main__":
-    main()
+def _shards(
+    table: LengthTable, job: SimulationOptions, shuffle: bool, mixing: Mixing
+) -> list[IntArray]:
+    """Return the rows of the table that each rank reads, in their order."""
+    ranks = range(job.world_size)
+    if table.names == ("",):
+        if mixing != Mixing():
+            raise ValueError("`weights` must be None: the table has one source, without a name.")
+        shuffled = shuffle and not table.streams
+        order = np.array([*ShardedSampler(len(table), shuffled, job.seed, 0, 1)])
+        return [order[rank :: job.world_size] for rank in ranks]
+    rows = {
+        name: np.flatnonzero(table.sources == number).tolist()
+        for number, name in enumerate(table.names)
+    }
+    sources = {
+        name: _InOrder(found) if name in table.streams else found for name, found in rows.items()
+    }
+    tokens, patches = table.tokens.tolist(), table.patches.tolist()
+
+    def look_up(row: int) -> Any:
+        return row if tokens[row] else Skipped("skipped")
+
+    shards = []
+    for one in VirtualTeam(job.world_size, LocalExchange(), PEER_TIMEOUT_S).ranks():
+        options = LoaderOptions(
+            token_budget=1,
+            process_fn=look_up,
+            observe=lambda row: Observation(tokens[row], 0, patches[row]),
+            shuffle=None if shuffle else False,
+            seed=job.seed,
+            weights=mixing,
+            process_group=one,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader says it
+            node = sample_node(sources, options)
+        shards.append(_rows_read(node, rows))
+    return shards
+
+
+class _InOrder:
+    """An iterable that knows its length, but is no sequence."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _rows_read(node: Any, rows: dict[str, list[int]]) -> IntArray:
+    """Return the rows that a node of samples yields in its first epoch."""
+    read = [
+        sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]
+        for sample in node
+    ]
+    return np.array(read, dtype=np.int64)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from odb_nodes._core.checks import check_type
+from odb_nodes._core.text import markdown_table
 from odb_nodes.sources.mixing import check_names
 from odb_nodes.step_info import SourceCount, StepInfo, add_counts
 
@@ -70,7 +71,7 @@ class SourceReport:
         return total
 
     def table(self, weights: Mapping[str, float] | None = None) -> str:
-        """Return the counts and shares as a table of text.
+        """Return the counts and shares as a table in markdown.
 
         Args:
             weights: name of the source -> weight, to be shown beside its shares.
@@ -84,14 +85,18 @@ class SourceReport:
                 counts = dict.fromkeys(weights, SourceCount(0, 0)) | counts
             check_names("weights", weights, "sources", counts)
         total = sum(weights.values()) if weights else 1.0
-        head = f"{'source':16}{'samples':>12}{'share':>9}{'tokens':>15}{'share':>9}"
-        lines = [head + (f"{'weight':>9}" if weights else "")]
         samples, tokens = self.shares("samples"), self.shares("tokens")
+        rows = []
         for name, count in sorted(counts.items()):
-            line = f"{name:16}{count.samples:>12,}{samples.get(name, 0):>9.2%}"
-            line += f"{count.tokens:>15,}{tokens.get(name, 0):>9.2%}"
-            lines.append(line + (f"{weights[name] / total:>9.2%}" if weights else ""))
-        return "\n".join(lines)
+            row = {
+                "source": name,
+                "samples": f"{count.samples:,}",
+                "of samples": f"{samples.get(name, 0):.2%}",
+                "tokens": f"{count.tokens:,}",
+                "of tokens": f"{tokens.get(name, 0):.2%}",
+            }
+            rows.append(row | ({"weight": f"{weights[name] / total:.2%}"} if weights else {}))
+        return markdown_table(rows) if rows else "no samples of any source so far"
 
     def __str__(self) -> str:
         return self.table()

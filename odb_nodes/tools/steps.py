@@ -1,30 +1,24 @@
-"""Make a step of a run again, of all its ranks, in one process: its samples, and its batches.
-
-python -m odb_nodes.tools.steps train:make_loader --ledger run/ledger --epoch 2 --step 1204
-python -m odb_nodes.tools.steps train:make_loader --checkpoint run/checkpoint-1200 --out step.pt
-"""
+"""Make a step of a run again, of all its ranks, in one process: its samples, and its batches."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import nan
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.text import counted
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
-from odb_nodes.alignment.exchange.base import Exchange
-from odb_nodes.alignment.exchange.in_process import InProcessHub
+from odb_nodes.alignment.exchange import LocalExchange
+from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.node import can_restore, restore_items
 from odb_nodes.contract.state_file import load_state
@@ -37,17 +31,66 @@ from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
-from odb_nodes.tools.command_line import check_is_writable, file_of, load_function
-from odb_nodes.tools.lengths import files_read
-from odb_nodes.tools.remade_step import RemadeStep
-from odb_nodes.tools.step_arguments import parse_arguments
+from odb_nodes.tools.inspection import part_of
 
-__all__ = ["RemadeStep", "main", "remake_from_checkpoint", "remake_from_ledger"]
+__all__ = ["RemadeStep", "remake_from_checkpoint", "remake_from_ledger"]
 
 _TIMEOUT_S = 600.0
 
 N = TypeVar("N", bound=BaseNode[Any])
 MakeLoader = Callable[[Any], "ODBDataLoader | Loader[Any]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemadeStep:
+    """A step of one rank, made again.
+
+    Attributes:
+        rank: the rank.
+        info: its `StepInfo`; `keys`, `row_sources` and `left_out` say which samples.
+        tokens: length of each sample, in the order of the rows.
+        targets: supervised tokens of each sample.
+        batch: its batch, bit for bit; `None` of a filler step that a ledger has recorded, which
+            does not say of which sample it was.
+    """
+
+    rank: int
+    info: StepInfo
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    batch: Mapping[str, Any] | None
+
+    def __str__(self) -> str:
+        info = self.info
+        head = (
+            f"rank {self.rank}, epoch {info.epoch}, step {info.step}: "
+            f"{counted(info.local_samples, 'sample')}, "
+            f"{info.local_targets:,} of {counted(info.optimizer_targets, 'target')}, "
+            f"loss_scale {info.loss_scale:.6g}{', filler' if info.is_filler else ''}"
+        )
+        rows = zip(info.row_sources, info.keys, self.tokens, self.targets, strict=True)
+        lines = [
+            f"  {f'{source} ' if source else ''}{key}: "
+            f"{counted(tokens, 'token')}, {counted(targets, 'target')}"
+            for source, key, tokens, targets in rows
+        ]
+        out = [f"  left out: {one.source} {one.key} ({one.reason})" for one in info.left_out]
+        return "\n".join([head, *lines, *out])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the step as plain data and tensors."""
+        info = vars(self.info) | {
+            "own_sources": sorted(self.info.own_sources),
+            "local_sources": {name: (*one,) for name, one in self.info.local_sources.items()},
+            "left_out": [(*one,) for one in self.info.left_out],
+        }
+        return {
+            "rank": self.rank,
+            "info": info,
+            "tokens": list(self.tokens),
+            "targets": list(self.targets),
+            "batch": None if self.batch is None else dict(self.batch),
+        }
 
 
 def remake_from_ledger(
@@ -74,11 +117,8 @@ def remake_from_ledger(
     check_count("step", step, 0)
     if not (found := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
-    hub = InProcessHub(len(found[step]), _TIMEOUT_S)
     groups: list[list[SampleBlock]] = []  # rank -> step of the optimizer step -> samples
-    with ExitStack() as stack:
-        ranks = range(hub.world_size)
-        graphs = [stack.enter_context(_graph(make_loader, hub.exchange(rank))) for rank in ranks]
+    with _graphs(make_loader, len(found[step])) as graphs:
         first = step - step % graphs[0].accumulate
         records = read_steps(folder, epoch, range(first, first + graphs[0].accumulate))
         steps = [records[one] for one in sorted(records)]
@@ -88,19 +128,17 @@ def remake_from_ledger(
         )
         for rank, graph in enumerate(graphs):
             begin_epoch(graph.samples, epoch)
-            groups.append([graph.restore_items(one[rank], hub.world_size) for one in steps])
+            groups.append([graph.restore_items(one[rank], len(graphs)) for one in steps])
             close_nodes(graph.samples, _TIMEOUT_S)
         index = sorted(records).index(step)
-        items = [_with_info(graphs[rank], groups, steps, rank, index) for rank in ranks]
-        remade = [graphs[rank].remade(rank, *items[rank]) for rank in ranks]
-        return remade if is_whole else [_without_weight(one) for one in remade]
-
-
-def _without_weight(remade: RemadeStep) -> RemadeStep:
-    info = dataclasses.replace(
-        remade.info, loss_scale=nan, optimizer_samples=0, optimizer_targets=0
-    )
-    return dataclasses.replace(remade, info=info)
+        items = [_with_info(one, groups, steps, rank, index) for rank, one in enumerate(graphs)]
+        remade = [one.remade(rank, *items[rank]) for rank, one in enumerate(graphs)]
+        unknown: Any = {"loss_scale": nan, "optimizer_samples": 0, "optimizer_targets": 0}
+        return (
+            remade
+            if is_whole
+            else [replace(one, info=replace(one.info, **unknown)) for one in remade]
+        )
 
 
 def remake_from_checkpoint(
@@ -108,8 +146,8 @@ def remake_from_checkpoint(
 ) -> list[RemadeStep]:
     """Make the step again that follows a checkpoint; one `RemadeStep` for each rank.
 
-    All ranks run in this process, each on a thread. It works for every source, and for steps of
-    which there is no ledger.
+    All ranks run in this process, in turn. It works for every source, and for steps of which there
+    is no ledger.
 
     Args:
         make_loader: makes the loader of one rank, for the `process_group` that it is given.
@@ -123,34 +161,38 @@ def remake_from_checkpoint(
     check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
         states = [*map(load_state, rank_files(states))]
-    hub = InProcessHub(len(states), _TIMEOUT_S)
-    failures: list[BaseException] = []  # the first is the cause of the others
-
-    def run(rank: int) -> RemadeStep | None:
-        try:
-            with _graph(make_loader, hub.exchange(rank)) as graph:
-                graph.collator.reset(_collator_state(states[rank], graph.collator, rank))
-                group, info = _group_after(graph.collator, further)
-                if graph.aligner is None:
-                    info = dataclasses.replace(info, step=info.step + further)
-                return graph.remade(rank, group, info)
-        except BaseException as error:
-            failures.append(error)
-            hub.abort()  # The others would wait for this one.
-            return None
-
-    with ThreadPoolExecutor(hub.world_size) as pool:
-        remade = list(pool.map(run, range(hub.world_size)))
-    if failures:
-        raise failures[0]
-    return [one for one in remade if one is not None]
+    found = [_states_of_collators(state, rank) for rank, state in enumerate(states)]
+    hosted = len(found[0])
+    with _graphs(make_loader, sum(map(len, found))) as graphs:
+        for rank, (graph, state) in enumerate(zip(graphs, chain(*found), strict=True)):
+            graph.collator.reset(state)
+            if graph.aligner is not None:  # weighs as it does in the run, with its processes
+                graph.aligner.rule = replace(
+                    graph.aligner.rule,
+                    world_size=len(states),
+                    batch=rank % hosted,
+                    batches=hosted,
+                )
+        for taken in range(further + 1):
+            try:
+                items = _take_step(graphs)
+            except StopIteration:
+                raise StateError(
+                    f"the epoch has {taken} steps after this state, but step {further + 1} was "
+                    "asked for."
+                ) from None
+        remade = []
+        for rank, (graph, (group, info)) in enumerate(zip(graphs, items, strict=True)):
+            if graph.aligner is None:
+                info = replace(info, step=info.step + further)
+            remade.append(graph.remade(rank, group, info))
+        return remade
 
 
 @dataclass(frozen=True)
 class _Graph:
     """The graph of one rank, and the nodes of it that make a step."""
 
-    root: BaseNode[Any]
     collator: GroupCollator
     aligner: RankAligner | None
     samples: BaseNode[Any]
@@ -201,16 +243,28 @@ class _Graph:
 
 
 @contextmanager
-def _graph(make_loader: MakeLoader, exchange: Exchange) -> Iterator[_Graph]:
-    loader = make_loader(exchange)
-    check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
-    root = loader.root
-    try:
-        collator = _only(root, GroupCollator)
-        aligners = [node for node in walk(root) if isinstance(node, RankAligner)]
-        yield _Graph(root, collator, (*aligners, None)[0], _only(root, WindowBucketer).source)
-    finally:
-        close_nodes(root, _TIMEOUT_S)
+def _graphs(make_loader: MakeLoader, world_size: int) -> Iterator[list[_Graph]]:
+    """Make the graph of each rank, as ranks that this process hosts together."""
+    graphs = []
+    with ExitStack() as stack:
+        for group in VirtualTeam(world_size, LocalExchange(), _TIMEOUT_S).ranks():
+            loader = make_loader(group)
+            check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
+            root = loader.root
+            stack.callback(close_nodes, root, _TIMEOUT_S)
+            aligners = [node for node in walk(root) if isinstance(node, RankAligner)]
+            samples = _only(root, WindowBucketer).source
+            graphs.append(_Graph(_only(root, GroupCollator), (*aligners, None)[0], samples))
+        yield graphs
+
+
+def _take_step(graphs: Sequence[_Graph]) -> list[tuple[SampleBlock, StepInfo]]:
+    """Take the next group of each rank, whose aligners settle a round together."""
+    aligners = [graph.aligner for graph in graphs if graph.aligner is not None]
+    if aligners:
+        prepared = [aligner.prepare_step() for aligner in aligners]
+        aligners[0].peers.drive(prepared, lambda: aligners[0].where)
+    return [graph.collator.take_group() for graph in graphs]
 
 
 def _only(root: BaseNode[Any], kind: type[N]) -> N:
@@ -235,7 +289,7 @@ def _with_info(
         "left_out": record.left_out,
     }
     if graph.aligner is None:
-        info = dataclasses.replace(graph.collator.info_of(group, record.step), **facts)
+        info = replace(graph.collator.info_of(group, record.step), **facts)
         return group, info
     measure = graph.aligner.measure
     nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
@@ -243,69 +297,16 @@ def _with_info(
     own = [FILLER if of_ranks[rank].is_filler else at for at, of_ranks in enumerate(records)]
     again = AlignedRound(np.column_stack((own, step_totals(costs))))
     again.fill([*groups[rank]], None)
-    rule = dataclasses.replace(graph.aligner.rule, world_size=len(groups))
+    rule = replace(graph.aligner.rule, world_size=len(groups))
     return again.take(index, rule, measure, step=record.step, **facts)
 
 
-def _group_after(collator: GroupCollator, further: int) -> tuple[Sequence[Sample], StepInfo]:
-    for taken in range(further + 1):
-        try:
-            group = collator.take_group()
-        except StopIteration:
-            raise StateError(
-                f"the epoch has {taken} steps after this state, but step {further + 1} was asked "
-                "for."
-            ) from None
-    return group
-
-
-def _collator_state(state: Any, collator: GroupCollator, rank: int) -> dict[str, Any]:
-    name = type(collator).__name__
-    if found := _part(state, name):
-        return found
-    raise StateError(f"the state of rank {rank} holds none of a `{name}`: it is {state!r:.200}.")
-
-
-def _part(state: Any, node: str) -> dict[str, Any]:
-    """Return the state of a node that is somewhere within another one."""
-    if isinstance(state, Mapping):
-        if state.get("node") == node:
-            return dict(state)
-        parts: Sequence[Any] = [*state.values()]
-    else:
-        parts = state if isinstance(state, (list, tuple)) else []
-    for part in parts:
-        if found := _part(part, node):
-            return found
-    return {}
-
-
-def main(arguments: Sequence[str] | None = None, prog: str = "odb_nodes.tools.steps") -> int:
-    """Print a step of a run on all ranks, and write it to a file.
-
-    Args:
-        arguments: of the command line; default: those of this process.
-        prog: what the command is called.
-    """
-    args = parse_arguments(arguments, prog)
-    function = load_function(args.make_loader, "process_group")
-
-    def make_loader(process_group: Any) -> ODBDataLoader | Loader[Any]:
-        loader: ODBDataLoader | Loader[Any] = function(process_group)
-        if args.out and isinstance(loader, ODBDataLoader | Loader):
-            inputs = [file_of(args.make_loader), *files_read(loader.root)]
-            check_is_writable(args.out, filter(None, inputs), force=args.force)
-        return loader
-
-    if args.checkpoint:
-        remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
-    else:
-        remade = remake_from_ledger(make_loader, args.ledger, epoch=args.epoch, step=args.step)
-    print(*remade, sep="\n")
-    if args.out:
-        torch.save([one.as_dict() for one in remade], args.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _states_of_collators(state: Any, rank: int) -> list[dict[str, Any]]:
+    """Return the state of the `GroupCollator` of a rank, or of each rank that it hosted."""
+    hosted = part_of(state, "VirtualRanks").get("sources", {"": state})
+    found = [part_of(one, "GroupCollator") for one in hosted.values()]
+    if not all(found):
+        raise StateError(
+            f"the state of rank {rank} holds none of a `GroupCollator`: it is {state!r:.200}."
+        )
+    return found

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import counted, html_table, html_text
+from odb_nodes._core.text import counted, html_table, html_text, markdown_table
+from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.memory import MemoryModel
-from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.memory.fitting import non_negative_fit
+from odb_nodes.monitor import read_run
+from odb_nodes.planning import SimulationOptions, TokenBudget, round_steps
 from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize
+from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
-from odb_nodes.tools.code import budget_code
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.step_time import StepTime
-from odb_nodes.tools.table_epoch import TableEpoch
-from odb_nodes.tools.tables import markdown_table
-from odb_nodes.tools.tuning import Choice, Outcome, Simulator
+from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.tools.simulate import Floats, TableEpoch, budget_code
 
 __all__ = ["Choice", "Outcome", "StepTime", "Tuning", "tune"]
 
@@ -35,6 +39,236 @@ _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
 _ROUNDS = (16, 32, 64)
 _MOST_BUDGETS = 5  # of at most 60 choices with 4 windows and 3 rounds, and those that are given
 _AT_ONCE = 2
+COUNT, TOKENS, _SQUARES, SECONDS = range(4)  # columns of what a log says
+
+_LEAST_LINES = 8
+_KEYS = ("rows", "width", "step_s")
+_SPREAD = 2.0  # times by which steps must differ in their tokens, to tell t0 from t1
+_MIDDLE = (0.05, 0.95)  # quantiles: not by a few steps at the end of an epoch
+_OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
+_TOKEN_S = 30e-6
+_STEP_S = 20e-3
+_CONSTANT_TOKENS = _STEP_S / _TOKEN_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of a micro-step of n rows of w tokens: t0 + t1 * n * w + t2 * n * w**2 seconds.
+
+    The defaults are those of no particular machine: 30 us per token, what a model of a billion
+    parameters takes at 200 TFLOP/s (6 FLOP per parameter and token); attention that costs as much
+    as all else at 12,288 tokens; and 20 ms whatever the batch. Where times of a run are known, use
+    `fitted`.
+
+    Args:
+        constant_s: t0.
+        token_s: t1, of each token of the batch, padding included.
+        square_s: t2, of each pair of tokens of a row; in a packed row, of a sample.
+        origin: where these come from.
+    """
+
+    constant_s: float = _STEP_S
+    token_s: float = _TOKEN_S
+    square_s: float = _TOKEN_S / ATTENTION_TOKENS
+    origin: str = "assumed: 20 ms + 30 us a token, attention doubles a row of 12,288"
+
+    @classmethod
+    def fitted(cls, log: str | os.PathLike[str]) -> StepTime:
+        """Return what fits the log of a run: non-negative least squares of the relative errors.
+
+        Left out are steps that took more than 3 times as long for a token as the median. Where
+        the steps' tokens differ by less than a factor of 2, as under one budget that is always
+        full, t0 cannot be told from t1: they keep the ratio of the defaults, and `origin` says so.
+
+        Args:
+            log: the folder of a `Monitor`, whose records have the tokens of the dearest rank of
+                each step, and the time that the steps took; or JSON Lines with `rows`, `width`
+                (tokens) and `step_s` (seconds) of a micro-step on a rank in each, and with
+                `squares`, the sum of the samples' squared lengths, where a row is packed. Other
+                lines and keys do not count.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it has fewer than 8 such records or lines.
+        """
+        path = Path(log)
+        steps = _of_monitor(path) if path.is_dir() else _of_lines(path)
+        if len(steps) < _LEAST_LINES:
+            what = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
+            raise ValueError(
+                f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(steps)}. Log more "
+                "steps, or leave out `log`."
+            )
+        per_token = steps[:, SECONDS] / steps[:, TOKENS]
+        steps = steps[per_token <= _OUTLIER * np.median(per_token)]
+        origin = f"fitted to {int(steps[:, COUNT].sum()):,} steps of {path.name}"
+        design = np.column_stack((steps[:, :SECONDS], np.zeros(len(steps))))
+        low, high = np.quantile(steps[:, TOKENS] / steps[:, COUNT], _MIDDLE)
+        is_known = high >= _SPREAD * low
+        if not is_known:
+            design[:, TOKENS] += _CONSTANT_TOKENS * design[:, COUNT]
+            design[:, COUNT] = 0.0
+            origin += (
+                ", whose tokens are too much alike to tell what a step takes whatever its batch: "
+                f"taken as that of {_CONSTANT_TOKENS:,.0f} tokens"
+            )
+        constant, token, square, _ = non_negative_fit(design, steps[:, SECONDS]).tolist()
+        return cls(
+            constant_s=constant if is_known else _CONSTANT_TOKENS * token,
+            token_s=token,
+            square_s=square,
+            origin=origin,
+        )
+
+    def seconds(self, padded_tokens: Floats, squares: Floats) -> Floats:
+        """Return the time of batches, 0 where there is none.
+
+        Args:
+            padded_tokens: n * w of each.
+            squares: n * w**2 of each; of a packed one, the sum of its samples' squared lengths.
+        """
+        times = self.constant_s + self.token_s * padded_tokens + self.square_s * squares
+        return np.asarray(np.where(padded_tokens > 0, times, 0.0))
+
+
+def _of_lines(path: Path) -> Floats:
+    """Return number, tokens, squares and seconds of the steps in each line of a log, (N, 4)."""
+    found = []
+    with path.open() as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                rows, width, seconds = (float(record[key]) for key in _KEYS)
+                squares = float(record.get("squares", rows * width**2))
+            except (KeyError, TypeError, ValueError):  # of another kind, or cut off
+                continue
+            if min(rows, width, seconds) > 0:
+                found.append((1.0, rows * width, squares, seconds))
+    return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)
+
+
+def _of_monitor(folder: Path) -> Floats:
+    """Return the same for each record of steps that a `Monitor` has written."""
+    found = []
+    for record in read_run(folder).steps:
+        sums = record["sum"]
+        if not sums.get("dearest_squares") or not sums["rank_seconds"]:  # shapes are not known
+            continue
+        seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
+        steps = sum(record["shapes"].values())
+        if steps and seconds > 0:
+            found.append((steps, sums["dearest_tokens"], sums["dearest_squares"], seconds))
+    return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Options that are tried.
+
+    Attributes:
+        budget: the budget of a batch.
+        window: samples that wait on each rank.
+        accumulate: batches of an optimizer step.
+        round_size: steps between two messages of the ranks.
+    """
+
+    budget: TokenBudget
+    window: int
+    accumulate: int
+    round_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a choice comes to in one epoch. All times are estimates.
+
+    Attributes:
+        choice: the options.
+        epoch_s: estimated seconds, without waiting for data: each step takes as long as its rank
+            that takes longest.
+        steps: number of batches of each rank.
+        padding_share: padding tokens / tokens of all batches.
+        balance: sum over the steps of the ranks' mean time / sum of that of the slowest rank.
+        held_samples: samples in memory on a rank: pool, round, batches read ahead, and as many in
+            flight as a refill of the pool takes.
+        replayed_samples: samples that a restore makes again, at most, where the source reads items
+            by their keys: pool and round.
+        samples_per_step: samples of an optimizer step over all ranks, on average.
+    """
+
+    choice: Choice
+    epoch_s: float
+    steps: int
+    padding_share: float
+    balance: float
+    held_samples: int
+    replayed_samples: int
+    samples_per_step: float
+
+    @property
+    def objectives(self) -> tuple[float, ...]:
+        """Time, imbalance, samples held and replay: what should be small."""
+        return self.epoch_s, -self.balance, self.held_samples, self.replayed_samples
+
+    def dominates(self, other: Outcome) -> bool:
+        """Tell whether this is nowhere worse than another one, and somewhere better."""
+        pairs = zip(self.objectives, other.objectives, strict=True)
+        return self.objectives != other.objectives and all(a <= b for a, b in pairs)
+
+    def as_row(self) -> dict[str, str]:
+        """Return the formatted outcome as a row of a table: title -> cell."""
+        return {
+            "budget": f"{self.choice.budget.tokens:,}",
+            "accumulate": str(self.choice.accumulate),
+            "window": f"{self.choice.window:,}",
+            "round": str(self.choice.round_size),
+            "time, estimated s": f"{self.epoch_s:,.1f}",
+            "steps": f"{self.steps:,}",
+            "padding": f"{self.padding_share:.1%}",
+            "balance": f"{self.balance:.3f}",
+            "samples held": f"{self.held_samples:,}",
+            "replayed": f"{self.replayed_samples:,}",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulator:
+    """Plans an epoch for a choice, and measures it; may be sent to another process."""
+
+    epoch: TableEpoch
+    job: SimulationOptions
+    step_time: StepTime
+
+    def __call__(self, choice: Choice) -> Outcome:
+        """Return what a choice comes to."""
+        job, epoch = replace(self.job, **vars(choice)), self.epoch
+        batches, scale = epoch.batches(job), epoch.scale(job)
+        steps, samples, padded = len(batches.rows), batches.samples, batches.padded
+        times = self.step_time.seconds(padded, batches.squares)
+        slowest_s = times.max(axis=1).sum()
+        of_rank = -(-epoch.table.num_samples // job.world_size)
+        replayed = min(choice.window + _most_of_a_round(samples, job), of_rank)
+        ahead = LoaderOptions.prefetch * samples.max(axis=0).mean()
+        return Outcome(
+            choice=choice,
+            epoch_s=float(slowest_s * scale),
+            steps=round(steps * scale),
+            padding_share=float(1 - batches.real.sum() / padded.sum()),
+            balance=float(times.mean(axis=1).sum() / slowest_s),
+            held_samples=min(replayed + choice.window + round(float(ahead)), of_rank),
+            replayed_samples=replayed,
+            samples_per_step=float(samples.sum() / -(-steps // choice.accumulate)),
+        )
+
+
+def _most_of_a_round(samples: Floats, job: SimulationOptions) -> int:
+    """Return the most samples of a rank that a round has."""
+    number = start = most = 0
+    while start < len(samples):
+        steps = round_steps(number, job.world_size, job.round_size, job.accumulate)
+        most = max(most, int(samples[start : start + steps].sum(axis=0).max()))
+        number, start = number + 1, start + steps
+    return most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from odb_nodes._core.text import counted, html_table
-from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import simulate
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from odb_nodes.cli import main
-from odb_nodes.cli.app import COMMANDS
-from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.cli.app import COMMANDS as FUNCTIONS
+from odb_nodes.tools.lengths import LengthTable
+
+COMMANDS = [function.__name__ for function in FUNCTIONS]
 
 
 def run(capsys, *arguments):
@@ -29,10 +31,11 @@ def test_every_command_has_help(capsys, command):
 def test_the_commands_are_listed_and_another_is_an_error_in_one_line(capsys):
     _, out, _ = shown = run(capsys, "--help")
     assert all(f"  {command} " in out for command in COMMANDS)
-    assert list(COMMANDS) == sorted(COMMANDS)
+    assert sorted(COMMANDS) == COMMANDS
     assert run(capsys) == shown
-    text = "odb-nodes: No such command 'improve'. See `odb-nodes --help`.\n"
-    assert run(capsys, "improve") == (2, "", text)
+    code, out, err = run(capsys, "improve")
+    assert (code, out) == (2, "") and err.startswith("odb-nodes: argument COMMAND: invalid choice")
+    assert err.endswith(" See `odb-nodes --help`.\n") and err.count("\n") == 1
 
 
 USERS = """
@@ -99,8 +102,8 @@ def slow(*given):
         ("simulate --cv 1 --weight a", "source=number"),
         ("simulate --cv 1 --timeline no/where.svg", "'--timeline': there is no folder"),
         ("simulate --cv 1 --timeline .", "`.` is a folder: name a file in it"),
-        ("simulate --cv -1", "Invalid value for '--cv'"),
-        ("simulate --lengths .", "'--lengths': file '.' is a directory"),
+        ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
+        ("simulate --lengths .", "--lengths: '.' is a folder"),
         ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),
         ("simulate users:needs", "`needs()`, but is `needs(path)` ({here}/users.py, line 12)"),
         ("simulate users.py:source", "must be `users:source`, without .py"),
@@ -109,25 +112,28 @@ def slow(*given):
         ("simulate users:key", "KeyError: 'my key' ({here}/users.py, line 4)"),
         ("simulate users:Dataset", "KeyError: 'my key' ({here}/users.py, line 10)"),
         ("simulate users:budget", "instead. ({here}/users.py, line 7)"),
-        ("profile --lengths nowhere.npz", "'--lengths': file 'nowhere.npz' does"),
+        ("profile --lengths nowhere.npz", "--lengths: there is no 'nowhere.npz'"),
         ("profile text.jsonl --json no/where.json", "make that folder first"),
-        ("profile text.jsonl odd.npz", "unexpected extra argument"),
+        ("profile text.jsonl odd.npz", "unrecognized arguments: odd.npz"),
         ("profile text.jsonl --rank 8", "See `odb-nodes profile --help`"),
         ("tune text.jsonl --memory-gib 80", "--memory-model FILE"),
-        ("tune text.jsonl --memory-gib 8 --memory-model nix", "'nix' does not"),
+        ("tune text.jsonl --memory-gib 8 --memory-model nix", "there is no 'nix'"),
         ("tune text.jsonl --memory-gib 8 --memory-model binary", "this is no memory model"),
-        ("tune text.jsonl --log nowhere", "'--log': path 'nowhere' does not exist"),
+        ("tune text.jsonl --log nowhere", "--log: there is no 'nowhere'"),
         ("tune ids.jsonl --log binary", "--log `binary` is no text"),
-        ("tune text.jsonl --ranks many", "'--ranks'"),
+        (
+            "tune text.jsonl --ranks many",
+            "whole number of at least 1, but is 'many'",
+        ),
         ("audit", "required: folder. See `odb-nodes audit --help`"),
         ("audit nowhere --size x", "--size"),
-        ("inspect", "Missing argument 'state'. See `odb-nodes inspect --help`"),
-        ("inspect nowhere", "there is no `nowhere`"),
+        ("inspect", "required: state. See `odb-nodes inspect --help`"),
+        ("inspect nowhere", "there is no 'nowhere'"),
         ("inspect text.jsonl", "not a state file"),
         ("inspect .", "has no states, but folders ['data']"),
-        ("inspect text.jsonl --diff nowhere", "not a state file"),
+        ("inspect text.jsonl --diff nowhere", "--diff: there is no 'nowhere'"),
         ("step nowhere:make --checkpoint nowhere", "no module `nowhere`"),
-        ("step json:loads", "one of the arguments --ledger --checkpoint"),
+        ("step json:loads", "pass either --ledger or --checkpoint. See `odb-nodes step --help`"),
         ("step json:loads --checkpoint . --out no/where", "no folder `no`"),
         ("step json:loads --checkpoint binary", "`binary` is no folder"),
         ("step json:loads --ledger x", "--step"),

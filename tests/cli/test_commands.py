@@ -8,16 +8,15 @@ import shutil
 import sys
 
 import pytest
-from ledgers import SIZE, write_run
+from ledgers import SIZE, info_of, pieces_of, record, write_run
 from step_logs import write_log
 
-from odb_nodes import ODBDataLoader, TokenBudget, save_rank_state, save_state
+from odb_nodes import ODBDataLoader, TokenBudget, audit, save_rank_state, save_state
 from odb_nodes.cli import main
 from odb_nodes.memory import MemoryModel
 from odb_nodes.tools.estimate import table_of_loader
 from odb_nodes.tools.inspection import read_inspections
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.lengths import LengthTable, observe_lengths
 from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 from odb_nodes.tools.tune import tune
@@ -62,7 +61,7 @@ def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
     assert '`window` must be "auto" or a number' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [["--ranks", 2, "--ranks", 3], ["--ranks=2", 3]])
+@pytest.mark.parametrize("ranks", [["--ranks", 2, "--ranks", 3], ["--ranks", 2, 3]])
 def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table, tmp_path, ranks):
     given = ["--window", 16, 32, "--budget", 1500, "--seed", 3, "--shapes", 6]
     options = ["--lengths", table, *ranks, *given]
@@ -243,13 +242,6 @@ def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):
         assert f"data` could not be read by `datasets.load_from_disk` ({error}" in line
 
 
-def test_audit_exits_with_1_on_a_hole(capsys, tmp_path):
-    write_run(tmp_path, 2)
-    assert run("audit", tmp_path, "--size", SIZE, "--steps", 3) == 0
-    assert "first 3 steps: digest" in capsys.readouterr().out
-    assert run("audit", tmp_path, "--size", SIZE + 1) == 1
-
-
 def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
     loader = make_loader_of_group(None)
@@ -340,3 +332,51 @@ def test_inspect_prints_what_a_state_says_what_differs_and_whether_ranks_fit(
         assert text in capsys.readouterr().out
     assert run("inspect", folder, "--rank", 2) == 2
     assert "--rank must be below 2" in capsys.readouterr().err
+
+
+def test_its_exit_code_tells_a_hole_and_an_open_run_from_what_is_whole(tmp_path, capsys):
+    write_run(tmp_path, 2, kills=(5,))
+    arguments = [str(tmp_path), "--size", str(SIZE)]
+    assert run("audit", *arguments) == 0
+    assert capsys.readouterr().out == f"{audit(tmp_path, SIZE)}\n"
+    path = tmp_path / "rank-00001.ledger"
+    pieces = pieces_of(path)
+    path.write_bytes(b"".join(pieces[:-2] + pieces[-1:]))
+    assert run("audit", *arguments) == 1
+    text = "PROBLEM: rank 1: attempt 2, after epoch 1 step 6: the end of the attempt"
+    assert text in capsys.readouterr().out
+    record(tmp_path / "open", info_of(0, [0]), ended=False)
+    assert run("audit", str(tmp_path / "open"), "--size", "2") == 3
+    assert "OPEN, no problem so far" in capsys.readouterr().out
+    record(tmp_path / "open", info_of(1, [1], ends=True), ended=False)
+    assert run("audit", str(tmp_path / "open"), "--size", "2") == 0  # each sample has a fate
+    assert "OK so far; no end is recorded" in capsys.readouterr().out
+
+
+def test_sources_have_sizes_and_digests_are_of_the_first_steps(tmp_path, capsys):
+    record(tmp_path / "mixed", info_of(0, [0, 1, 0], sources=["a", "a", "b=c"], ends=True))
+    assert run("audit", str(tmp_path / "mixed"), "--size", "a=2", "--size", "b=c=1") == 0
+    assert run("audit", str(tmp_path / "mixed"), "--size", "a=3", "--size", "b=c=1") == 1
+    assert "1 of 3 samples of source 'a' have no fate: key 2." in capsys.readouterr().out
+    write_run(tmp_path / "one", epochs=1)
+    (epoch,) = audit(tmp_path / "one").epochs
+    capsys.readouterr()
+    for steps, text in (
+        (3, f"epoch 0, first 3 steps: digest {epoch.digest_of_first(3)}"),
+        (9, f"epoch 0, all 8 steps, of 9 asked for: digest {epoch.digest}"),
+    ):
+        assert run("audit", str(tmp_path / "one"), "--steps", str(steps)) == 0
+        assert capsys.readouterr().out.endswith(f"\n{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *((["--steps", steps], f"of at least 1, but is '{steps}'") for steps in "0x"),
+        *((["--size", size], "--size") for size in ("x", "a=", "-3")),
+        ([], "has no ledger"),
+    ],
+)
+def test_what_is_wrong_has_an_exit_code_of_its_own(tmp_path, capsys, arguments, words):
+    assert run("audit", str(tmp_path), *arguments) == 2
+    assert words in capsys.readouterr().err

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from damaged_states import damaged
+from in_process import InProcessHub
 from jobs import KINDS, TIMEOUT_S
 
 from odb_nodes import DistributedState, Loader, StateError
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.contract import EpochNode, EpochState
 
 MOST_BATCHES = 400  # of an epoch; more is a hang

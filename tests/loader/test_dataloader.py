@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchdata.nodes
 from graphs import LENGTHS, SIZE, Dataset, augment, make_dataloader
+from in_process import InProcessHub
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -37,7 +38,6 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.sample import data_of
 
 

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 from aligned_ranks import on_ranks
+from in_process import InProcessHub
 from monitors import DATA, loader_of, records_of
 from torch.nn.functional import cross_entropy
 
 from odb_nodes import ODBDataLoader, TokenBudget, pop_step_info
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.monitor import (
     Monitor,
     RowLosses,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from aligned_ranks import on_ranks
+from in_process import InProcessHub
 from monitors import loader_of, loss_of, steps_of
 
 from odb_nodes import ODBDataLoader, PeerError, StateError, pop_step_info
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.monitor import Monitor, read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")

@@ -3,11 +3,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from in_process import InProcessHub
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.tools.estimate import estimate_epoch, table_of_loader
-from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 
 LENGTHS = lognormal_lengths(900, cv=1.0, mean_tokens=90, longest_tokens=700)

@@ -1,13 +1,12 @@
 """What is read of the states of real loaders."""
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from aligned_ranks import on_ranks
 
 from odb_nodes import Checkpoints, Mixing, ODBDataLoader, StateError, save_state
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 from odb_nodes.tools.inspection import differences, inspect_state, misfits, read_inspections
 
 DATASET = [{"input_ids": [1] * (n % 50 + 1)} for n in range(400)]
@@ -16,19 +15,18 @@ OPTIONS = {"token_budget": 300, "window": 20, "seed": 0}
 
 def states(world_size, steps, dataset=DATASET, **options):
     """The state of each rank after some steps."""
-    hub = InProcessHub(world_size, 20)
 
-    def run(rank):
-        given = {**OPTIONS, "round_size": 8, "process_group": hub.exchange(rank), **options}
+    def run(exchange):
+        given = {**OPTIONS, "round_size": 8, "process_group": exchange, **options}
         loader = ODBDataLoader(dataset, **given)
         batches = iter(loader)
         for _ in range(steps):
             next(batches, None)
         return loader.state_dict()
 
-    with ThreadPoolExecutor(world_size) as pool, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of so small a pool
-        return [*pool.map(run, range(world_size))]
+        return on_ranks(world_size, run)
 
 
 def test_a_state_says_where_it_stands():

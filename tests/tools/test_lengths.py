@@ -14,8 +14,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.tools.length_table import LengthTable
-from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.lengths import LengthTable, observe_lengths
 
 DATASET = [{"input_ids": [1] * (n % 40 + 1), "labels": [-100] * (n % 40) + [1]} for n in range(300)]
 

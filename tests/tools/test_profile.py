@@ -7,10 +7,9 @@ import pytest
 
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.tools.baselines import Baselines
-from odb_nodes.tools.length_table import LengthTable
+from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile
-from odb_nodes.tools.simulate import lognormal_lengths
-from odb_nodes.tools.table_epoch import TableEpoch
+from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
 

@@ -37,13 +37,17 @@ def test_it_adds_up_what_steps_have_had_and_goes_on_from_a_checkpoint():
 
 
 def test_its_table_shows_shares_beside_weights():
-    head, long, short = reported(infos()).table({"short": 3, "long": 1}).splitlines()
-    assert head.split() == ["source", "samples", "share", "tokens", "share", "weight"]
-    assert long.split() == ["long", "10", "25.00%", "80", "57.14%", "25.00%"]
-    assert short.split() == ["short", "30", "75.00%", "60", "42.86%", "75.00%"]
-    assert str(SourceReport()).split() == head.split()[:-1]
-    line = SourceReport().table({"short": 3, "long": 1}).splitlines()[1]  # has had nothing yet
-    assert line.split() == ["long", "0", "0.00%", "0", "0.00%", "25.00%"]
+    def cells(report, weights):
+        lines = report.table(weights).splitlines()
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+    head, _, long, short = cells(reported(infos()), {"short": 3, "long": 1})
+    assert head == ["source", "samples", "of samples", "tokens", "of tokens", "weight"]
+    assert long == ["long", "10", "25.00%", "80", "57.14%", "25.00%"]
+    assert short == ["short", "30", "75.00%", "60", "42.86%", "75.00%"]
+    assert str(SourceReport()) == "no samples of any source so far"
+    (*_, line, _) = cells(SourceReport(), {"short": 3, "long": 1})  # has had nothing yet
+    assert line == ["long", "0", "0.00%", "0", "0.00%", "25.00%"]
 
 
 REFUSALS = [

@@ -30,7 +30,7 @@ from odb_nodes import (
     save_rank_state,
 )
 from odb_nodes.alignment.exchange.base import LocalExchange
-from odb_nodes.tools import steps as tool
+from odb_nodes.cli import main
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")
@@ -211,6 +211,25 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
             remake(packed, given, **options)
 
 
+@pytest.mark.parametrize("out", [8, 10])  # between two steps, and within one
+def test_the_step_of_all_virtual_ranks_is_made_again(out):
+    def make_loader(group):
+        data = [{"input_ids": [n] * (n % 30 + 1)} for n in range(400)]
+        options = {"token_budget": 64, "window": 8, "accumulate": 2, "process_group": group}
+        return ODBDataLoader(data, virtual_ranks=4, **options)
+
+    batches = iter(loader := make_loader(LocalExchange()))
+    [next(batches) for _ in range(out)]
+    state = loader.state_dict()
+    again = make_loader(LocalExchange())
+    again.load_state_dict(state)
+    expected = [next(one) for one in [iter(again)] for _ in range(4 - out % 4)]
+    remade = remake_from_checkpoint(make_loader, [state])
+    assert [one.rank for one in remade] == [0, 1, 2, 3]
+    for one, batch in zip(remade[out % 4 :], expected, strict=True):
+        check(one, pop_step_info(batch), batch)
+
+
 def test_of_a_graph_without_an_aligner_too(tmp_path):
     def make_loader(group):
         node = LengthObserver(ParallelProcessor(ShardedSampler(90), augmented))
@@ -228,8 +247,9 @@ def test_a_step_of_a_run_without_an_end_is_made_again_by_the_command(tmp_path, c
     monkeypatch.setitem(sys.modules, "jobs_here", sys.modules[__name__])
     ranks = on_ranks(2, recorded(padded, tmp_path, steps=14))
     out, step = tmp_path / "step.pt", 11
-    arguments = ["jobs_here:padded", "--ledger", str(tmp_path), "--step", str(step)]
-    assert tool.main([*arguments, "--out", str(out)]) == 0
+    arguments = ["step", "jobs_here:padded", "--ledger", str(tmp_path), "--step", str(step)]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--out", str(out)])
     printed = capsys.readouterr().out
     for rank, again in enumerate(load_state(out)):
         info, batch, _ = ranks[rank][0, step]

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from in_process import InProcessHub
 
 from odb_nodes import PeerError, StateError
 from odb_nodes.alignment.exchange import Channel, Interrupted
 from odb_nodes.alignment.exchange.channel import _ROUND as ROUND
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 CONFIG = {"epoch": 0, "step": 0, "RankAligner": {"seed": 0}}
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 from aligned_ranks import on_ranks
+from in_process import InProcessHub
 from rank_jobs import epochs_of, free_port, loader_over, make_dataloader, samples_of
 from torchdata.nodes import Mapper
 from worker_functions import Program, Texts
 
 from odb_nodes import LengthObserver, Loader, RankAligner, ShardedSampler, WindowBucketer
-from odb_nodes.alignment.exchange.in_process import InProcessHub
 
 SIZE = 101  # so that one of two ranks has more than the other
 

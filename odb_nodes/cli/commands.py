@@ -1,0 +1,240 @@
+"""The commands of `odb-nodes`: each calls a function of `tools`, or of another room, and prints.
+
+What needs torch is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odb_nodes._core.text import counted
+from odb_nodes.cli.data import BUDGET_TOKENS, Data, UsageError, check_outputs
+from odb_nodes.errors import StateError
+from odb_nodes.planning import SimulationOptions
+from odb_nodes.planning.auto_window import shown
+from odb_nodes.tools.command_line import check_is_writable, file_of, load_function
+
+if TYPE_CHECKING:
+    from odb_nodes.planning import TokenBudget
+    from odb_nodes.tools.lengths import LengthTable
+
+__all__ = ["BUDGET_TOKENS", "UsageError"]
+
+_AUDIT_CODES = {"damaged": 1, "open": 3}
+_GIB = 2**30
+_KEPT = ("max_samples", "pad_to_multiple_of", "layout", "oversize", "shapes", "row_sizes")
+"""Fields of a budget that no model of memory decides."""
+_REPORT_READS = ("*.jsonl", "*.bin")  # of a folder, where a page may well be put, and replaced
+
+
+def audit(args: Namespace) -> int:
+    """Audit a ledger: which samples have no fate, or several.
+
+    Exits with 1 where there is a problem, and with 3 where an epoch is partial and no end of the
+    run is recorded.
+    """
+    sizes: dict[str, int] = {}
+    for text in args.size or ():
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal():
+            raise UsageError(f"--size must be a number, or source=number, but is {text!r}")
+        sizes[name] = int(number)
+    from odb_nodes.ledger import audit as audit_ledger
+
+    found = audit_ledger(args.folder, sizes[""] if [*sizes] == [""] else sizes or None)
+    print(found)
+    for epoch in found.epochs if args.steps is not None else ():
+        which = f"first {counted(args.steps, 'step')}"
+        if args.steps > epoch.steps:
+            which = f"all {counted(epoch.steps, 'step')}, of {args.steps:,} asked for"
+        digest = epoch.digest_of_first(args.steps)
+        print(f"epoch {epoch.epoch}, {which}: digest {digest}")
+    return 0 if found.ok else _AUDIT_CODES[found.state]
+
+
+def inspect(args: Namespace) -> int:
+    """Show what a saved state says. Exits with 1 where ranks do not fit, or states differ."""
+    from odb_nodes.tools.inspection import differences, misfits, read_inspections
+
+    name, ranks = read_inspections(args.state)
+    if args.diff is not None:
+        other, others = read_inspections(args.diff)
+        if len(others) != len(ranks):
+            raise ValueError(f"`{name}` has {len(ranks)} ranks, but `{other}` has {len(others)}.")
+        found = [
+            f"rank {number}: {line}" if len(ranks) > 1 else line
+            for number, (one, two) in enumerate(zip(ranks, others, strict=True))
+            for line in differences(one, two)
+        ]
+        print(*(found or [f"`{name}` and `{other}` are the same."]), sep="\n")
+        return int(bool(found))
+    if args.rank >= len(ranks):
+        raise ValueError(f"--rank must be below {len(ranks)}, the ranks of `{name}`.")
+    problems = misfits(ranks)
+    many = "" if len(ranks) == 1 else f", rank {args.rank} of {len(ranks)}"
+    print(f"{name}{many}\n{ranks[args.rank]}")
+    if len(ranks) > 1:
+        print(*(problems or [f"the states of all {len(ranks)} ranks fit together."]), sep="\n")
+    return int(bool(problems))
+
+
+def profile(args: Namespace) -> None:
+    """Show the lengths of a dataset, and compare ways to make batches of it."""
+    data = Data(args, ["json", "html"])
+    budget, job = data.budget(args.budget), data.job()
+    window = job.pop("window")
+    from odb_nodes.tools.profile import profile as make_profile
+
+    made = make_profile(
+        data.table(),
+        budget=budget,
+        world_sizes=args.ranks or [data.ranks],
+        windows=args.window or [window],
+        batch_size=args.batch_size,
+        weights=data.weights(),
+        **job,
+    )
+    print(made)
+    for path, text in ((args.json, made.to_json), (args.html, made.to_html)):
+        if path is not None:
+            path.write_text(text())
+
+
+def report(args: Namespace) -> None:
+    """Report on training runs, also while they go on: a table, a page, CSV, JSON."""
+    read = [file for one in args.folders for end in _REPORT_READS for file in Path(one).glob(end)]
+    check_outputs(args, ["html", "csv", "json"], read)
+    from odb_nodes.monitor import report as make_report
+
+    print(make_report(args.folders, html=args.html, csv=args.csv, json=args.json))
+
+
+def reshard(args: Namespace) -> None:
+    """Make the states of a checkpoint those of another number of ranks."""
+    from odb_nodes.tools.reshard import reshard_folder
+
+    files = reshard_folder(args.folder, args.ranks, args.out)
+    print(f"{len(files)} states are in {args.out}: {files[0].name} and so on.")
+
+
+def simulate(args: Namespace) -> None:
+    """Plan the first epoch on any number of ranks, without a model or a GPU."""
+    drawn_to = [] if args.timeline == "-" else ["timeline"]
+    data = Data(args, drawn_to, table=None if args.cv is None else _lognormal(args))
+    budget, options, weights = data.budget(args.budget), data.job(), data.weights()
+    windows = args.window or [options.pop("window")]
+    options.pop("window", None)
+    jobs = [
+        SimulationOptions(world_size=world_size, budget=budget, window=window, **options)
+        for world_size, window in product(args.ranks or [data.ranks], windows)
+    ]
+    from odb_nodes._core.text import markdown_table
+    from odb_nodes.tools.simulate import TableEpoch
+    from odb_nodes.tools.timeline import Timeline
+
+    table = data.table()
+    print(table)
+    shuffle = data.shuffles if args.shuffle is None else args.shuffle
+    epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
+    rows: list[dict[str, str]] = []
+    for job in jobs:
+        run = {"ranks": str(job.world_size), "window": shown(job.window, epoch.window(job))}
+        rows.append(run | epoch.report(job).as_row())
+    print(markdown_table(rows))
+    if args.timeline is not None:
+        drawn = Timeline.of(epoch.steps(job), budget, epoch.window(job))
+        if args.timeline == "-":
+            print(f"\n{drawn}")
+        else:
+            Path(args.timeline).write_text(drawn.to_svg())
+
+
+def _lognormal(args: Namespace) -> LengthTable:
+    if Data.reads_data(args) or args.data is not None or args.lengths is not None:
+        raise ValueError(
+            "--cv makes lengths in place of data: leave out the data, --lengths, --tokenizer, "
+            "--field, --workers and --save-lengths."
+        )
+    from odb_nodes.tools.lengths import LengthTable
+    from odb_nodes.tools.simulate import lognormal_lengths
+
+    lengths = lognormal_lengths(args.samples or 40_000, cv=args.cv, seed=args.seed or 0)
+    return LengthTable.of(lengths, distribution=f"lognormal, CV {args.cv}")
+
+
+def step(args: Namespace) -> None:
+    """Make a step of a run again, of all its ranks: its samples, and its batches."""
+    if (args.ledger is None) == (args.checkpoint is None):
+        raise UsageError("pass either --ledger or --checkpoint")
+    if args.ledger and args.step is None:
+        raise UsageError("--ledger needs --step")
+    check_outputs(args, ["out"], [args.ledger or args.checkpoint])
+    function = load_function(args.make_loader, "process_group")
+    from odb_nodes.loader import Loader
+    from odb_nodes.tools.lengths import files_read
+    from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
+
+    def make_loader(process_group: Any) -> Any:
+        loader = function(process_group)
+        if args.out and isinstance(loader, Loader):
+            inputs = [file_of(args.make_loader), *files_read(loader.root)]
+            check_is_writable(args.out, filter(None, inputs), force=args.force)
+        return loader
+
+    if args.checkpoint:
+        remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
+    else:
+        remade = remake_from_ledger(make_loader, args.ledger, epoch=args.epoch, step=args.step)
+    print(*remade, sep="\n")
+    if args.out:
+        import torch
+
+        torch.save([one.as_dict() for one in remade], args.out)
+
+
+def tune(args: Namespace) -> None:
+    """Propose budget, window, accumulation and rounds for a dataset, with code to paste."""
+    if (args.memory_model is None) != (args.memory_gib is None) or (
+        args.memory_model and args.limit
+    ):
+        raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
+    data = Data(args, inputs=[args.memory_model, args.log])
+    job, of_loader = data.job(), data.loader_budget
+    world_size, accumulate = args.ranks or data.ranks, job.pop("accumulate")
+    tokens_per_step = args.tokens_per_step
+    if tokens_per_step is None and of_loader is not None:
+        tokens_per_step = of_loader.tokens * accumulate * world_size
+    limit = of_loader if args.limit is None else data.budget(args.limit)
+    if args.memory_model is not None:
+        limit = _budget_of_model(args.memory_model, args.memory_gib, of_loader)
+    from odb_nodes.tools.tune import tune as choose
+
+    try:
+        tuned = choose(
+            data.table(),
+            world_size=world_size,
+            tokens_per_step=tokens_per_step,
+            limit=limit,
+            log=args.log,
+            weights=data.weights(),
+            **job,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--log `{args.log}` is no text: pass the folder of a monitor, or lines of JSON."
+        ) from error
+    print(tuned, end="")
+
+
+def _budget_of_model(path: Path, gib: float, of_loader: TokenBudget | None) -> TokenBudget:
+    from odb_nodes.memory import MemoryModel
+
+    kept = {name: getattr(of_loader, name) for name in _KEPT} if of_loader else {}
+    try:
+        model = MemoryModel.from_json(path.read_text(errors="replace"))
+    except StateError as error:
+        raise StateError(f"--memory-model `{path}`: {error}") from error
+    return model.budget(int(gib * _GIB), **kept)

@@ -1,1 +1,0 @@
-"""The commands of `odb-nodes`, one to a module."""

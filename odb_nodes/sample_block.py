@@ -213,7 +213,7 @@ class SampleBlock(Sequence[Sample]):
     @property
     def is_made(self) -> bool:
         """Whether somebody has asked for the samples, and may have changed what they hold."""
-        return self._samples is not None
+        return bool(self._samples)  # `NO_SAMPLES` is shared
 
     def alone(self) -> SampleBlock:
         """Return these samples without the data of others, where what holds both can be cut."""

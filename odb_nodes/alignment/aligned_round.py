@@ -209,10 +209,10 @@ class HeldSamples:
     @classmethod
     def of(cls, groups: Sequence[SampleBlock], *, as_records: bool) -> HeldSamples:
         """Return the samples of groups."""
-        samples = SampleBlock.joined(groups)
+        sizes = [*map(len, groups)]
         if as_records:  # A state that is kept shall not keep their data.
-            samples = SampleBlock(with_digests(samples).facts, {})
-        return cls([*map(len, groups)], samples, as_records=as_records)
+            groups = [SampleBlock(with_digests(group).facts, {}) for group in groups]
+        return cls(sizes, SampleBlock.joined(groups), as_records=as_records)
 
     def after(self, groups: int) -> HeldSamples:
         """Return those without the first groups."""

@@ -188,11 +188,11 @@ def step(args: Namespace) -> None:
         remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
     else:
         remade = remake_from_ledger(make_loader, args.ledger, epoch=args.epoch, step=args.step)
-    print(*remade, sep="\n")
-    if args.out:
+    if args.out:  # before what may end at a closed pipe
         import torch
 
         torch.save([one.as_dict() for one in remade], args.out)
+    print(*remade, sep="\n")
 
 
 def tune(args: Namespace) -> None:

@@ -302,6 +302,11 @@ def row_of(key: str, value: Any) -> Any:
             f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
             "in processing, or pass a `collate_fn` of your own."
         )
+    if row.dtype == np.uint64 and (too_large := row[row >= _INT64]).size:
+        raise SampleError(
+            f"`{key}` must hold integers of 64 bits with their sign, but has {too_large[0]}. Map "
+            "such numbers to smaller ones in processing."
+        )
     return row
 
 

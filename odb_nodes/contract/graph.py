@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -10,31 +9,8 @@ from torchdata.nodes import BaseNode
 from odb_nodes._compat import torchdata
 from odb_nodes._compat.torchdata import length_of as length_of
 from odb_nodes.contract.node import call_member
+from odb_nodes.contract.node import walk as walk
 from odb_nodes.planning import TokenBudget
-
-_MOST_SOURCES = 4096  # that a node holds in one list or dict
-
-
-def walk(root: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
-    """Yield the nodes of a graph, each once and before its sources."""
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        sources: list[BaseNode[Any]] = []
-        for value in list(vars(node).values()):
-            # Plain containers only: another mapping or sequence may be a dataset, and slow.
-            is_plain = type(value) in (dict, list, tuple)
-            if is_plain and len(value) > _MOST_SOURCES:  # It holds data.
-                continue
-            held = value.values() if type(value) is dict else value
-            inner = held if is_plain else (value,)
-            sources += [item for item in inner if isinstance(item, BaseNode)]
-        waiting += reversed(sources)
 
 
 def has_threads(root: BaseNode[Any]) -> bool:

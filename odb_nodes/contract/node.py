@@ -291,6 +291,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         self.__is_reset, self.__envelope = False, None
         try:
             self.prepare_reset()
+            self.__check_declares_sources()
             if initial_state is None:
                 if self._epochs is not None:
                     self._epochs.advance()
@@ -305,6 +306,26 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             self.__fail(error)
             raise
         self.__failure, self.__is_reset = None, True
+
+    def __check_declares_sources(self) -> None:
+        """Raise a `TypeError` where the state has no field for a source that the node holds."""
+        by_name, declared = _held_by(self), {name for name, _ in self.__sources}
+        held = [node for nodes in by_name.values() for node in nodes]
+        below = {id(one) for node in held for one in [*walk(node)][1:]}  # what is a source's own
+        known = {id(node) for name in declared for node in by_name.get(name, ())} | below
+        names = {
+            name for name, nodes in by_name.items() if any(id(one) not in known for one in nodes)
+        }
+        if type(self).save is not StatefulNode.save:  # It may name them otherwise.
+            several = any(several for _, several in self.__sources)
+            own = {id(node) for node in held} - below
+            names = set() if several or len(declared) >= len(own) else names
+        if names:
+            raise TypeError(
+                f"`STATE` of `{type(self).__name__}` must have a field for the state of each "
+                f"source, but lacks one for {sorted(names)}: a resume would repeat or lose its "
+                "items. Declare it, as `source: SourceState` (a dict of sources as `SourceStates`)."
+            )
 
     def get_state(self) -> dict[str, Any]:
         """Return where the node stands. The caller owns the result.
@@ -408,6 +429,37 @@ class EpochNode(StatefulNode[T, S]):
 
 
 # --- any node, also one of torchdata --------------------------------------------------------------
+
+
+_MOST_SOURCES = 4096  # that a node holds in one list or dict
+
+
+def walk(root: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
+    """Yield the nodes of a graph, each once and before its sources."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        waiting += reversed([one for ones in _held_by(node).values() for one in ones])
+
+
+def _held_by(node: BaseNode[Any]) -> dict[str, list[BaseNode[Any]]]:
+    """Return the nodes that a node holds, by attribute: itself, or in a list, tuple or dict."""
+    found = {}
+    for name, value in list(vars(node).items()):
+        # Plain containers only: another mapping or sequence may be a dataset, and slow.
+        is_plain = type(value) in (dict, list, tuple)
+        if is_plain and len(value) > _MOST_SOURCES:  # It holds data.
+            continue
+        held = value.values() if type(value) is dict else value
+        inner = held if is_plain else (value,)
+        if nodes := [item for item in inner if isinstance(item, BaseNode)]:
+            found[name] = nodes
+    return found
 
 
 def check_node(name: str, value: Any) -> None:

@@ -105,7 +105,8 @@ class ODBDataLoader(Loader[Any]):
             samples are large. See docs/performance.md.
         sampler: iterable of indices into a map-style dataset, in place of `shuffle`. It must yield
             the same order when it is iterated again.
-        pin_memory: whether to pin batches, for faster copies to the accelerator.
+        pin_memory: whether batches are in pinned memory, for faster copies to the accelerator.
+            Without CUDA it has no effect.
         process_group: the ranks that share the data; see `RankAligner`. Default: all of the job.
         sharded: whether `dataset` or `sampler` yields the samples of this rank alone, so that they
             are not split over the ranks here.

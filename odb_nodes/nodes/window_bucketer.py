@@ -549,7 +549,8 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         if not isinstance(sample, (Sample, Skipped)):
             raise SampleError(
                 f"`source` of {self._name} must yield `Sample`, but `{type(self.source).__name__}` "
-                f"yielded `{type(sample).__name__}` instead. Put a `LengthObserver` before it."
+                f"yielded `{type(sample).__name__}` instead. Put a `LengthObserver` below it, and "
+                "let no node after that yield anything else."
             )
         if self._has_tasks:
             check_has_task(sample)

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from odb_nodes import EpochNode, IterableSource, LengthObserver
-from odb_nodes.contract import EpochState, SourceStates, copy_state, snapshot
+from odb_nodes.contract import (
+    EpochState,
+    NodeState,
+    SourceState,
+    SourceStates,
+    StatefulNode,
+    copy_state,
+    snapshot,
+)
 from odb_nodes.testing import assert_resumes_exactly
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-nodes.md"
@@ -112,6 +120,38 @@ def test_the_node_of_the_page_begins_each_epoch_with_its_defaults():
     assert node.dropped_samples > 0
 
 
+@dataclass(kw_only=True)
+class OneOfTwoState(NodeState):
+    first: SourceState
+
+
+class OneOfTwo(StatefulNode):
+    """Declares one of the two sources that it holds, and knows a node below the other."""
+
+    STATE = OneOfTwoState
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, (second,)
+        self.below = second.source
+
+    def next(self):
+        return next(self.first), next(self.second[0])
+
+
+class SavesOneOfTwo(OneOfTwo):
+    def save(self):
+        return OneOfTwoState(first=snapshot(self.first))
+
+
+@pytest.mark.parametrize("kind", [OneOfTwo, SavesOneOfTwo])
+def test_a_source_that_the_state_leaves_out_is_an_error_that_names_it(kind):
+    first, second = (LengthObserver(IterableSource([5, 6], 0, 1), int) for _ in range(2))
+    with pytest.raises(TypeError, match="lacks one for .*'second'"):
+        kind(first, second).reset()
+    assert next(kind(first, first))  # one node, by two names
+
+
 def with_extra(node):
     node.late = 1
     return node
@@ -120,7 +160,8 @@ def with_extra(node):
 BOTH = NODE + EXPLICIT
 DEFAULT = "dropped_samples: int = 0", "dropped_samples: int"
 MISTAKES = {  # what replaces a piece of the node -> the error, when it is made or asked for a state
-    "another STATE": (("    STATE = FilterState\n", ""), "must return its `STATE`.*`NodeState`"),
+    "another STATE": (("    STATE = FilterState\n", ""), r"lacks one for \['source'\]"),
+    "no source": (("    source: SourceState\n", ""), r"lacks one for \['source'\]"),
     "no STATE": (("    STATE = FilterState\n", ""), "must define `begin_epoch`, or declare as `ST"),
     "no default": (DEFAULT, "`dropped_samples` of `FilterState` must have a default"),
     "nothing saved": (("return FilterState(", "FilterState("), "but returned None"),
@@ -136,7 +177,7 @@ MISTAKES = {  # what replaces a piece of the node -> the error, when it is made 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_node_of_ones_own_is_named_before_a_state_is_out(mistake):
     (before, after), message = MISTAKES[mistake]
-    code = (NODE if mistake in ("no STATE", "no default") else BOTH).replace(before, after)
+    code = (NODE if mistake in ("no STATE", "no default", "no source") else BOTH).replace(before, after)
     if mistake == "an attribute":
         code = code.replace("dropped_samples=self.dropped_samples)", "dropped_samples=1))")
     assert code not in (NODE, BOTH)

@@ -17,7 +17,7 @@ FORCED_AGE_WINDOWS = 4
 """From this age on, in windows, the oldest sample alone is the anchor."""
 MAX_AGE_WINDOWS = 5
 """No pooled sample gets older than this, in windows."""
-REFILLS = 8
+REFILLS = 32
 """Parts of a window: a pool is filled once, and then takes in samples by a part at a time."""
 LEAST_REFILLED = 512
 """A smaller window takes in what fits before each group: with fewer to choose from, groups are

@@ -177,7 +177,8 @@ MISTAKES = {  # what replaces a piece of the node -> the error, when it is made 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_node_of_ones_own_is_named_before_a_state_is_out(mistake):
     (before, after), message = MISTAKES[mistake]
-    code = (NODE if mistake in ("no STATE", "no default", "no source") else BOTH).replace(before, after)
+    is_declared = mistake in ("no STATE", "no default", "no source")
+    code = (NODE if is_declared else BOTH).replace(before, after)
     if mistake == "an attribute":
         code = code.replace("dropped_samples=self.dropped_samples)", "dropped_samples=1))")
     assert code not in (NODE, BOTH)

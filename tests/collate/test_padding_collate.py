@@ -78,6 +78,16 @@ def test_a_gradient_and_a_dtype_are_not_lost_on_the_way():
     assert prepared["labels"].dtype == np.float32 and prepared["labels"].tolist() == [0.5, -1.0]
 
 
+@pytest.mark.parametrize("key", ["input_ids", "labels"])
+@pytest.mark.parametrize("number", [2**63, 2**64 - 100])
+def test_a_number_that_a_tensor_cannot_hold_is_refused(key, number):
+    fits = {"input_ids": np.array([1, 2], np.uint64), "labels": [3, 4]}
+    assert PaddingCollate()([fits])["input_ids"].tolist() == [[1, 2]]
+    for row in ([number, number], np.array([1, number], np.uint64)):
+        with pytest.raises(SampleError, match=f"`{key}` must hold integers .* {number}"):
+            PaddingCollate()([fits, {**fits, key: row}])
+
+
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_rows_of_unlike_lengths_are_refused(kind):
     sample = {"input_ids": kind([1, 2]), "labels": kind([1, 2, 3])}

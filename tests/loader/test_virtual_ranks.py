@@ -22,6 +22,7 @@ from odb_nodes import (
     PaddingCollate,
     ParallelProcessor,
     RankAligner,
+    SampleError,
     ShardedSampler,
     StateError,
     TokenBudget,
@@ -131,10 +132,35 @@ def test_virtual_ranks_share_workers_and_what_is_in_flight():
         assert sum(getattr(share, name) for share in shares) == getattr(workers, name)
 
 
-def failing(index):
+def failing(index, error=OSError):
     if index == 77:
-        raise OSError("disk")
+        raise error("disk")
     return {"input_ids": [1] * (index % 9 + 2)}
+
+
+def interrupted(index):
+    return failing(index, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    ("process_fn", "error", "options"),
+    [
+        (failing, SampleError, {}),
+        pytest.param(failing, SampleError, {"num_workers": 1}, marks=pytest.mark.slow),
+        (interrupted, KeyboardInterrupt, {}),
+    ],
+)
+def test_an_error_of_one_virtual_rank_is_raised_as_it_is(process_fn, error, options):
+    loader = make(None, virtual_ranks=4, process_fn=process_fn, exclude=None, **options)
+    start = time.monotonic()
+    with pytest.raises(error, match="disk"):
+        list(loader)
+    assert time.monotonic() - start < TIMEOUT_S
+    state = loader.state_dict()
+    again = make(None, virtual_ranks=4, process_fn=process_fn, exclude=None)
+    again.load_state_dict(state)
+    with pytest.raises(error, match="disk"):
+        list(again)
 
 
 def test_an_error_reaches_all_processes():

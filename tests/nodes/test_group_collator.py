@@ -18,6 +18,10 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
+from odb_nodes.collate.protocol import new_tensor
+from odb_nodes.nodes import group_collator
+from odb_nodes.processing.columns import DataColumns
+from odb_nodes.sample_block import SampleBlock
 
 ROWS = [[1, 2, 3], [4], [5, 6]]
 
@@ -216,3 +220,45 @@ def test_a_collate_function_may_change_the_dicts_it_gets():
     row = {"input_ids": [1], "images": ["a"]}
     node = GroupCollator(groups([row], [row]), lambda rows: {"images": rows[0].pop("images")})
     assert [batch["images"] for batch in Loader(node)] == [["a"], ["a"]]
+
+
+class Pinned:
+    """Stands for pinned memory, which only a machine with CUDA has: notes what is asked of it."""
+
+    def __init__(self):
+        self.made, self.pinned = [], []
+
+    def new(self, *of):
+        self.made.append(new_tensor(*of))
+        return self.made[-1]
+
+    def pin(self, batch):
+        self.pinned.append({**batch})
+        return batch
+
+
+def own_collate(samples):
+    return {"input_ids": torch.from_numpy(np.stack([sample["input_ids"] for sample in samples]))}
+
+
+@pytest.mark.parametrize("collate_fn", [None, own_collate])
+def test_a_batch_is_pinned_once_and_text_is_written_there_at_once(collate_fn, monkeypatch):
+    memory = Pinned()
+    monkeypatch.setattr(group_collator, "PinnedMemory", lambda: memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    data = [{"input_ids": np.array(row)} for row in ([1, 2], [3, 4])]
+    block = SampleBlock.of([Sample(one, 2, 1) for one in data], DataColumns.of(data))
+    node = GroupCollator(IterableWrapper([block, block]), collate_fn, pin_memory=True)
+    batches = [*node]
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2], [3, 4]]] * 2
+    assert [id(one["input_ids"]) for one in memory.pinned] == [
+        id(one["input_ids"]) for one in batches
+    ]
+    made = {id(one) for one in memory.made}
+    assert (id(batches[0]["input_ids"]) in made) == (collate_fn is None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_of_text_are_in_pinned_memory():
+    node = GroupCollator(groups([{"input_ids": [1, 2]}, {"input_ids": [3]}]), pin_memory=True)
+    assert all(one.is_pinned() for one in next(node).values() if isinstance(one, torch.Tensor))

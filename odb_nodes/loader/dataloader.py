@@ -128,7 +128,7 @@ class ODBDataLoader(Loader[Any]):
             once in an epoch.
         virtual_ranks: plan the steps for so many ranks, a multiple of those there are. A rank hosts
             as many as another, and takes their batches one after the other, as micro-steps: the
-            optimizer steps are the same on any number of ranks. See docs/elastic.md.
+            optimizer steps are the same on any number of ranks. See docs/resuming.md.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or

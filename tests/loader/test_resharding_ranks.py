@@ -1,4 +1,4 @@
-"""The run of docs/elastic.md, on real ranks that are killed: each sample is trained on once."""
+"""The run of docs/resuming.md, on real ranks that are killed: each sample is trained on once."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from rank_jobs import free_port
 from odb_nodes import audit
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
-PAGE = Path(__file__).parents[2] / "docs/elastic.md"
+PAGE = Path(__file__).parents[2] / "docs/resuming.md"
 SAMPLES = 6000
 
 

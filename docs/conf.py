@@ -1,7 +1,12 @@
-"""How Sphinx makes the site: `sphinx-build -W docs docs/_build/site`."""
+"""How Sphinx makes the site: `sphinx-build -W docs docs/_build/site`.
 
+`python docs/conf.py` writes the index of public names, `api.md`, from their docstrings.
+"""
+
+import importlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from odb_nodes import __version__
@@ -25,6 +30,45 @@ napoleon_use_ivar = True  # fields of dataclasses are described once
 
 napoleon_custom_sections = [("Class attributes", "params_style")]
 
+PUBLIC = {
+    "odb_nodes": "",
+    "odb_nodes.contract": "For [a node of your own](own-nodes.md).",
+    "odb_nodes.planning": "",
+    "odb_nodes.memory": "See [Memory](memory.md).",
+    "odb_nodes.monitor": "See [Monitoring](monitoring.md).",
+    "odb_nodes.tasks": "See [Several tasks](tasks.md).",
+    "odb_nodes.vision": "See [Images and text](vision.md). Extra: `vision`.",
+    "odb_nodes.testing": "",
+    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for what follows.",
+    "odb_nodes.tools.simulate": "",
+    "odb_nodes.tools.profile": "",
+    "odb_nodes.tools.baselines": "",
+    "odb_nodes.tools.tune": "",
+    "odb_nodes.tools.estimate": "",
+    "odb_nodes.tools.inspection": "",
+    "odb_nodes.tools.reshard": "",
+    "odb_nodes.tools.steps": "See [Make the step again](provenance.md#make-the-step-again).",
+    "odb_nodes.tools.source_report": "",
+    "odb_nodes.integrations.huggingface": "See [the Trainer](huggingface.md). Extra: `hf`.",
+    "odb_nodes.integrations.accelerate": "See [Accelerate](accelerate.md).",
+    "odb_nodes.integrations.lightning": "See [Lightning](lightning.md).",
+    "odb_nodes.integrations.llama_factory": "See [LLaMA-Factory](llama_factory.md).",
+    "odb_nodes.integrations.learning_rate": "",
+    "odb_nodes.integrations.step_estimate": "",
+}
+"""Modules whose `__all__` is public, and what their section of `api.md` begins with."""
+
+ONLY = {"odb_nodes.planning": ["plan_epoch"]}
+"""Of a module that also serves the package, the names that are public."""
+
+ALIASES = {
+    "Record": "One record of a run: a dict of plain values.",
+    "SourceState": "The type of a state's field that holds the state of a source.",
+    "SourceStates": "The type of a state's field that holds the states of several sources by name.",
+    "STRATEGIES": "The names of the ways to make batches that `Baselines` compares.",
+}
+"""Public names that have no docstring of their own."""
+
 _SECTION = re.compile(r"[A-Z][a-z ]+:$")
 
 
@@ -41,14 +85,66 @@ def with_code_blocks(lines: list[str]) -> Iterator[str]:
         yield line
 
 
+def public_names(module: str) -> list[str]:
+    """Return the public names of a module, in the order of the alphabet."""
+    names = ONLY.get(module, importlib.import_module(module).__all__)
+    return [name for name in sorted(names, key=str.lower) if not name.startswith("_")]
+
+
+def api_page() -> str:
+    """Return `api.md`: each public name with the first sentence of its docstring."""
+    lines = [
+        "# API reference",
+        "",
+        "The public names; other names may change without notice. Their docstrings, with signatures,",
+        "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
+        "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
+        "",
+    ]
+    for module, text in PUBLIC.items():
+        lines += [
+            f"## `{module}`",
+            "",
+            *([text, ""] if text else []),
+            "| name | |",
+            "| --- | --- |",
+        ]
+        for name in public_names(module):
+            value = getattr(importlib.import_module(module), name)
+            first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
+            lines.append(f"| `{name}` | {' '.join(first.split())} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def reference_page() -> str:
+    """Return the page that has the docstrings of all public names."""
+    lines, seen = ["# Reference", ""], set()
+    for module in PUBLIC:
+        values = {
+            one: getattr(importlib.import_module(module), one) for one in public_names(module)
+        }
+        members = ", ".join(name for name, value in values.items() if id(value) not in seen)
+        seen |= {id(value) for value in values.values()}
+        lines += [f"## `{module}`", "", "```{eval-rst}", f".. automodule:: {module}"]
+        lines += [f"   :members: {members}", "   :show-inheritance:", "```", ""]
+    return "\n".join(lines)
+
+
 def setup(app: Any) -> None:
     """Read docstrings as they are written."""
 
     def of_docstring(_app: Any, _kind: str, _name: str, _object: Any, _options: Any, lines: Any):
         lines[:] = with_code_blocks(lines)
 
-    def of_page(_app: Any, _name: str, text: list[str]) -> None:
+    def of_page(_app: Any, name: str, text: list[str]) -> None:
         text[0] = text[0].replace("(../CHANGELOG.md)", "(changelog.md)")
+        if name == "reference":
+            text[0] = reference_page()
 
     app.connect("autodoc-process-docstring", of_docstring, priority=400)  # before napoleon
     app.connect("source-read", of_page)
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("api.md").write_text(api_page())

@@ -62,6 +62,7 @@ ONLY = {"odb_nodes.planning": ["plan_epoch"]}
 """Of a module that also serves the package, the names that are public."""
 
 ALIASES = {
+    "Strategy": "The type of a name in `STRATEGIES`.",
     "Record": "One record of a run: a dict of plain values.",
     "SourceState": "The type of a state's field that holds the state of a source.",
     "SourceStates": "The type of a state's field that holds the states of several sources by name.",
@@ -96,7 +97,7 @@ def api_page() -> str:
     lines = [
         "# API reference",
         "",
-        "The public names; other names may change without notice. Their docstrings, with signatures,",
+        "The public names; others may change without notice. Their docstrings, with signatures,",
         "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
         "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
         "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -21,13 +21,6 @@ from odb_nodes._compat.accelerate import deepspeed_config, unwrap_model
 from odb_nodes.errors import StateError
 
 # --- the loop -------------------------------------------------------------------------------------
-
-
-def has_length(dataset: Any) -> bool:
-    """Return whether a `Trainer` takes a dataset for one with a length."""
-    from transformers.trainer_utils import has_length
-
-    return bool(has_length(dataset))
 
 
 @contextmanager
@@ -84,7 +77,7 @@ def begin_alone(trainer: Any) -> None:
     """
     args, model = trainer.args, trainer.model
     if args.fp16_full_eval or args.bf16_full_eval:
-        trainer._move_model_to_device(model, args.device)
+        model.to(args.device)
     trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
     name = "activation_checkpointing"
     if not hasattr(args, name):
@@ -131,14 +124,6 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     control.should_save |= last.should_save and not done.should_save
 
 
-def prepend_callback(trainer: Any, callback: Any) -> None:
-    """Add a callback that is called before all others; `add_callback` appends.
-
-    Relies on `Trainer.callback_handler.callbacks`, a list that events go through in order.
-    """
-    trainer.callback_handler.callbacks.insert(0, callback)
-
-
 def checkpoint_folder(args: Any, state: Any) -> Path:
     """Return the folder of the checkpoint that is written when `on_save` is called.
 
@@ -149,41 +134,21 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
-def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None:
-    """Correct the speed in the last log of a run, which assumes batches of one size.
-
-    Relies on the names that `Trainer._finalize_training` logs by `speed_metrics`.
-    """
-    if "train_samples_per_second" in logs:
-        per_second = samples / max(logs["train_runtime"], 1e-9)
-        logs["train_samples_per_second"] = round(per_second, 3)
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def loading_whole(trainer: Any, checkpoint: str) -> Iterator[None]:
-    """Load, within this context, also what a `Trainer` would leave out of a checkpoint.
+def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
+    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it.
 
     A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
     do where `save_pretrained` writes weights by other names, or in other parts, than the model has
-    them: those of mixtures of experts, of ViT, of Qwen2-VL. `from_pretrained` puts these together.
-    Relies on the result of `load_state_dict` being given to `Trainer._issue_warnings_after_load`.
-    With FSDP, DeepSpeed and adapters of peft it is not: their keys are those of the model.
+    them: those of mixtures of experts, of ViT, of Qwen2-VL. Relies on the result being given to
+    `Trainer._issue_warnings_after_load`; with FSDP, DeepSpeed and adapters of peft it is not: their
+    keys are those of the model.
     """
-    trainer._issue_warnings_after_load = partial(_load_rest, trainer, checkpoint)
-    try:
-        yield
-    finally:
-        del trainer._issue_warnings_after_load
-
-
-def _load_rest(trainer: Any, checkpoint: str, loaded: Any) -> None:
-    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it."""
     from transformers import PreTrainedModel
 
-    model = unwrap_model(trainer.model)
+    model = unwrap_model(model)
     missing = _not_loaded(model, loaded.missing_keys)
     if not missing and not loaded.unexpected_keys:
         return
@@ -376,14 +341,6 @@ def ctc_reduction(trainer: Any) -> str | None:
     if not is_ctc or trainer.compute_loss_func is not None:
         return None
     return getattr(getattr(model, "config", None), "ctc_loss_reduction", None)
-
-
-def label_names(trainer: Any) -> list[str]:
-    """Return the keys of a batch that hold labels; those of the model unless arguments say others.
-
-    Relies on `Trainer.label_names`.
-    """
-    return list(trainer.label_names or ())
 
 
 def takes_num_items(trainer: Any) -> bool:

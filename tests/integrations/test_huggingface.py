@@ -35,7 +35,7 @@ from odb_nodes.integrations.huggingface import (
     ODBTrainerMixin,
     configure_trainer,
 )
-from odb_nodes.integrations.huggingface.checks import check_trainer
+from odb_nodes.integrations.huggingface.config import check_trainer
 from odb_nodes.monitor import Monitor, read_run
 
 SIZE = 40
@@ -680,33 +680,28 @@ def test_each_field_of_the_config_is_checked():
 
 
 @pytest.mark.slow
-def test_two_ranks_probe_the_same_micro_step_and_weigh_by_what_the_loss_is(tmp_path):
+def test_two_ranks_check_a_loss_together_and_weigh_it(tmp_path):
     body = """
-        from odb_nodes.integrations.huggingface import weighing as w
-        found, steps, find, probe = [], [], w.LossWeigher._find_normalizer, w.find_normalizer
+        from odb_nodes.integrations.huggingface import loss
+        kinds, check = [], loss.LossWeigher._check
 
-        def find_noting(self, batches, of_ranks):
-            steps.append(batches)
-            find(self, batches, of_ranks)
+        def noting(self, *given):
+            check(self, *given)
+            kinds.append(self._kind)
 
-        def probe_noting(loss_of, batch, **options):
-            found.append([one is batch for one in steps[-1]].index(True))
-            return probe(loss_of, batch, **options)
-
-        w.LossWeigher._find_normalizer, w.find_normalizer = find_noting, probe_noting
+        loss.LossWeigher._check = noting
         options = dict(gradient_accumulation_steps=4, num_train_epochs=1)
         for number, (model, size, budget) in enumerate((
-            ("Averaging", 37, 64), ("Normalizing", 37, 64), *[("Normalizing", 24, 4)] * 4
+            ("Ignoring", 37, 64), ("Normalizing", 37, 64), *[("Normalizing", 24, 4)] * 4
         )):  # Batches of one sample: some have no targets.
             folder, odb = f"{sys.argv[1]}/{number}", dict(token_budget=budget)
             options |= dict(model=model, size=size, seed=number, odb=odb)
             t.make_trainer(folder, **options).train()
-        r.finish(found)
+        r.finish(kinds)
     """
     with t.on_ranks(tmp_path, 2, body, str(tmp_path)) as job:
         first, second = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
-    assert len(first) == 5  # which model takes a mean is known
-    assert first == second
+    assert first == second == [2, *[1] * 5]
     for number, size in enumerate((37, 37, 24, 24, 24, 24)):
         folder = tmp_path / f"{number}"
         entries = [lm.read(folder / f"run-{rank}.jsonl") for rank in range(2)]

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes.integrations.huggingface.step_plan import StepPlan
+from odb_nodes.integrations.huggingface.run import StepPlan
 
 COUNT = st.integers(1, 50)
 

@@ -11,20 +11,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._compat.accelerate import mixed_precision, without_gathering
+from odb_nodes._compat.torch_distributed import RefusingCollectives
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.collate import PackedCollate
 from odb_nodes.collate.token_rows import TokenRows
 from odb_nodes.contract.config import sealed_configs
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.huggingface.batches import given_dataset, loader_options
-from odb_nodes.integrations.huggingface.columns import ModelKeys, given_collate, loader_budget
 from odb_nodes.integrations.huggingface.config import ODBConfig
-from odb_nodes.integrations.huggingface.probing import twin_of
+from odb_nodes.integrations.huggingface.samples import (
+    given_collate,
+    given_dataset,
+    loader_budget,
+    loader_options,
+    model_batch,
+)
 from odb_nodes.integrations.step_estimate import check_can_estimate, look_at
 from odb_nodes.memory.calibration import Calibration, find_budget
 from odb_nodes.memory.failures import free_memory
@@ -135,32 +140,49 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
     samples = _samples_by_tokens(trainer)
     shortest, *longer = samples
     args, model = trainer.args, trainer.model
-    # A copy, so that an optimizer is made, and metrics are gathered, that training does not have.
-    twin = twin_of(trainer)
-    compat.begin_alone(twin)
-    optimizer = twin.create_optimizer()
-    name, one = type(trainer).__name__, torch.ones((), dtype=torch.int64, device=args.device)
+    compat.begin_alone(trainer)
+    computed = _InPrecision(trainer.accelerator, model) if trainer.accelerator.native_amp else model
+    before = trainer.optimizer
+    optimizer = trainer.create_optimizer()
+    trainer.optimizer = before  # so that training makes one of its own
+    one = torch.ones((), dtype=torch.int64, device=args.device)
+    reason = (
+        f"`compute_loss` of `{type(trainer).__name__}` gathers from other ranks, which try other "
+        f"steps. {GIVE_ONE}"
+    )
 
     def train_step(batch: dict[str, Any]) -> None:
         if args.gradient_accumulation_steps > 1:  # All batches but the first find gradients.
             give_gradients(model)
-        twin.training_step(model, batch, one)
+        with RefusingCollectives(reason) if ranks > 1 else nullcontext():
+            trainer.training_step(computed, batch, one)
         optimizer.step()
         optimizer.zero_grad()
 
-    alone = without_gathering(trainer.accelerator, name, f"try other steps. {GIVE_ONE}")
-    with alone if ranks > 1 else nullcontext(), mixed_precision(trainer.accelerator, model):
-        buckets = _like_gradients(model) if ranks > 1 else []  # which DDP keeps a copy of
-        found = find_budget(
-            train_step,
-            _batches_of(trainer, samples, samples[shortest]),
-            meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
-            widths=longer or [shortest],
-            states=(model, optimizer),
-        )
+    buckets = _like_gradients(model) if ranks > 1 else []  # which DDP keeps a copy of
+    found = find_budget(
+        train_step,
+        _batches_of(trainer, samples, samples[shortest]),
+        meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
+        widths=longer or [shortest],
+        states=(model, optimizer),
+    )
     del buckets
     free_memory()
     return found
+
+
+class _InPrecision(nn.Module):
+    """A model whose forward has the mixed precision that `Accelerator.prepare` will give it."""
+
+    def __init__(self, accelerator: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self._call = convert_outputs_to_fp32(accelerator.autocast()(model))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the model, in fp32."""
+        return self._call(*args, **kwargs)
 
 
 def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
@@ -202,7 +224,7 @@ def _batches_of(
     One row of several is the shortest sample, so that the batch is padded as real ones are: without
     padding, attention may go without a mask, and take less.
     """
-    options, keys = loader_options(trainer), ModelKeys(trainer)
+    options, select = loader_options(trainer), model_batch(trainer)
     collator = GroupCollator(IterableWrapper([]), options.collate_fn, seed=options.seed)
     collator.trust_labels()
 
@@ -212,7 +234,7 @@ def _batches_of(
             group[-1] = shortest
         batch = collator.collate(group, collator.info_of(group, 0))
         pop_step_info(batch)
-        return keys.of(batch)
+        return select(batch)
 
     return make_batch
 

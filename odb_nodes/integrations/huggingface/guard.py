@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_nodes._compat.accelerate import without_gathering
 from odb_nodes._compat.torch import uncompiled
+from odb_nodes._compat.torch_distributed import RefusingCollectives
 from odb_nodes.integrations.huggingface.auto_budget import meter_of
-from odb_nodes.integrations.huggingface.columns import ModelKeys
-from odb_nodes.integrations.huggingface.weighing import LossWeigher, MicroStep
+from odb_nodes.integrations.huggingface.loss import LossWeigher, MicroStep
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.gradients import (
@@ -31,8 +30,9 @@ from odb_nodes.memory.partwise_step import PartwiseStep, Run, StepBatch
 from odb_nodes.step_info import StepInfo
 
 GATHERS = (
-    "compute another number of parts where memory runs out. Leave out `on_oom`; or give "
-    "`guard_above=1`, with which no step that the budget allows is computed in parts."
+    "`compute_loss` of `{}` gathers from other ranks, which compute another number of parts where "
+    "memory runs out. Leave out `on_oom`; or give `guard_above=1`, with which no step that the "
+    "budget allows is computed in parts."
 )
 MILLIONTHS = 1e6  # gathered as integers
 
@@ -47,7 +47,7 @@ class RunGuard:
         trainer: the trainer that runs, whose `ODBConfig` has an `on_oom`.
         loader: the loader of the run, before its first epoch.
         losses: what weighs the losses of the run.
-        keys: what the model gets of a batch.
+        model_batch: returns what the model gets of a batch.
         memory: the model of memory that learns from the steps; `None` for a new one.
 
     Attributes:
@@ -60,11 +60,11 @@ class RunGuard:
         trainer: Any,
         loader: ODBDataLoader,
         losses: LossWeigher,
-        keys: ModelKeys,
+        model_batch: Callable[[dict[str, Any]], dict[str, Any]],
         memory: MemoryModel | None,
     ) -> None:
         odb, meter = trainer.odb, meter_of(trainer.args, trainer.odb)
-        self._trainer, self._losses, self._keys = trainer, losses, keys
+        self._trainer, self._losses, self._model_batch = trainer, losses, model_batch
         self._context = GuardContext.of(
             loader,
             on_oom=odb.on_oom,
@@ -75,7 +75,7 @@ class RunGuard:
             memory=None if meter is None else memory or MemoryModel(),
         )
         self._context.collator.keep_samples()
-        self._has_met = False
+        self._has_met = self._has_guarded = False
         self.batches: list[dict[str, Any]] = []
         self._step = PartwiseStep(self._context, [])
         self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
@@ -205,10 +205,14 @@ class RunGuard:
         return isinstance(model, DistributedDataParallel) and self._context.guards(self.infos)
 
     def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
-        step, is_one_rank = self._step, self._context.channel is None
-        accelerator, name = self._trainer.accelerator, type(self._trainer).__name__
-        with nullcontext() if is_one_rank else without_gathering(accelerator, name, GATHERS):
+        step: PartwiseStep = self._step
+        checks: AbstractContextManager[Any] = nullcontext()
+        if self._context.channel is not None and not self._has_guarded:
+            # Checked once, since it looks at each operation of torch.
+            checks = RefusingCollectives(GATHERS.format(type(self._trainer).__name__))
+        with checks:
             step.compute(number, model, run)
+        self._has_guarded = True
         # After each batch: between them, the `Trainer` may have the ranks wait for each other.
         left_out, loss = step.agree(), step.losses[number]
         if number < len(self.batches) - 1:
@@ -234,4 +238,4 @@ class RunGuard:
         return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
 
     def _collate(self, part: Part) -> dict[str, Any]:
-        return self._keys.of(self._context.collate(part))
+        return self._model_batch(self._context.collate(part))

@@ -1,5 +1,6 @@
 """Which keys of the samples reach the collator and the loss of a `Trainer`."""
 
+import copy
 import warnings
 from collections import UserDict
 
@@ -272,7 +273,9 @@ def of_trl(kind, folder, rows, model, **options):
     given |= {"save_strategy": "no", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
     args = getattr(trl, f"{kind}Config")(str(folder), num_train_epochs=1, **given | options)
     data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
-    return getattr(trl, f"{kind}Trainer")(model, args, **data)
+    if kind == "DPO":
+        data["ref_model"] = copy.deepcopy(model)
+    return getattr(trl, f"{kind}Trainer")(model, args=args, **data)
 
 
 @pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
@@ -299,7 +302,7 @@ def scoring():
     return LlamaForSequenceClassification(LlamaConfig(**sizes))
 
 
-@pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
+@pytest.mark.filterwarnings(t.OF_TRANSFORMERS, "ignore:.gradient_checkpointing_(dis|en)able")
 @pytest.mark.parametrize("kind, make", [("DPO", decoder), ("Reward", scoring)])
 def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
     """An epoch is one optimizer step, of many batches, or of one that has all pairs."""
@@ -308,13 +311,17 @@ def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
         return " ".join(f"w{(first + n) % 20 + 2}" for n in range(count))
 
     rows = [
-        {"prompt": words(n % 5 + 1, 0), "chosen": words(n % 7 + 1, n), "rejected": words(3, n + 1)}
+        {
+            "prompt": words(n % 5 + 1, 0) + " ",
+            "chosen": words(n % 7 + 1, n),
+            "rejected": words(3, n + 1),
+        }
         for n in range(20)
     ]
     if kind == "Reward":  # whose answers contain the prompt
         for row in rows:
             prompt = row.pop("prompt")
-            row |= {key: f"{prompt} {row[key]}" for key in ("chosen", "rejected")}
+            row |= {key: prompt + row[key] for key in ("chosen", "rejected")}
     found = []
     for budget, accumulate in ((10_000, 1), (64, 30)):
         options = {"gradient_accumulation_steps": accumulate, "max_length": 32, "logging_steps": 1}

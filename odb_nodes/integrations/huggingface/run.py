@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -63,25 +62,46 @@ NOT_SAVED = (
 class RunState(NodeState):
     """The position of a run on one rank, between two optimizer steps.
 
+    Half as many ranks take twice as many steps for an epoch. So a step of M ranks, where the
+    estimate is of N, moves the learning-rate schedule on by M / N of a step. Steps are counted as
+    rank-steps, a step of M ranks as M of them: that is exact, whatever the numbers of ranks were.
+
     Attributes:
         step: optimizer steps of the run that are done.
         epoch: number of epochs that have ended.
         samples: samples of all ranks that are done in the present epoch.
-        rank_steps: the same as `step`, each times the number of ranks that took it.
+        rank_steps: rank-steps that are done.
         steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
         planned_ranks: number of ranks of that estimate.
-        loader: state of the loader.
+        loader: state of the loader; empty at the beginning.
         monitor: state of the `Monitor`; None where the run has none.
     """
 
-    step: int
-    epoch: int
-    samples: int
-    rank_steps: int
-    steps_per_epoch: int | None
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    rank_steps: int = 0
+    steps_per_epoch: int | None = None
     planned_ranks: int
     loader: SourceState
-    monitor: dict[str, Any] | None
+    monitor: dict[str, Any] | None = None
+
+    def rank_steps_at(self, step: int, ranks: int) -> int:
+        """Return the rank-steps of so many optimizer steps, if so many ranks go on from here."""
+        return self.rank_steps + (step - self.step) * ranks
+
+    def schedule_step(self, step: int, ranks: int) -> float:
+        """Return where the schedule stands after `step` optimizer steps, in steps of its own."""
+        return max(0, self.rank_steps_at(step, ranks)) / self.planned_ranks
+
+    def schedule_steps(self, epochs: float) -> int:
+        """Return the steps that the schedule is made for."""
+        return math.ceil((self.steps_per_epoch or 0) * epochs)
+
+    def total_steps(self, epochs: float, ranks: int) -> int:
+        """Return the optimizer steps of the whole run, those that are done included."""
+        left = self.schedule_steps(epochs) * self.planned_ranks - self.rank_steps
+        return self.step + max(0, math.ceil(left / ranks))
 
 
 class TrainBatches:
@@ -160,56 +180,6 @@ class TrainBatches:
             self.loader.set_epoch(self.epoch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """The estimate of steps that the learning-rate schedule of a run of epochs is made of.
-
-    Half as many ranks take twice as many steps for an epoch. So a step of M ranks, where the
-    estimate is of N, moves the schedule on by M / N of a step. Steps are counted as rank-steps, a
-    step of M ranks as M of them: that is exact, whatever the numbers of ranks were.
-
-    Attributes:
-        steps_per_epoch: optimizer steps of an epoch, estimated, on `planned_ranks` ranks.
-        planned_ranks: number of ranks of that estimate.
-        ranks: number of ranks now.
-        begun_at: optimizer steps before this call of `train`.
-        rank_steps: these steps, each times the ranks that took it.
-    """
-
-    steps_per_epoch: int
-    planned_ranks: int
-    ranks: int
-    begun_at: int = 0
-    rank_steps: int = 0
-
-    @property
-    def is_of_these_ranks(self) -> bool:
-        """Whether all steps are those of the ranks that the estimate is of."""
-        return self.schedule_step(self.begun_at + 1) == self.begun_at + 1
-
-    @property
-    def steps_per_epoch_now(self) -> float:
-        """Optimizer steps of an epoch on the ranks there are now."""
-        return self.steps_per_epoch * self.planned_ranks / self.ranks
-
-    def rank_steps_at(self, step: int) -> int:
-        """Return the rank-steps of the first `step` optimizer steps, at least `begun_at`."""
-        return self.rank_steps + (step - self.begun_at) * self.ranks
-
-    def schedule_step(self, step: int) -> float:
-        """Return where the schedule stands after `step` optimizer steps, in steps of its own."""
-        return max(0, self.rank_steps_at(step)) / self.planned_ranks
-
-    def schedule_steps(self, epochs: float) -> int:
-        """Return the steps that the schedule is made for."""
-        return math.ceil(self.steps_per_epoch * epochs)
-
-    def steps(self, epochs: float) -> int:
-        """Return the optimizer steps of the whole run, those before this call included."""
-        left = self.schedule_steps(epochs) * self.planned_ranks - self.rank_steps
-        return self.begun_at + max(0, math.ceil(left / self.ranks))
-
-
 @dataclass(kw_only=True)
 class TakenStep:
     """The batches of an optimizer step that the `Trainer` has been given.
@@ -273,13 +243,20 @@ class Run:
 
     def __init__(self, trainer: Any, checkpoint: str | None) -> None:
         odb, args = trainer.odb, trainer.args
-        self._trainer = trainer
-        state = None if checkpoint is None else _saved_run(checkpoint, args)
-        self._resumed_at = None if state is None else state.step
-        memory = _settle_budget(trainer, state)
+        self._trainer, self._ranks = trainer, args.world_size
+        state = RunState(planned_ranks=self._ranks, loader={})
+        if checkpoint is not None:
+            state = _saved_run(checkpoint, args)
+        self._resumes = checkpoint is not None
+        memory = _settle_budget(trainer, state.loader)
         self.batches = batches = TrainBatches(trainer)
-        self.plan = None if args.max_steps > 0 else _step_plan(trainer, state)
-        if state is not None:
+        self.by_epochs = args.max_steps <= 0  # that end the run; else `max_steps` does
+        if not self.by_epochs:
+            state.steps_per_epoch = None
+        elif state.steps_per_epoch is None:  # A run that resumes keeps its estimate.
+            state.steps_per_epoch, state.planned_ranks = _steps_per_epoch(trainer), self._ranks
+            state.rank_steps = state.step * self._ranks
+        if self._resumes:
             batches.loader.load_state_dict(state.loader, change_budget=odb.change_budget)
             batches.begin_epoch(state.epoch, state.samples)
         if odb.schedule == "samples" and batches.samples_per_epoch is None:
@@ -287,6 +264,7 @@ class Run:
                 '`schedule` must be "steps" where `train_dataset` does not have a number of '
                 f"samples, as `{type(trainer.train_dataset).__name__}` does not."
             )
+        self._begun = state
         self.losses, self.meter = LossWeigher(trainer), StepMeter()
         self._model_batch = model_batch(trainer)
         self._arguments = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
@@ -299,8 +277,8 @@ class Run:
         self.monitor: RunMonitor | None = None
         if odb.monitor is not None:
             self.monitor = RunMonitor(odb.monitor, args.world_size)
-            if state is None or state.monitor is None:
-                self.monitor.monitor.reset(self._resumed_at or 0)
+            if state.monitor is None:
+                self.monitor.monitor.reset(state.step)
             else:
                 self.monitor.monitor.load_state_dict(state.monitor)
             self.monitor.monitor.attach(batches.loader)
@@ -313,29 +291,32 @@ class Run:
     @property
     def epoch(self) -> float:
         """Epochs done, with the share of this one: by its samples, or else by its steps."""
-        batches, plan = self.batches, self.plan
-        if batches.samples_per_epoch is not None or plan is None:
+        batches, begun = self.batches, self._begun
+        if batches.samples_per_epoch is not None or begun.steps_per_epoch is None:
             return batches.progress
-        steps = plan.steps_per_epoch_now * self._trainer.args.gradient_accumulation_steps
+        steps = begun.steps_per_epoch * begun.planned_ranks / self._ranks
+        steps *= self._trainer.args.gradient_accumulation_steps
         return float(batches.progress + min(batches.steps / steps, MOST_OF_AN_EPOCH))
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run: exact with `max_steps`, else estimated."""
         args = self._trainer.args
-        return int(args.max_steps) if self.plan is None else self.plan.steps(args.num_train_epochs)
+        if not self.by_epochs:
+            return int(args.max_steps)
+        return self._begun.total_steps(args.num_train_epochs, self._ranks)
 
     @property
     def schedule_steps(self) -> int:
         """Steps that the learning-rate schedule is made for: those of the ranks of its estimate."""
-        if self.plan is None:
+        if not self.by_epochs:
             return self.total_steps
-        return self.plan.schedule_steps(self._trainer.args.num_train_epochs)
+        return self._begun.schedule_steps(self._trainer.args.num_train_epochs)
 
     @property
     def most_steps(self) -> int:
         """An upper bound of the optimizer steps: each one has at least one sample."""
-        if self.plan is None:
+        if not self.by_epochs:
             return self.total_steps
         samples = self.batches.samples_per_epoch
         if samples is None:
@@ -366,23 +347,22 @@ class Run:
 
         One that is no `LambdaLR` goes on by steps: `check_estimate` warns where that is off.
         """
-        plan = self.plan
-        self._follows_plan = plan is not None and isinstance(scheduler, LambdaLR)
-        if plan is None or plan.is_of_these_ranks or not isinstance(scheduler, LambdaLR):
+        begun = self._begun
+        self._follows_plan = self.by_epochs and isinstance(scheduler, LambdaLR)
+        is_of_others = begun.schedule_step(begun.step + 1, self._ranks) != begun.step + 1
+        if not (is_of_others and self._follows_plan and isinstance(scheduler, LambdaLR)):
             return scheduler
-        return at_positions(scheduler, plan.schedule_step)
+        return at_positions(scheduler, lambda step: begun.schedule_step(step, self._ranks))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
-        batches, plan = self.batches, self.plan
-        step, ranks = self._trainer.state.global_step, self._trainer.args.world_size
-        state = RunState(
+        batches, step = self.batches, self._trainer.state.global_step
+        state = replace(
+            self._begun,
             step=step,
             epoch=batches.epoch,
             samples=batches.samples,
-            rank_steps=step * ranks if plan is None else plan.rank_steps_at(step),
-            steps_per_epoch=None if plan is None else plan.steps_per_epoch,
-            planned_ranks=ranks if plan is None else plan.planned_ranks,
+            rank_steps=self._begun.rank_steps_at(step, self._ranks),
             loader=batches.loader.state_dict(),
             monitor=None if self.monitor is None else self.monitor.monitor.state_dict(),
         )
@@ -390,10 +370,10 @@ class Run:
 
     def check_step(self, step: int) -> None:
         """Check that what the `Trainer` has loaded is of the checkpoint that the batches are of."""
-        if self._resumed_at not in (None, step):
+        if self._resumes and self._begun.step != step:
             raise StateError(
                 f"the `Trainer` resumes at optimizer step {step}, but the state of its batches was "
-                f"saved at step {self._resumed_at}: files of two checkpoints were mixed. "
+                f"saved at step {self._begun.step}: files of two checkpoints were mixed. "
                 "Use a whole checkpoint."
             )
 
@@ -529,30 +509,15 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     return resharded_run(runs, rank, world_size, alike)
 
 
-def _settle_budget(trainer: Any, state: RunState | None) -> MemoryModel | None:
+def _settle_budget(trainer: Any, loader: SourceState) -> MemoryModel | None:
     """Find the budget of the run where that is wanted, and return what was learned of memory."""
     memory = None
-    if trainer.odb.finds_budget and state is not None:
-        trainer.odb_budget = saved_budget(state.loader)
+    if trainer.odb.finds_budget and loader:
+        trainer.odb_budget = saved_budget(loader)
     elif trainer.odb.finds_budget:
         trainer.odb_budget = None
         trainer.odb_budget, memory = find_for(trainer)
     return memory
-
-
-def _step_plan(trainer: Any, state: RunState | None) -> StepPlan:
-    """Return the plan of a run of epochs; a resumed run keeps the estimate of its checkpoint."""
-    ranks = trainer.args.world_size
-    step = 0 if state is None else state.step
-    plan = partial(StepPlan, ranks=ranks, begun_at=step)
-    if state is None or state.steps_per_epoch is None:
-        estimate = _steps_per_epoch(trainer)
-        return plan(steps_per_epoch=estimate, planned_ranks=ranks, rank_steps=step * ranks)
-    return plan(
-        steps_per_epoch=state.steps_per_epoch,
-        planned_ranks=state.planned_ranks,
-        rank_steps=state.rank_steps,
-    )
 
 
 def _steps_per_epoch(trainer: Any) -> int:

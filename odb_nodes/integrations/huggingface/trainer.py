@@ -123,7 +123,7 @@ class ODBTrainerMixin(_Mixed):
         is_done = run.batches.is_done
         if not taken[0]:
             compat.stop_epoch(self, ends_training=is_over or is_done)
-        if run.plan is not None:
+        if run.by_epochs:
             # The `Trainer` ends the run, and saves and evaluates at its end, by `max_steps`.
             next_step = state.global_step + 1
             run.check_estimate(state.global_step + bool(taken[0]), ends=is_done)
@@ -206,7 +206,7 @@ class ODBTrainerMixin(_Mixed):
                 "one follow samples, see `odb_nodes.integrations.learning_rate.follow`."
             )
         total = run.schedule_steps
-        if run.plan is not None:  # The `Trainer` knows only the upper bound.
+        if run.by_epochs:  # The `Trainer` knows only the upper bound.
             compat.plan_steps(self, run.total_steps)
         scheduler = super().create_scheduler(total, optimizer)
         if self.odb.schedule == "samples":
@@ -274,7 +274,7 @@ class RunCallback(TrainerCallback):
         run.meter.take()  # The time of all set-up is not the first steps'.
         if run.monitor is not None:
             run.monitor.monitor.start_clock()
-        if run.plan is not None:
+        if run.by_epochs:
             # Before version 5, the `Trainer` sets its bound after the scheduler is made. Later it
             # does not, and a resumed run keeps the number of its checkpoint.
             if state.max_steps == run.most_steps:

@@ -489,7 +489,11 @@ def test_a_monitor_has_the_norm_and_rate_of_the_log_and_leaves_nothing_behind(tm
     norms = [one["last"]["grad_norm"] for one in steps]
     assert len(norms) == 4 and norms == pytest.approx(t.logs_of(trainer, "grad_norm"))
     assert [one["last"]["lr"] for one in steps] == [one["lr"] for one in entries_of(tmp_path)]
-    assert "clip_grad_norm_" not in vars(trainer.accelerator)
+    options = {"logging_steps": 2, "max_steps": 4, "save_steps": 1}
+    monitor = Monitor(tmp_path / "other", every=1, progress=False)
+    t.make_trainer(tmp_path, odb={"monitor": monitor}, **options).train()
+    steps = read_run(tmp_path / "other").steps
+    assert ["grad_norm" in one["last"] for one in steps] == [False, True] * 2
 
 
 def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(tmp_path):
@@ -505,19 +509,6 @@ def test_workers_change_nothing(tmp_path):
     t.make_trainer(tmp_path, "alone", **options).train()
     t.make_trainer(tmp_path, "beside", dataloader_num_workers=1, **options).train()
     assert entries_of(tmp_path, "beside") == entries_of(tmp_path, "alone")
-
-
-def test_nothing_is_kept_for_a_log_that_nobody_wants(tmp_path):
-    kept = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kept.append(len(trainer.odb_run.meter))
-
-    options = {"odb": {"log_metrics": False}, "max_steps": 3, "callbacks": [Look()]}
-    trainer = t.make_trainer(tmp_path, **options)
-    trainer.train()
-    assert kept == [0, 0, 0]
 
 
 # --- what is refused ------------------------------------------------------------------------------

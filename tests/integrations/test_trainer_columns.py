@@ -178,23 +178,15 @@ def test_labels_are_renamed_only_where_they_can_be():
         rename_labels({"label_ids": [[1, 2], [3]]}, set())
 
 
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (["labels", "pixel_values"], r"the patches .*`observe=lambda s: s\[.pixel_values"),
-        (["input_values", "labels"], r"the frames .*`observe=lambda s: len\(s\[.input_values"),
-        (["video"], r"`observe=lambda s: len\(s\["),
-    ],
-)
-def test_samples_without_a_length_are_told_what_to_do(tmp_path, keys, message):
+def test_samples_without_a_length_are_told_what_to_do(tmp_path):
     class Other(Trainer):
         def _set_signature_columns_if_needed(self):
-            self._signature_columns = keys
+            self._signature_columns = ["labels", "video"]
 
-    data = [dict.fromkeys(keys, [1] * (n + 2)) for n in range(8)]
+    data = [dict.fromkeys(("labels", "video"), [1] * (n + 2)) for n in range(8)]
     trainer = configure_trainer(make(Other, tmp_path, list, data), token_budget=64)
-    names = ", ".join(f"'{key}'" for key in keys)
-    with pytest.raises(SampleError, match=f"of `ODBOther` has no `input_ids`.*{names}.*{message}"):
+    message = "of `ODBOther` has no `input_ids`.*'labels', 'video'.*for frames.*`observe=lambda s:"
+    with pytest.raises(SampleError, match=message):
         trainer.train()
 
 

@@ -62,37 +62,27 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
     if not config.finds_budget:
         return
     args, model = trainer.args, trainer.model
-    if model is None:
-        raise ValueError(
-            '`token_budget` must not be "auto" in a hyperparameter search, which makes its models '
-            f"only later. {GIVE_ONE}"
-        )
-    shares = has_collectives(model) and args.world_size > 1
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or shares:
-        raise ValueError(
-            '`token_budget` must not be "auto" with FSDP, DeepSpeed or `SyncBatchNorm`: ranks '
-            "compute together, and one that runs out of memory in a step that is tried would "
-            "leave the others waiting. Give a number of tokens."
-        )
-    if trainer.is_model_parallel:
-        raise ValueError(
-            '`token_budget` must not be "auto" where a model is on several devices, of which only '
-            "one would be measured. Give a number of tokens."
-        )
+    shares = args.world_size > 1 and model is not None and has_collectives(model)
     given = given_collate(trainer, config)
-    if isinstance(given, PackedCollate) or (isinstance(given, TokenRows) and given.shapes):
-        raise ValueError(
-            f'`token_budget` must not be "auto" with a `{type(given).__name__}` that packs or has '
-            "`shapes`, which the budget must have, too. Give a `TokenBudget` with `layout` or "
-            "`shapes`; `odb_nodes.memory.find_budget` finds its tokens."
-        )
-    if meter_of(args, config) is None:
-        raise ValueError(
-            f'`token_budget` must not be "auto" where nothing measures the memory of the device, '
-            f"which is `{args.device}`: `CudaMeter` needs a GPU that torch sees. Give a "
-            "`memory_meter`, on a CPU such as `odb_nodes.testing.SavedTensorMeter(2**30)`, or a "
-            "number of tokens."
-        )
+    packs = isinstance(given, PackedCollate) or (isinstance(given, TokenRows) and given.shapes)
+    refused = {
+        "in a hyperparameter search, which makes its models only later": model is None,
+        "with FSDP, DeepSpeed or `SyncBatchNorm`: ranks compute together, and one that runs out of "
+        "memory in a step that is tried would leave the others waiting": (
+            trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or shares
+        ),
+        "where a model is on several devices, of which only one would be measured": (
+            trainer.is_model_parallel
+        ),
+        f"with a `{type(given).__name__}` that packs or has `shapes`, which the budget must have, "
+        "too, as a `TokenBudget` with `layout` or `shapes` has": packs,
+        f"where nothing measures the memory of the device, which is `{args.device}`: `CudaMeter` "
+        "needs a GPU that torch sees, and other devices a `memory_meter`, such as "
+        "`odb_nodes.testing.SavedTensorMeter(2**30)` on a CPU": meter_of(args, config) is None,
+    }
+    for where, applies in refused.items():
+        if applies:
+            raise ValueError(f'`token_budget` must not be "auto" {where}. {GIVE_ONE}')
 
 
 def saved_budget(state: Any) -> TokenBudget:
@@ -159,7 +149,8 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
         optimizer.step()
         optimizer.zero_grad()
 
-    buckets = _like_gradients(model) if ranks > 1 else []  # which DDP keeps a copy of
+    trained = [one for one in model.parameters() if one.requires_grad]
+    buckets = [torch.empty_like(one) for one in trained if ranks > 1]  # of DDP
     found = find_budget(
         train_step,
         _batches_of(trainer, samples, samples[shortest]),
@@ -186,9 +177,8 @@ class _InPrecision(nn.Module):
 
 
 def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
-    """Return samples by the width of their rows, up to four of those that are seen, in its order.
-
-    They are the shortest, and of those that are longer the first, the last, and one between.
+    """Return samples by the width of their rows: the shortest, and of the longer ones, in their
+    order, the first, the last, and one between.
     """
     dataset, options = given_dataset(trainer), loader_options(trainer)
     check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')
@@ -237,7 +227,3 @@ def _batches_of(
         return select(batch)
 
     return make_batch
-
-
-def _like_gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [torch.empty_like(one) for one in model.parameters() if one.requires_grad]

@@ -145,17 +145,7 @@ class ODBConfig(BatchOptions):
 def check_trainer(trainer: Any, config: ODBConfig) -> None:
     """Reject arguments of a trainer that dynamic batching would ignore or break."""
     check_type("odb", config, ODBConfig)
-    args = trainer.args
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"`args.n_gpu` must be at most 1, but is {args.n_gpu}: `DataParallel` would split each "
-            "batch again. Start one process per GPU with torchrun."
-        )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "`auto_find_batch_size` must be False, but is True: dynamic batches have no fixed size "
-            "to search for. Lower `token_budget` instead."
-        )
+    args, by_epochs = trainer.args, trainer.args.max_steps <= 0
     check_choice(
         "train_sampling_strategy",
         compat.sampling_strategy(args),
@@ -169,37 +159,36 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
                 "training loop of your own, with `ODBDataLoader(process_group=...)`: see "
                 "docs/distributed.md."
             )
-    if args.max_steps <= 0 and compat.deepspeed_has_scheduler(trainer):
-        raise ValueError(
-            "`max_steps` must be given where the DeepSpeed config has a `scheduler`, since "
-            "DeepSpeed would plan it for an upper bound of the steps. Or remove the `scheduler`: "
-            "then the `Trainer` makes one."
-        )
-    takes_back = config.on_oom is not None or config.finds_budget
-    if takes_back and compat.steps_within_backward(args):
-        raise ValueError(
-            f'`optim` must not be "{args.optim.value}" where `on_oom` is given, or `token_budget` '
-            'is "auto": its steps are within the backward, and cannot be taken back where memory '
-            "runs out. Leave one out."
-        )
     cannot_pad = config.collate_fn is None and compat.is_default_collator(trainer.data_collator)
     # Between the trials of a hyperparameter search there is no model; it was checked before.
-    if cannot_pad and trainer.model is not None and compat.is_encoder_decoder(trainer.model):
-        raise ValueError(
-            "`data_collator` must be given for an encoder-decoder model, whose labels have lengths "
-            "of their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`, or for speech and "
-            "images a function that pads the labels with -100."
-        )
-    if config.loss_is == "divided" and not compat.takes_num_items(trainer):
-        raise ValueError(
-            '`loss_is` must not be "divided" where the model takes no `num_items_in_batch`, which '
-            "its `forward` shows by `**kwargs`, and there is no `compute_loss_func`."
-        )
-    if config.schedule == "samples" and args.max_steps > 0:
-        raise ValueError(
-            '`schedule` must be "steps" where `max_steps` is given, since the number of samples of '
-            "such a run is not known. Give `num_train_epochs` instead."
-        )
+    has_pairs = trainer.model is not None and compat.is_encoder_decoder(trainer.model)
+    takes_back = config.on_oom is not None or config.finds_budget
+    refused = {
+        f"`args.n_gpu` must be at most 1, but is {args.n_gpu}: `DataParallel` would split each "
+        "batch again. Start one process per GPU with torchrun.": args.n_gpu > 1,
+        "`auto_find_batch_size` must be False, but is True: dynamic batches have no fixed size to "
+        "search for. Lower `token_budget` instead.": args.auto_find_batch_size,
+        "`max_steps` must be given where the DeepSpeed config has a `scheduler`, since DeepSpeed "
+        "would plan it for an upper bound of the steps. Or remove the `scheduler`: then the "
+        "`Trainer` makes one.": by_epochs and compat.deepspeed_has_scheduler(trainer),
+        f'`optim` must not be "{args.optim.value}" where `on_oom` is given, or `token_budget` is '
+        '"auto": its steps are within the backward, and cannot be taken back where memory runs '
+        "out. Leave one out.": takes_back and compat.steps_within_backward(args),
+        "`data_collator` must be given for an encoder-decoder model, whose labels have lengths of "
+        "their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`, or for speech and images a "
+        "function that pads the labels with -100.": cannot_pad and has_pairs,
+        '`loss_is` must not be "divided" where the model takes no `num_items_in_batch`, which its '
+        "`forward` shows by `**kwargs`, and there is no `compute_loss_func`.": (
+            config.loss_is == "divided" and not compat.takes_num_items(trainer)
+        ),
+        '`schedule` must be "steps" where `max_steps` is given, since the number of samples of '
+        "such a run is not known. Give `num_train_epochs` instead.": (
+            config.schedule == "samples" and not by_epochs
+        ),
+    }
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
 
 
 def check_overrides(kinds: Iterable[type]) -> None:

@@ -43,13 +43,6 @@ Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
 class RunGuard:
     """Computes the optimizer steps of a run, in parts where memory runs out.
 
-    Args:
-        trainer: the trainer that runs, whose `ODBConfig` has an `on_oom`.
-        loader: the loader of the run, before its first epoch.
-        losses: what weighs the losses of the run.
-        model_batch: returns what the model gets of a batch.
-        memory: the model of memory that learns from the steps; `None` for a new one.
-
     Attributes:
         batches: the batches of the optimizer step that has begun; those that samples were left out
             of are without them once the step is computed.
@@ -93,15 +86,7 @@ class RunGuard:
         return self._context.ooms
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
-        """Begin an optimizer step.
-
-        Args:
-            batches: the batches that the `Trainer` gets.
-            infos: the `StepInfo` of each; where a batch is repeated, with its `step`.
-
-        Raises:
-            PeerError, StateError: the ranks have other options, or one did not come.
-        """
+        """Begin an optimizer step of these batches; a repeated one has the `step` of the first."""
         if not self._has_met:
             self._context.meet("ODBConfig")
             self._has_met = True
@@ -118,20 +103,7 @@ class RunGuard:
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
     ) -> torch.Tensor:
-        """Add the gradients of the next batch of the step, and return its loss.
-
-        Args:
-            model: the model, in its wrappers.
-            inputs: the batch.
-            weight: the weight of its loss.
-            compute: see `Compute`.
-
-        Raises:
-            StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
-                that is not guarded.
-            ValueError: `inputs` is not what the step began with.
-            PeerError: another rank failed, or did not come.
-        """
+        """Add the gradients of the next batch of the step, and return its loss."""
         number, step, model = len(self._returned), self._step, uncompiled(model)
         if inputs is not self.batches[number]:
             raise ValueError(
@@ -164,18 +136,7 @@ class RunGuard:
         return loss
 
     def take_metrics(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return the metrics since the last call. All ranks call it together.
-
-        - `odb/ooms`: how often memory ran out, on all ranks.
-        - `odb/parts`: in how many parts a batch was computed, on the mean.
-        - `odb/peak_memory_share`: the largest peak of forward and backward on any rank, as a share
-          of the meter's limit; where there is a meter.
-        - `odb/memory_error`: mean relative error of the predictions of what the last 1,024 parts
-          take, mean over ranks; where there is one.
-
-        Args:
-            gather: returns the tensors of all ranks, concatenated.
-        """
+        """Return the metrics since the last call; docs/huggingface.md says what they are."""
         ooms, self._ooms = self._context.ooms - self._ooms, self._context.ooms
         run_meter = self._context.run_meter
         share = 0.0 if run_meter is None else run_meter.take_peak_share()

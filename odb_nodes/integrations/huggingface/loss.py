@@ -116,8 +116,10 @@ class LossWeigher:
         self._unit = unit = self._unit_of(of_ranks[..., TOLD] > 0)
         self._ranks, self._total = len(of_ranks), max(1, int(of_ranks[..., unit].sum()))
         # The `Trainer` tells nothing of labels by other names.
-        can_tell = unit == LABELS and bool((of_ranks[..., TOLD] == 2).all())
-        self._tells_items = can_tell and self._is_divided(batches, of_ranks[..., LABELS])
+        if unit == LABELS and bool((of_ranks[..., TOLD] == 2).all()):
+            self._tells_items = self._is_divided(batches, of_ranks[..., LABELS])
+        else:
+            self._tells_items = False
         self.waiting = deque(
             self._micro_step(info, own[unit]) for info, own in zip(infos, mine, strict=True)
         )
@@ -265,7 +267,7 @@ def loss_kind(
     targets: int,
     shift: bool,
 ) -> LossKind:
-    """Find out what a loss is, by three of them, of so many targets and more.
+    """Find out what a loss is, by three of them.
 
     A sum that is divided is a / n + b for n items, where b may be the loss of a router. Twice as
     many items take a / 2n off, and its samples given twice add a / n. A mean changes by neither.

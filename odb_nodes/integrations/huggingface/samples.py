@@ -31,22 +31,6 @@ PAIRS = (
 )
 """Columns of the preference trainers of TRL, by version: two answers, and a prompt before both."""
 
-_COUNTED = {
-    "input_features": (
-        "the frames of speech (of Whisper, which pads all alike, the labels)",
-        'len(s["input_features"])',
-    ),
-    "input_values": (
-        "the frames of speech, such as one per 320 values,",
-        'len(s["input_values"]) // 320',
-    ),
-    "pixel_values": (
-        "the patches of an image, such as those of 16 x 16 pixels,",
-        's["pixel_values"].shape[-2] * s["pixel_values"].shape[-1] // 16**2',
-    ),
-}
-_OTHER = ("what it takes memory for", 'len(s["..."])')
-
 
 def loader_options(trainer: Any) -> LoaderOptions:
     """Return the options of the loader: the config's, and what the `Trainer` decides."""
@@ -109,12 +93,13 @@ class ObserveTokens:
                 answer = max(_tokens(sample, chosen), _tokens(sample, rejected))
                 before = _tokens(sample, prompt) if prompt in keys else 0
                 return Observation(2 * (before + answer))
-        of, example = _COUNTED.get(next((key for key in keys if key in _COUNTED), ""), _OTHER)
         raise SampleError(
             f"a sample of `{self._trainer}` has no `input_ids`, so that its tokens are unknown. "
             f"Its keys are {keys}. Give the `ODBConfig` an `observe`, a function of such a sample "
-            "that returns the padded tokens that it takes in a batch. Count "
-            f"{of} as its tokens: `observe=lambda s: {example}`."
+            "that returns the padded tokens that it takes in a batch: for frames of speech, one "
+            'per 320 values, `observe=lambda s: len(s["input_values"]) // 320`; for patches of '
+            'an image, `observe=lambda s: s["pixel_values"].shape[-2] * '
+            's["pixel_values"].shape[-1] // 16**2`.'
         )
 
 

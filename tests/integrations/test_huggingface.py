@@ -7,6 +7,7 @@ import shutil
 import signal
 import warnings
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import language_models as lm
@@ -75,6 +76,14 @@ def test_the_gradient_is_right_whatever_the_trainer_divides_by(tmp_path, model):
         loss_is_scaled_for_ga = False
 
     t.make_trainer(tmp_path, model=model, kind=Divided, gradient_accumulation_steps=3).train()
+    assert lm.check_steps([entries_of(tmp_path)], SIZE) < 1e-12
+
+
+@pytest.mark.parametrize("model", ["Averaging", "Ignoring"])
+def test_a_mean_over_no_targets_is_no_nan(tmp_path, model):
+    odb = {"token_budget": TokenBudget(64, max_samples=1)}  # so that some batches have none
+    options = {"model": model, "odb": odb, "gradient_accumulation_steps": 3}
+    t.make_trainer(tmp_path, num_train_epochs=1, **options).train()
     assert lm.check_steps([entries_of(tmp_path)], SIZE) < 1e-12
 
 
@@ -489,11 +498,24 @@ def test_a_monitor_has_the_norm_and_rate_of_the_log_and_leaves_nothing_behind(tm
     norms = [one["last"]["grad_norm"] for one in steps]
     assert len(norms) == 4 and norms == pytest.approx(t.logs_of(trainer, "grad_norm"))
     assert [one["last"]["lr"] for one in steps] == [one["lr"] for one in entries_of(tmp_path)]
-    options = {"logging_steps": 2, "max_steps": 4, "save_steps": 1}
-    monitor = Monitor(tmp_path / "other", every=1, progress=False)
-    t.make_trainer(tmp_path, odb={"monitor": monitor}, **options).train()
-    steps = read_run(tmp_path / "other").steps
-    assert ["grad_norm" in one["last"] for one in steps] == [False, True] * 2
+
+
+@pytest.mark.parametrize("saving", [{}, {"save_steps": 1}])
+def test_a_monitor_has_each_step_also_where_the_trainer_logs_few(tmp_path, saving):
+    options = {"logging_steps": 2, "max_steps": 4, "odb": {"monitor": None}}
+
+    def records(train, **more):
+        monitor = Monitor(tmp_path / "run", every=1, progress=False)
+        train(**options | {"odb": {"monitor": monitor}} | more)
+        steps = read_run(tmp_path / "run").steps
+        return [(one["step"], "grad_norm" in one["last"]) for one in steps]
+
+    expected = [(1, False), (2, True), (3, False), (4, True)]
+    make = partial(t.make_trainer, tmp_path)
+    assert records(lambda **given: make(**given).train(), **saving) == expected
+    if saving:
+        found = records(lambda **given: resume(tmp_path, "rest", 1, **given))
+        assert found == expected
 
 
 def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(tmp_path):

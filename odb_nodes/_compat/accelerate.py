@@ -6,8 +6,7 @@ in `tests/_compat/test_accelerate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -72,63 +71,3 @@ def unwrap_model(model: Any) -> Any:
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-@contextmanager
-def mixed_precision(accelerator: Any, model: Any) -> Iterator[None]:
-    """Within this context, the forward of a model has the precision that `prepare` gives it.
-
-    Relies on `Accelerator.native_amp`, and on `prepare_model` to wrap `forward` in the same way.
-    """
-    from accelerate.utils import convert_outputs_to_fp32
-
-    if not accelerator.native_amp:
-        yield
-        return
-    before = vars(model).get("forward")
-    model.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
-    try:
-        yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
-
-
-@contextmanager
-def without_gathering(accelerator: Any, name: str, reason: str) -> Iterator[None]:
-    """Within this context, an accelerator raises an error where it would wait for other ranks.
-
-    Relies on `Accelerator.gather` and `reduce`, which `gather_for_metrics` calls, too.
-    """
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"`compute_loss` of `{name}` gathers from other ranks, which {reason}")
-
-    accelerator.gather = accelerator.reduce = refuse
-    try:
-        yield
-    finally:
-        del accelerator.gather, accelerator.reduce
-
-
-@contextmanager
-def noting_gradient_norms(accelerator: Any, note: Callable[[Any], None]) -> Iterator[None]:
-    """Within this context, tell of each norm of gradients that an accelerator computes.
-
-    Relies on a `Trainer` asking `Accelerator.clip_grad_norm_` for the norm, which returns it as it
-    was before it was clipped. DeepSpeed computes its own, of which nothing is told.
-    """
-    clip = accelerator.clip_grad_norm_
-
-    def clip_and_note(*args: Any, **kwargs: Any) -> Any:
-        norm = clip(*args, **kwargs)
-        if norm is not None:
-            note(norm)
-        return norm
-
-    accelerator.clip_grad_norm_ = clip_and_note
-    try:
-        yield
-    finally:
-        del accelerator.clip_grad_norm_

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _FOREVER = timedelta(days=365)
 
@@ -30,6 +31,24 @@ def job_store() -> Any:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # of this process, or of old torch
         return store
+
+
+class RefusingCollectives(TorchDispatchMode):
+    """Within this context, a collective of this thread raises an error in place of waiting.
+
+    Relies on collectives being operations of the namespace `c10d`, which a `TorchDispatchMode` is
+    asked for, as `torch.distributed.tensor.debug.CommDebugMode` does.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self._reason = reason
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation of torch, unless it is a collective."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(self._reason)
+        return func(*args, **(kwargs or {}))
 
 
 def store_host() -> str:

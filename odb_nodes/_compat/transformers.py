@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -23,19 +23,11 @@ from odb_nodes.errors import StateError
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def has_length(dataset: Any) -> bool:
-    """Return whether a `Trainer` takes a dataset for one with a length."""
-    from transformers.trainer_utils import has_length
-
-    return bool(has_length(dataset))
-
-
 @contextmanager
 def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
     """Let a `Trainer` without `max_steps` be made for a dataset without a length.
 
-    `Trainer._validate_args` rejects that. Relies on `args.max_steps` being read there, and on no
-    decision that outlasts the constructor being made by it.
+    Relies on `Trainer._validate_args` alone reading `args.max_steps` in the constructor.
     """
     before, args.max_steps = args.max_steps, 1
     try:
@@ -51,8 +43,8 @@ def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
     """Let `Trainer.train` loop until it is stopped, or until `most_steps` optimizer steps.
 
     Relies on `Trainer.set_initial_training_values`: for a loader without a length it takes
-    `args.max_steps` for the steps of the run and of each epoch, and sets no limit to the epochs.
-    Relies on `args.ignore_data_skip` to keep `_run_epoch` from reading batches only to skip them.
+    `args.max_steps` for the steps of the run and of each epoch, and sets no limit to the epochs;
+    and on `args.ignore_data_skip` to keep `_run_epoch` from reading batches only to skip them.
     """
     before = args.max_steps, args.ignore_data_skip
     args.max_steps, args.ignore_data_skip = most_steps, True
@@ -65,9 +57,8 @@ def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
 def plan_steps(trainer: Any, steps: int) -> None:
     """Make a run that begins expect `steps` optimizer steps.
 
-    Relies on `TrainerState.max_steps`, which progress bars and the end of the run go by, and on
-    `TrainerState.compute_steps`, which turns `logging_steps` and the like from shares into steps. A
-    resumed run keeps those of its checkpoint.
+    Relies on `TrainerState.max_steps`, and on `compute_steps` to turn `logging_steps` and the like
+    from shares into steps. A resumed run keeps those of its checkpoint.
     """
     trainer.state.max_steps = steps
     if not trainer.state.global_step:
@@ -77,14 +68,12 @@ def plan_steps(trainer: Any, steps: int) -> None:
 def begin_alone(trainer: Any) -> None:
     """Do to a trainer and its model what `train` does before a first `training_step`.
 
-    That is to enable activation checkpointing, to place a model that waits for its evaluation in
-    half precision, and to set the number of micro-steps. Doing it again is harmless. Relies on the
-    names of these arguments, methods and attributes; older versions have `gradient_checkpointing`
-    alone.
+    Doing it again is harmless. Relies on the names of these arguments, methods and attributes;
+    older versions have `gradient_checkpointing` alone.
     """
     args, model = trainer.args, trainer.model
     if args.fp16_full_eval or args.bf16_full_eval:
-        trainer._move_model_to_device(model, args.device)
+        model.to(args.device)
     trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
     name = "activation_checkpointing"
     if not hasattr(args, name):
@@ -101,8 +90,7 @@ def begin_alone(trainer: Any) -> None:
 def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
     """End the epoch, called from a `get_batch_samples` that returns no batches.
 
-    Relies on `_run_epoch`: it trains on what `get_batch_samples` returns, also nothing, and then
-    looks at `control.should_epoch_stop` and `should_training_stop`.
+    Relies on `_run_epoch` to look at `control` also after no batches.
     """
     trainer.control.should_epoch_stop = True
     if ends_training:
@@ -112,8 +100,7 @@ def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
 def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     """Do at the end of an epoch what the `Trainer` does after the last step of a run.
 
-    That is what `DefaultFlowCallback.on_step_end` adds at `state.max_steps`, by version: it has not
-    done so where the step was not known to be the last. Relies on
+    Relies on `DefaultFlowCallback.on_step_end` to do that at `state.max_steps`, and on
     `Trainer._maybe_log_save_evaluate` being called after `on_epoch_end`.
     """
     from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
@@ -131,14 +118,6 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     control.should_save |= last.should_save and not done.should_save
 
 
-def prepend_callback(trainer: Any, callback: Any) -> None:
-    """Add a callback that is called before all others; `add_callback` appends.
-
-    Relies on `Trainer.callback_handler.callbacks`, a list that events go through in order.
-    """
-    trainer.callback_handler.callbacks.insert(0, callback)
-
-
 def checkpoint_folder(args: Any, state: Any) -> Path:
     """Return the folder of the checkpoint that is written when `on_save` is called.
 
@@ -149,41 +128,21 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
-def set_samples_per_second(logs: MutableMapping[str, Any], samples: int) -> None:
-    """Correct the speed in the last log of a run, which assumes batches of one size.
-
-    Relies on the names that `Trainer._finalize_training` logs by `speed_metrics`.
-    """
-    if "train_samples_per_second" in logs:
-        per_second = samples / max(logs["train_runtime"], 1e-9)
-        logs["train_samples_per_second"] = round(per_second, 3)
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def loading_whole(trainer: Any, checkpoint: str) -> Iterator[None]:
-    """Load, within this context, also what a `Trainer` would leave out of a checkpoint.
+def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
+    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it.
 
     A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
     do where `save_pretrained` writes weights by other names, or in other parts, than the model has
-    them: those of mixtures of experts, of ViT, of Qwen2-VL. `from_pretrained` puts these together.
-    Relies on the result of `load_state_dict` being given to `Trainer._issue_warnings_after_load`.
-    With FSDP, DeepSpeed and adapters of peft it is not: their keys are those of the model.
+    them: those of mixtures of experts, of ViT, of Qwen2-VL. Relies on the result being given to
+    `Trainer._issue_warnings_after_load`; with FSDP, DeepSpeed and adapters of peft it is not: their
+    keys are those of the model.
     """
-    trainer._issue_warnings_after_load = partial(_load_rest, trainer, checkpoint)
-    try:
-        yield
-    finally:
-        del trainer._issue_warnings_after_load
-
-
-def _load_rest(trainer: Any, checkpoint: str, loaded: Any) -> None:
-    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it."""
     from transformers import PreTrainedModel
 
-    model = unwrap_model(trainer.model)
+    model = unwrap_model(model)
     missing = _not_loaded(model, loaded.missing_keys)
     if not missing and not loaded.unexpected_keys:
         return
@@ -243,37 +202,24 @@ def _other_weights(
 
 
 def sampling_strategy(args: Any) -> str:
-    """Return `train_sampling_strategy`, which versions before 5 do not have.
-
-    These have `group_by_length`, which is the strategy of that name.
-    """
+    """Return `train_sampling_strategy`; versions before 5 have `group_by_length` in its place."""
     default = "group_by_length" if getattr(args, "group_by_length", False) else "random"
     return getattr(args, "train_sampling_strategy", default)
 
 
 def parallel_sizes(trainer: Any) -> dict[str, int]:
-    """Return how many ranks share samples, by the method of the `Trainer` that says so.
-
-    Relies on methods that versions have added: tensor, context and sequence parallelism.
-    """
+    """Return how many ranks share samples, by the methods that say so in some versions."""
     names = ("get_tp_size", "get_cp_size", "get_sp_size")
     return {name: getattr(trainer, name)() for name in names if hasattr(trainer, name)}
 
 
 def deepspeed_has_scheduler(trainer: Any) -> bool:
-    """Return whether DeepSpeed makes the learning-rate schedule.
-
-    Relies on the loop (in `Trainer._prepare_for_training`, of later versions) to tell that schedule
-    its `max_steps`.
-    """
+    """Return whether DeepSpeed makes the schedule, which the loop tells its `max_steps`."""
     return "scheduler" in deepspeed_config(trainer.accelerator)
 
 
 def steps_within_backward(args: Any) -> bool:
-    """Return whether the optimizer steps as soon as a gradient is there, within the backward.
-
-    Relies on the names of `OptimizerNames`: LOMO, and those that end with "layerwise".
-    """
+    """Return whether the optimizer steps within the backward, by its `OptimizerNames`."""
     name = str(args.optim.value)
     return name in ("lomo", "adalomo") or name.endswith("layerwise")
 
@@ -291,8 +237,7 @@ def is_default_collator(collate: Any) -> bool:
 def pads_by_default(trainer: Any) -> bool:
     """Return whether a `Trainer` has a collator that it chose itself, for rows of tokens.
 
-    Samples without `input_ids`, such as images of one size, are stacked by it. Relies on
-    `PreTrainedModel.main_input_name`, where the trainer keeps all columns.
+    Relies on `PreTrainedModel.main_input_name`, where the trainer keeps all columns.
     """
     if not is_default_collator(trainer.data_collator):
         return False
@@ -304,10 +249,9 @@ def pads_by_default(trainer: Any) -> bool:
 def collator_columns(trainer: Any) -> set[str]:
     """Return the keys of samples that the trainer's collator is for.
 
-    Relies on `Trainer._set_signature_columns_if_needed`, which trainers of other libraries override
-    for their own collators, and which sets `_signature_columns` once: also where a hyperparameter
-    search has taken the model away since. Where it is the `Trainer`'s own, the parameters of the
-    model inside its wrappers count, too.
+    Relies on `Trainer._set_signature_columns_if_needed`, which other libraries override, and which
+    sets `_signature_columns` once: also where a search has taken the model away since. Where it is
+    the `Trainer`'s own, the parameters of the model inside its wrappers count, too.
     """
     from transformers import Trainer
 
@@ -334,10 +278,7 @@ def model_inputs(model: Any) -> set[str]:
 
 
 def base_model(model: Any) -> Any:
-    """Return the model inside the wrappers of sharding, of compilation and of adapters.
-
-    Relies on `get_base_model`, as the adapters of peft have it.
-    """
+    """Return the model inside the wrappers of sharding, of compilation and of adapters (peft)."""
     model = unwrap_model(model)
     get_base_model = getattr(model, "get_base_model", None)
     return model if get_base_model is None else get_base_model()
@@ -351,8 +292,8 @@ def is_encoder_decoder(model: Any) -> bool:
 def shifts_labels(model: Any) -> bool:
     """Return whether position i of a model predicts label i + 1, so that the first is no target.
 
-    Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does for
-    `_loss_shifts_labels`. A model of another library is taken for a causal one.
+    Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
+    model of another library is taken for a causal one.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -368,8 +309,7 @@ def shifts_labels(model: Any) -> bool:
 def ctc_reduction(trainer: Any) -> str | None:
     """Return how a model for CTC reduces its loss over a batch, or None where the loss is another.
 
-    "mean" divides the loss of each sample by its targets, and takes the mean over samples. Relies
-    on the names of these classes, which end with "ForCTC", and on `config.ctc_loss_reduction`.
+    "mean" is one over samples. Relies on the names of these classes, which end with "ForCTC".
     """
     model = base_model(trainer.model)
     is_ctc = any(kind.__name__.endswith("ForCTC") for kind in type(model).__mro__)
@@ -378,27 +318,16 @@ def ctc_reduction(trainer: Any) -> str | None:
     return getattr(getattr(model, "config", None), "ctc_loss_reduction", None)
 
 
-def label_names(trainer: Any) -> list[str]:
-    """Return the keys of a batch that hold labels; those of the model unless arguments say others.
-
-    Relies on `Trainer.label_names`.
-    """
-    return list(trainer.label_names or ())
-
-
 def takes_num_items(trainer: Any) -> bool:
-    """Return whether the loss is told `num_items_in_batch`, by the model or `compute_loss_func`.
-
-    Relies on `Trainer.model_accepts_loss_kwargs`, which goes by the signature of `forward`.
-    """
+    """Return whether the loss is told `num_items_in_batch`, by the model or `compute_loss_func`."""
     return bool(trainer.model_accepts_loss_kwargs) or trainer.compute_loss_func is not None
 
 
 def loss_divisor(trainer: Any, *, is_told: bool) -> int:
     """Return what `Trainer.training_step` will divide a loss by, before its backward.
 
-    Relies on its rule: the number of micro-steps, unless `compute_loss_func` is given, or the model
-    was told `num_items_in_batch`, or `loss_is_scaled_for_ga` (of later versions) says otherwise.
+    Relies on its rule: the micro-steps, unless the loss is told its items or has a
+    `compute_loss_func`, or unless `loss_is_scaled_for_ga` (of later versions) says otherwise.
     """
     is_divided = not is_told and trainer.compute_loss_func is None
     if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
@@ -409,8 +338,7 @@ def loss_divisor(trainer: Any, *, is_told: bool) -> int:
 def num_items_divisor(trainer: Any) -> int:
     """Return what `num_items_in_batch`, counted over all ranks, is to be divided by.
 
-    Relies on `Trainer.compute_loss` to multiply by the ranks with `average_tokens_across_devices`;
-    without it, the gradient is the mean over ranks of what each has divided.
+    Relies on `Trainer.compute_loss` to multiply by the ranks with `average_tokens_across_devices`.
     """
     is_averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     return 1 if is_averaged else int(trainer.accelerator.num_processes)

@@ -88,7 +88,7 @@ def test_backward_divides_by_the_micro_steps(accelerate, accelerator):
     assert weight.grad == 2
 
 
-@canary("AcceleratorState.deepspeed_plugin.deepspeed_config", "huggingface/checks")
+@canary("AcceleratorState.deepspeed_plugin.deepspeed_config", "huggingface/config")
 def test_the_configuration_of_deepspeed_is_in_the_state(accelerate, accelerator):
     assert accelerator.state.deepspeed_plugin is None
     assert compat.deepspeed_config(accelerator) == {}
@@ -118,49 +118,3 @@ def test_hooks_of_checkpoints_get_the_folder_and_can_be_removed(accelerator, tmp
         for handle in handles:
             handle.remove()
     assert list(map(str, seen)) == [str(tmp_path)] * 2
-
-
-@canary("Accelerator.gather, as gather_for_metrics calls it", "huggingface/guard")
-def test_an_accelerator_may_be_kept_from_gathering(accelerator):
-    one, gather = torch.ones(1), accelerator.gather
-    with compat.without_gathering(accelerator, "Some", "do not come."):
-        for method in ("gather", "gather_for_metrics", "reduce"):
-            with pytest.raises(RuntimeError, match="`Some` gathers from other ranks"):
-                getattr(accelerator, method)(one)
-    assert accelerator.gather == gather
-    assert torch.equal(accelerator.gather_for_metrics(one), one)
-
-
-class Noting(torch.nn.Linear):
-    def forward(self, x):
-        self.inside = super().forward(x)
-        return {"logits": self.inside}
-
-
-@canary("native_amp, and how prepare_model wraps forward", "huggingface/auto_budget")
-def test_a_forward_has_the_precision_that_prepare_gives_it(accelerate):
-    reset = accelerate.state.AcceleratorState._reset_state
-    reset(True)
-    try:
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-        model, x = Noting(4, 4), torch.rand(2, 4)
-        with compat.mixed_precision(accelerator, model):
-            found, inside = model(x)["logits"], model.inside.dtype
-        assert "forward" not in vars(model)
-        assert model(x)["logits"].dtype == model.inside.dtype == torch.float32
-        expected = accelerator.prepare_model(model)(x)["logits"]
-        assert inside == model.inside.dtype == torch.bfloat16
-        assert found.dtype == torch.float32 and torch.equal(found, expected)
-    finally:
-        reset(True)
-
-
-@canary("Accelerator.clip_grad_norm_")
-def test_the_norm_of_the_gradients_is_that_before_they_were_clipped(accelerator):
-    weight, norms = torch.nn.Parameter(torch.zeros(2)), []
-    weight.grad = torch.tensor([3.0, 4.0])
-    with compat.noting_gradient_norms(accelerator, norms.append):
-        accelerator.clip_grad_norm_([weight], 1.0)
-    accelerator.clip_grad_norm_([weight], 1.0)
-    assert [float(norm) for norm in norms] == [5.0]
-    assert "clip_grad_norm_" not in vars(accelerator)

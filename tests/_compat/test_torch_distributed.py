@@ -92,6 +92,27 @@ def test_a_lost_rank_ends_a_call_with_an_error_that_is_no_timeout(groups):
 
 
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="is of later versions of torch")
+@canary("collectives as operations of c10d, which a TorchDispatchMode sees")
+def test_a_collective_is_refused_and_no_other_operation():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    one = torch.ones(1)
+    try:
+        with compat.RefusingCollectives("not now"):
+            for call in (
+                lambda: dist.all_reduce(one),
+                lambda: dist.all_gather([torch.zeros(1)], one),
+                lambda: dist.broadcast(one, 0),
+                dist.barrier,
+            ):
+                with pytest.raises(RuntimeError, match="not now"):
+                    call()
+            assert one + 1 == 2
+        dist.all_reduce(one)
+    finally:
+        dist.destroy_process_group()
+
+
 @canary("TCPStore.clone")
 def test_a_store_over_tcp_can_be_cloned():
     store = dist.TCPStore("127.0.0.1", 0, 1, True)

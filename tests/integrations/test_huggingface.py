@@ -7,6 +7,7 @@ import shutil
 import signal
 import warnings
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import language_models as lm
@@ -35,7 +36,7 @@ from odb_nodes.integrations.huggingface import (
     ODBTrainerMixin,
     configure_trainer,
 )
-from odb_nodes.integrations.huggingface.checks import check_trainer
+from odb_nodes.integrations.huggingface.config import check_trainer
 from odb_nodes.monitor import Monitor, read_run
 
 SIZE = 40
@@ -75,6 +76,14 @@ def test_the_gradient_is_right_whatever_the_trainer_divides_by(tmp_path, model):
         loss_is_scaled_for_ga = False
 
     t.make_trainer(tmp_path, model=model, kind=Divided, gradient_accumulation_steps=3).train()
+    assert lm.check_steps([entries_of(tmp_path)], SIZE) < 1e-12
+
+
+@pytest.mark.parametrize("model", ["Averaging", "Ignoring"])
+def test_a_mean_over_no_targets_is_no_nan(tmp_path, model):
+    odb = {"token_budget": TokenBudget(64, max_samples=1)}  # so that some batches have none
+    options = {"model": model, "odb": odb, "gradient_accumulation_steps": 3}
+    t.make_trainer(tmp_path, num_train_epochs=1, **options).train()
     assert lm.check_steps([entries_of(tmp_path)], SIZE) < 1e-12
 
 
@@ -489,7 +498,24 @@ def test_a_monitor_has_the_norm_and_rate_of_the_log_and_leaves_nothing_behind(tm
     norms = [one["last"]["grad_norm"] for one in steps]
     assert len(norms) == 4 and norms == pytest.approx(t.logs_of(trainer, "grad_norm"))
     assert [one["last"]["lr"] for one in steps] == [one["lr"] for one in entries_of(tmp_path)]
-    assert "clip_grad_norm_" not in vars(trainer.accelerator)
+
+
+@pytest.mark.parametrize("saving", [{}, {"save_steps": 1}])
+def test_a_monitor_has_each_step_also_where_the_trainer_logs_few(tmp_path, saving):
+    options = {"logging_steps": 2, "max_steps": 4, "odb": {"monitor": None}}
+
+    def records(train, **more):
+        monitor = Monitor(tmp_path / "run", every=1, progress=False)
+        train(**options | {"odb": {"monitor": monitor}} | more)
+        steps = read_run(tmp_path / "run").steps
+        return [(one["step"], "grad_norm" in one["last"]) for one in steps]
+
+    expected = [(1, False), (2, True), (3, False), (4, True)]
+    make = partial(t.make_trainer, tmp_path)
+    assert records(lambda **given: make(**given).train(), **saving) == expected
+    if saving:
+        found = records(lambda **given: resume(tmp_path, "rest", 1, **given))
+        assert found == expected
 
 
 def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(tmp_path):
@@ -505,19 +531,6 @@ def test_workers_change_nothing(tmp_path):
     t.make_trainer(tmp_path, "alone", **options).train()
     t.make_trainer(tmp_path, "beside", dataloader_num_workers=1, **options).train()
     assert entries_of(tmp_path, "beside") == entries_of(tmp_path, "alone")
-
-
-def test_nothing_is_kept_for_a_log_that_nobody_wants(tmp_path):
-    kept = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kept.append(len(trainer.odb_run.meter))
-
-    options = {"odb": {"log_metrics": False}, "max_steps": 3, "callbacks": [Look()]}
-    trainer = t.make_trainer(tmp_path, **options)
-    trainer.train()
-    assert kept == [0, 0, 0]
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -680,33 +693,28 @@ def test_each_field_of_the_config_is_checked():
 
 
 @pytest.mark.slow
-def test_two_ranks_probe_the_same_micro_step_and_weigh_by_what_the_loss_is(tmp_path):
+def test_two_ranks_check_a_loss_together_and_weigh_it(tmp_path):
     body = """
-        from odb_nodes.integrations.huggingface import weighing as w
-        found, steps, find, probe = [], [], w.LossWeigher._find_normalizer, w.find_normalizer
+        from odb_nodes.integrations.huggingface import loss
+        kinds, check = [], loss.LossWeigher._check
 
-        def find_noting(self, batches, of_ranks):
-            steps.append(batches)
-            find(self, batches, of_ranks)
+        def noting(self, *given):
+            check(self, *given)
+            kinds.append(self._kind)
 
-        def probe_noting(loss_of, batch, **options):
-            found.append([one is batch for one in steps[-1]].index(True))
-            return probe(loss_of, batch, **options)
-
-        w.LossWeigher._find_normalizer, w.find_normalizer = find_noting, probe_noting
+        loss.LossWeigher._check = noting
         options = dict(gradient_accumulation_steps=4, num_train_epochs=1)
         for number, (model, size, budget) in enumerate((
-            ("Averaging", 37, 64), ("Normalizing", 37, 64), *[("Normalizing", 24, 4)] * 4
+            ("Ignoring", 37, 64), ("Normalizing", 37, 64), *[("Normalizing", 24, 4)] * 4
         )):  # Batches of one sample: some have no targets.
             folder, odb = f"{sys.argv[1]}/{number}", dict(token_budget=budget)
             options |= dict(model=model, size=size, seed=number, odb=odb)
             t.make_trainer(folder, **options).train()
-        r.finish(found)
+        r.finish(kinds)
     """
     with t.on_ranks(tmp_path, 2, body, str(tmp_path)) as job:
         first, second = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
-    assert len(first) == 5  # which model takes a mean is known
-    assert first == second
+    assert first == second == [2, *[1] * 5]
     for number, size in enumerate((37, 37, 24, 24, 24, 24)):
         folder = tmp_path / f"{number}"
         entries = [lm.read(folder / f"run-{rank}.jsonl") for rank in range(2)]

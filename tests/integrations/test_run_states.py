@@ -11,7 +11,7 @@ import trainers as t
 from damaged_states import MISSING, damaged, mutations, replaced, resealed
 
 from odb_nodes import ODBDataLoader, StateError, save_rank_state
-from odb_nodes.integrations.huggingface import run_start as huggingface
+from odb_nodes.integrations.huggingface import run as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
 
@@ -34,7 +34,7 @@ class HuggingFace:
         self.folder, self.trainer = folder, t.make_trainer(folder)
 
     def states(self):
-        run = huggingface.make_run(self.trainer, None)
+        run = huggingface.Run(self.trainer, None)
         it, found = iter(run.batches), []
         for _ in range(2):
             self.trainer.state.global_step += 1
@@ -45,7 +45,7 @@ class HuggingFace:
 
     def load(self, state):
         save_rank_state(state, self.folder / "checkpoint")
-        huggingface.make_run(self.trainer, str(self.folder / "checkpoint"))
+        huggingface.Run(self.trainer, str(self.folder / "checkpoint"))
 
 
 class Lightning:

@@ -1,15 +1,20 @@
 """Which keys of the samples reach the collator and the loss of a `Trainer`."""
 
+import copy
+import warnings
 from collections import UserDict
 
 import language_models as lm
 import pytest
 import torch
 import trainers as t
+from test_huggingface import decoder
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     DefaultDataCollator,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     Trainer,
     default_data_collator,
 )
@@ -17,9 +22,8 @@ from transformers import (
 from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget
 from odb_nodes.collate.protocol import collate_group
 from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin, configure_trainer
-from odb_nodes.integrations.huggingface.batches import make_batches
-from odb_nodes.integrations.huggingface.columns import KeepAfter, KeepBefore
-from odb_nodes.integrations.huggingface.labels import rename_labels
+from odb_nodes.integrations.huggingface.run import TrainBatches
+from odb_nodes.integrations.huggingface.samples import TrainerCollate, rename_labels
 
 DATA = [
     {"input_ids": [1 + n] * (n % 7 + 2), "labels": [1 + n] * (n % 7 + 2), "weight": n, "extra": n}
@@ -134,8 +138,9 @@ def test_collate_functions_that_take_the_step_still_do():
         def collate_step(self, samples, info):
             return {**samples[0], "info": info}
 
-    for kind, expected in ((KeepBefore, {"a", "info"}), (KeepAfter, {"a", "info"})):
-        assert {*collate_group(kind(Step(), {"a"}), [{"a": 1, "b": 2}], "step")} == expected
+    for before in (True, False):
+        collate = TrainerCollate(Step(), {"a"}, selects_before=before)
+        assert {*collate_group(collate, [{"a": 1, "b": 2}], "step")} == {"a", "info"}
 
 
 # --- labels and lengths ---------------------------------------------------------------------------
@@ -173,24 +178,15 @@ def test_labels_are_renamed_only_where_they_can_be():
         rename_labels({"label_ids": [[1, 2], [3]]}, set())
 
 
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (["chosen_ids", "rejected_ids"], "For pairs.*`observe=lambda s: 2 .*sample_mean"),
-        (["labels", "pixel_values"], r"the patches .*`observe=lambda s: s\[.pixel_values"),
-        (["input_values", "labels"], r"the frames .*`observe=lambda s: len\(s\[.input_values"),
-        (["video"], r"`observe=lambda s: len\(s\["),
-    ],
-)
-def test_samples_without_a_length_are_told_what_to_do(tmp_path, keys, message):
+def test_samples_without_a_length_are_told_what_to_do(tmp_path):
     class Other(Trainer):
         def _set_signature_columns_if_needed(self):
-            self._signature_columns = keys
+            self._signature_columns = ["labels", "video"]
 
-    data = [dict.fromkeys(keys, [1] * (n + 2)) for n in range(8)]
+    data = [dict.fromkeys(("labels", "video"), [1] * (n + 2)) for n in range(8)]
     trainer = configure_trainer(make(Other, tmp_path, list, data), token_budget=64)
-    names = ", ".join(f"'{key}'" for key in keys)
-    with pytest.raises(SampleError, match=f"of `ODBOther` has no `input_ids`.*{names}.*{message}"):
+    message = "of `ODBOther` has no `input_ids`.*'labels', 'video'.*for frames.*`observe=lambda s:"
+    with pytest.raises(SampleError, match=message):
         trainer.train()
 
 
@@ -248,25 +244,37 @@ def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(
 # --- a trainer of another library -----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
-def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
-    import datasets
-    import trl
-    from test_huggingface import decoder
+def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"[PAD]": 0, "[EOS]": 1, **{f"w{n}": n for n in range(2, lm.VOCABULARY)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="[EOS]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]", unk_token="[EOS]"
     )
-    data = datasets.Dataset.from_list([{"text": f"w{n + 2} w3 w4"} for n in range(24)])
-    given = {"max_length": 16, "packing": True, "padding_free": True, "bf16": False}
-    given |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    args = trl.SFTConfig(str(tmp_path), num_train_epochs=1, max_grad_norm=0.0, **given)
-    trainer = trl.SFTTrainer(decoder(), args, train_dataset=data, processing_class=tokenizer)
+
+
+def of_trl(kind, folder, rows, model, **options):
+    """A trainer of TRL of this kind."""
+    import datasets
+    import trl
+
+    given = {"bf16": False, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    given |= {"save_strategy": "no", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+    args = getattr(trl, f"{kind}Config")(str(folder), num_train_epochs=1, **given | options)
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    if kind == "DPO":
+        data["ref_model"] = copy.deepcopy(model)
+    return getattr(trl, f"{kind}Trainer")(model, args=args, **data)
+
+
+@pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
+def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
+    rows = [{"text": f"w{n + 2} w3 w4"} for n in range(24)]
+    options = {"max_length": 16, "packing": True, "padding_free": True}
+    trainer = of_trl("SFT", tmp_path, rows, decoder(), **options)
     configure_trainer(trainer, token_budget=64)
     starts = []
 
@@ -277,6 +285,55 @@ def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
     trainer.model.register_forward_pre_hook(count, with_kwargs=True)
     trainer.train()
     assert sum(starts) == 24
+
+
+def scoring():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "pad_token_id": 0}
+    sizes |= {"vocab_size": lm.VOCABULARY, "num_attention_heads": 2, "num_labels": 1}
+    return LlamaForSequenceClassification(LlamaConfig(**sizes))
+
+
+@pytest.mark.filterwarnings(t.OF_TRANSFORMERS, "ignore:.gradient_checkpointing_(dis|en)able")
+@pytest.mark.parametrize("kind, make", [("DPO", decoder), ("Reward", scoring)])
+def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
+    """An epoch is one optimizer step, of many batches, or of one that has all pairs."""
+
+    def words(count, first):
+        return " ".join(f"w{(first + n) % 20 + 2}" for n in range(count))
+
+    rows = [
+        {
+            "prompt": words(n % 5 + 1, 0) + " ",
+            "chosen": words(n % 7 + 1, n),
+            "rejected": words(3, n + 1),
+        }
+        for n in range(20)
+    ]
+    if kind == "Reward":  # whose answers contain the prompt
+        for row in rows:
+            prompt = row.pop("prompt")
+            row |= {key: prompt + row[key] for key in ("chosen", "rejected")}
+    found = []
+    for budget, accumulate in ((10_000, 1), (64, 30)):
+        options = {"gradient_accumulation_steps": accumulate, "max_length": 32, "logging_steps": 1}
+        trainer = of_trl(kind, tmp_path, rows, make().double(), **options)
+        configure_trainer(trainer, token_budget=budget)
+        widest, steps = [], []
+
+        def look(_, args, kwargs, widest=widest):
+            widest.append(kwargs["input_ids"].numel())
+
+        trainer.model.register_forward_pre_hook(look, with_kwargs=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the batches have no labels")
+            trainer.train()
+        steps = trainer.state.global_step
+        assert (steps, max(widest) <= budget) == (1, True)
+        found.append((lm.weights_of(trainer.model), t.logs_of(trainer, "odb/samples_per_step")))
+    assert found[0][1] == found[1][1] == [20]
+    assert not torch.equal(found[0][0], lm.weights_of(make().double()))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-7)
 
 
 class Masking:
@@ -299,5 +356,5 @@ def test_the_random_numbers_of_a_collator_are_seeded(tmp_path, for_training, kee
     found = []
     for seed in (1, 2):  # as of a run, and of one that resumes it
         torch.manual_seed(seed)
-        found.append([batch["labels"].tolist() for batch in make_batches(trainer).loader])
+        found.append([batch["labels"].tolist() for batch in TrainBatches(trainer).loader])
     assert found[0] == found[1]

@@ -277,14 +277,12 @@ def test_two_ranks_weigh_samples_alike(tmp_path):
 
 
 class Metrics(Trainer):
-    """Counts and logs where it computes a loss, as trainers of other libraries do."""
+    """Counts where it computes a loss, as trainers of other libraries do."""
 
     calls = ()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.calls += (model.training,)
-        self.state.num_input_tokens_seen += inputs["input_ids"].numel()
-        self.log({"rows": float(len(inputs["input_ids"]))})
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -292,14 +290,14 @@ class Dynamic(ODBTrainerMixin, Metrics):
     pass
 
 
-@pytest.mark.parametrize("model", ["Normalizing", "Ignoring"])
-def test_finding_out_leaves_no_traces(tmp_path, model):
-    trainer = t.make_trainer(tmp_path, model=model, kind=Dynamic, num_train_epochs=1)
+@pytest.mark.parametrize("model, loss_is", [("Normalizing", None), ("Ignoring", "token_mean")])
+def test_a_loss_is_checked_once_by_three_of_them_without_training(tmp_path, model, loss_is):
+    options = {"model": model, "kind": Dynamic, "num_train_epochs": 1, "odb": {"loss_is": loss_is}}
+    trainer = t.make_trainer(tmp_path, **options)
     trainer.train()
-    steps = trainer.state.global_step
-    assert trainer.calls == (True,) * steps
-    assert sum("rows" in entry for entry in trainer.state.log_history) == steps
-    assert 0 < trainer.state.num_input_tokens_seen <= 64 * steps
+    assert trainer.calls == (False,) * (3 if loss_is is None else 0) + (True,) * len(
+        t.entries_of(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,7 +305,7 @@ def test_finding_out_leaves_no_traces(tmp_path, model):
     [("Normalizing", "divided"), ("Ignoring", "token_mean"), ("Averaging", "token_mean")],
 )
 def test_what_is_said_is_not_found_out(tmp_path, monkeypatch, model, loss_is):
-    monkeypatch.setattr("odb_nodes.integrations.huggingface.weighing.find_normalizer", None)
+    monkeypatch.setattr("odb_nodes.integrations.huggingface.loss.loss_kind", None)
     options = {"odb": {"loss_is": loss_is}, "gradient_accumulation_steps": 3}
     t.make_trainer(tmp_path, model=model, **options).train()
     assert lm.check_steps([t.entries_of(tmp_path)], SIZE) < 1e-12

@@ -285,9 +285,8 @@ def test_a_recomputation_may_run_out_of_memory(tmp_path):
 @pytest.mark.parametrize("when, times", [(None, 0), ("epoch", 2), ("evaluate", 6)])
 def test_cached_memory_is_given_back_when_that_is_asked_for(tmp_path, monkeypatch, when, times):
     freed = []
-    for module in ("callback", "trainer"):
-        name = f"odb_nodes.integrations.huggingface.{module}.free_memory"
-        monkeypatch.setattr(name, lambda: freed.append(1))
+    name = "odb_nodes.integrations.huggingface.trainer.free_memory"
+    monkeypatch.setattr(name, lambda: freed.append(1))
     odb = {"on_oom": None, "empty_cache": when}
     data = {"eval_dataset": lm.Texts(5), "eval_strategy": "epoch", "label_names": ["labels"]}
     trainer, _ = run(tmp_path, odb=odb, num_train_epochs=2, **data)

@@ -11,20 +11,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._compat.accelerate import mixed_precision, without_gathering
+from odb_nodes._compat.torch_distributed import RefusingCollectives
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.collate import PackedCollate
 from odb_nodes.collate.token_rows import TokenRows
 from odb_nodes.contract.config import sealed_configs
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.huggingface.batches import given_dataset, loader_options
-from odb_nodes.integrations.huggingface.columns import ModelKeys, given_collate, loader_budget
 from odb_nodes.integrations.huggingface.config import ODBConfig
-from odb_nodes.integrations.huggingface.probing import twin_of
+from odb_nodes.integrations.huggingface.samples import (
+    given_collate,
+    given_dataset,
+    loader_budget,
+    loader_options,
+    model_batch,
+)
 from odb_nodes.integrations.step_estimate import check_can_estimate, look_at
 from odb_nodes.memory.calibration import Calibration, find_budget
 from odb_nodes.memory.failures import free_memory
@@ -57,37 +62,27 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
     if not config.finds_budget:
         return
     args, model = trainer.args, trainer.model
-    if model is None:
-        raise ValueError(
-            '`token_budget` must not be "auto" in a hyperparameter search, which makes its models '
-            f"only later. {GIVE_ONE}"
-        )
-    shares = has_collectives(model) and args.world_size > 1
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or shares:
-        raise ValueError(
-            '`token_budget` must not be "auto" with FSDP, DeepSpeed or `SyncBatchNorm`: ranks '
-            "compute together, and one that runs out of memory in a step that is tried would "
-            "leave the others waiting. Give a number of tokens."
-        )
-    if trainer.is_model_parallel:
-        raise ValueError(
-            '`token_budget` must not be "auto" where a model is on several devices, of which only '
-            "one would be measured. Give a number of tokens."
-        )
+    shares = args.world_size > 1 and model is not None and has_collectives(model)
     given = given_collate(trainer, config)
-    if isinstance(given, PackedCollate) or (isinstance(given, TokenRows) and given.shapes):
-        raise ValueError(
-            f'`token_budget` must not be "auto" with a `{type(given).__name__}` that packs or has '
-            "`shapes`, which the budget must have, too. Give a `TokenBudget` with `layout` or "
-            "`shapes`; `odb_nodes.memory.find_budget` finds its tokens."
-        )
-    if meter_of(args, config) is None:
-        raise ValueError(
-            f'`token_budget` must not be "auto" where nothing measures the memory of the device, '
-            f"which is `{args.device}`: `CudaMeter` needs a GPU that torch sees. Give a "
-            "`memory_meter`, on a CPU such as `odb_nodes.testing.SavedTensorMeter(2**30)`, or a "
-            "number of tokens."
-        )
+    packs = isinstance(given, PackedCollate) or (isinstance(given, TokenRows) and given.shapes)
+    refused = {
+        "in a hyperparameter search, which makes its models only later": model is None,
+        "with FSDP, DeepSpeed or `SyncBatchNorm`: ranks compute together, and one that runs out of "
+        "memory in a step that is tried would leave the others waiting": (
+            trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or shares
+        ),
+        "where a model is on several devices, of which only one would be measured": (
+            trainer.is_model_parallel
+        ),
+        f"with a `{type(given).__name__}` that packs or has `shapes`, which the budget must have, "
+        "too, as a `TokenBudget` with `layout` or `shapes` has": packs,
+        f"where nothing measures the memory of the device, which is `{args.device}`: `CudaMeter` "
+        "needs a GPU that torch sees, and other devices a `memory_meter`, such as "
+        "`odb_nodes.testing.SavedTensorMeter(2**30)` on a CPU": meter_of(args, config) is None,
+    }
+    for where, applies in refused.items():
+        if applies:
+            raise ValueError(f'`token_budget` must not be "auto" {where}. {GIVE_ONE}')
 
 
 def saved_budget(state: Any) -> TokenBudget:
@@ -135,38 +130,55 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
     samples = _samples_by_tokens(trainer)
     shortest, *longer = samples
     args, model = trainer.args, trainer.model
-    # A copy, so that an optimizer is made, and metrics are gathered, that training does not have.
-    twin = twin_of(trainer)
-    compat.begin_alone(twin)
-    optimizer = twin.create_optimizer()
-    name, one = type(trainer).__name__, torch.ones((), dtype=torch.int64, device=args.device)
+    compat.begin_alone(trainer)
+    computed = _InPrecision(trainer.accelerator, model) if trainer.accelerator.native_amp else model
+    before = trainer.optimizer
+    optimizer = trainer.create_optimizer()
+    trainer.optimizer = before  # so that training makes one of its own
+    one = torch.ones((), dtype=torch.int64, device=args.device)
+    reason = (
+        f"`compute_loss` of `{type(trainer).__name__}` gathers from other ranks, which try other "
+        f"steps. {GIVE_ONE}"
+    )
 
     def train_step(batch: dict[str, Any]) -> None:
         if args.gradient_accumulation_steps > 1:  # All batches but the first find gradients.
             give_gradients(model)
-        twin.training_step(model, batch, one)
+        with RefusingCollectives(reason) if ranks > 1 else nullcontext():
+            trainer.training_step(computed, batch, one)
         optimizer.step()
         optimizer.zero_grad()
 
-    alone = without_gathering(trainer.accelerator, name, f"try other steps. {GIVE_ONE}")
-    with alone if ranks > 1 else nullcontext(), mixed_precision(trainer.accelerator, model):
-        buckets = _like_gradients(model) if ranks > 1 else []  # which DDP keeps a copy of
-        found = find_budget(
-            train_step,
-            _batches_of(trainer, samples, samples[shortest]),
-            meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
-            widths=longer or [shortest],
-            states=(model, optimizer),
-        )
+    trained = [one for one in model.parameters() if one.requires_grad]
+    buckets = [torch.empty_like(one) for one in trained if ranks > 1]  # of DDP
+    found = find_budget(
+        train_step,
+        _batches_of(trainer, samples, samples[shortest]),
+        meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
+        widths=longer or [shortest],
+        states=(model, optimizer),
+    )
     del buckets
     free_memory()
     return found
 
 
-def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
-    """Return samples by the width of their rows, up to four of those that are seen, in its order.
+class _InPrecision(nn.Module):
+    """A model whose forward has the mixed precision that `Accelerator.prepare` will give it."""
 
-    They are the shortest, and of those that are longer the first, the last, and one between.
+    def __init__(self, accelerator: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self._call = convert_outputs_to_fp32(accelerator.autocast()(model))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the model, in fp32."""
+        return self._call(*args, **kwargs)
+
+
+def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
+    """Return samples by the width of their rows: the shortest, and of the longer ones, in their
+    order, the first, the last, and one between.
     """
     dataset, options = given_dataset(trainer), loader_options(trainer)
     check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')
@@ -202,7 +214,7 @@ def _batches_of(
     One row of several is the shortest sample, so that the batch is padded as real ones are: without
     padding, attention may go without a mask, and take less.
     """
-    options, keys = loader_options(trainer), ModelKeys(trainer)
+    options, select = loader_options(trainer), model_batch(trainer)
     collator = GroupCollator(IterableWrapper([]), options.collate_fn, seed=options.seed)
     collator.trust_labels()
 
@@ -212,10 +224,6 @@ def _batches_of(
             group[-1] = shortest
         batch = collator.collate(group, collator.info_of(group, 0))
         pop_step_info(batch)
-        return keys.of(batch)
+        return select(batch)
 
     return make_batch
-
-
-def _like_gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [torch.empty_like(one) for one in model.parameters() if one.requires_grad]

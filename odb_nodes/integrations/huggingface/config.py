@@ -1,11 +1,17 @@
-"""What a `Trainer` must be told beside its own arguments."""
+"""What a `Trainer` is told beside its own arguments, and what its arguments must not be."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
+
+from odb_nodes._compat import transformers as compat
 from odb_nodes._core.checks import check_bool, check_choice, check_count, check_type
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.integrations.step_estimate import LOOKED_AT
@@ -134,3 +140,84 @@ class ODBConfig(BatchOptions):
     def finds_budget(self) -> bool:
         """Whether the budget is found by trying."""
         return self.token_budget == AUTO
+
+
+def check_trainer(trainer: Any, config: ODBConfig) -> None:
+    """Reject arguments of a trainer that dynamic batching would ignore or break."""
+    check_type("odb", config, ODBConfig)
+    args, by_epochs = trainer.args, trainer.args.max_steps <= 0
+    check_choice(
+        "train_sampling_strategy",
+        compat.sampling_strategy(args),
+        ("random", "sequential"),
+        "Dynamic batches already group samples of like length.",
+    )
+    for name, size in compat.parallel_sizes(trainer).items():
+        if size > 1:
+            raise ValueError(
+                f"`{name}()` must be 1, but is {size}: ranks that work on the same samples need a "
+                "training loop of your own, with `ODBDataLoader(process_group=...)`: see "
+                "docs/distributed.md."
+            )
+    cannot_pad = config.collate_fn is None and compat.is_default_collator(trainer.data_collator)
+    # Between the trials of a hyperparameter search there is no model; it was checked before.
+    has_pairs = trainer.model is not None and compat.is_encoder_decoder(trainer.model)
+    takes_back = config.on_oom is not None or config.finds_budget
+    refused = {
+        f"`args.n_gpu` must be at most 1, but is {args.n_gpu}: `DataParallel` would split each "
+        "batch again. Start one process per GPU with torchrun.": args.n_gpu > 1,
+        "`auto_find_batch_size` must be False, but is True: dynamic batches have no fixed size to "
+        "search for. Lower `token_budget` instead.": args.auto_find_batch_size,
+        "`max_steps` must be given where the DeepSpeed config has a `scheduler`, since DeepSpeed "
+        "would plan it for an upper bound of the steps. Or remove the `scheduler`: then the "
+        "`Trainer` makes one.": by_epochs and compat.deepspeed_has_scheduler(trainer),
+        f'`optim` must not be "{args.optim.value}" where `on_oom` is given, or `token_budget` is '
+        '"auto": its steps are within the backward, and cannot be taken back where memory runs '
+        "out. Leave one out.": takes_back and compat.steps_within_backward(args),
+        "`data_collator` must be given for an encoder-decoder model, whose labels have lengths of "
+        "their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`, or for speech and images a "
+        "function that pads the labels with -100.": cannot_pad and has_pairs,
+        '`loss_is` must not be "divided" where the model takes no `num_items_in_batch`, which its '
+        "`forward` shows by `**kwargs`, and there is no `compute_loss_func`.": (
+            config.loss_is == "divided" and not compat.takes_num_items(trainer)
+        ),
+        '`schedule` must be "steps" where `max_steps` is given, since the number of samples of '
+        "such a run is not known. Give `num_train_epochs` instead.": (
+            config.schedule == "samples" and not by_epochs
+        ),
+    }
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
+
+
+def check_overrides(kinds: Iterable[type]) -> None:
+    """Reject a class of trainers that makes its own batches, since they would not be used."""
+    kinds = [*kinds]
+    for kind in kinds:
+        if "get_train_dataloader" in vars(kind) and kind is not Trainer:
+            where = "" if kind is kinds[0] else f", as its base class `{kind.__name__}` does"
+            raise ValueError(
+                f"`{kinds[0].__name__}` must not override `get_train_dataloader`{where}: it would "
+                "never be called, since dynamic batches are made of `train_dataset`, with "
+                "`data_collator` and `ODBConfig.process_fn`. If the class is yours, leave out the "
+                "method. Otherwise write a loop with `ODBDataLoader`: see docs/pytorch.md."
+            )
+
+
+@contextmanager
+def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
+    """Let a trainer be made for epochs of a dataset without a length, given `steps_per_epoch`."""
+    args = next((one for one in given if isinstance(one, TrainingArguments)), None)
+    has_steps = args is not None and args.max_steps > 0
+    if dataset is None or has_steps or has_length(dataset):
+        yield
+        return
+    if args is None or getattr(odb, "steps_per_epoch", None) is None:
+        raise ValueError(
+            "`max_steps`, or `steps_per_epoch` of the `ODBConfig` together with "
+            "`num_train_epochs`, must be given where `train_dataset` has no length, as "
+            f"`{type(dataset).__name__}` has none."
+        )
+    with compat.constructed_without_length(trainer, args):
+        yield

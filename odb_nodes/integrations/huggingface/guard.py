@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_nodes._compat.accelerate import without_gathering
 from odb_nodes._compat.torch import uncompiled
+from odb_nodes._compat.torch_distributed import RefusingCollectives
 from odb_nodes.integrations.huggingface.auto_budget import meter_of
-from odb_nodes.integrations.huggingface.columns import ModelKeys
-from odb_nodes.integrations.huggingface.weighing import LossWeigher, MicroStep
+from odb_nodes.integrations.huggingface.loss import LossWeigher, MicroStep
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.gradients import (
@@ -31,8 +30,9 @@ from odb_nodes.memory.partwise_step import PartwiseStep, Run, StepBatch
 from odb_nodes.step_info import StepInfo
 
 GATHERS = (
-    "compute another number of parts where memory runs out. Leave out `on_oom`; or give "
-    "`guard_above=1`, with which no step that the budget allows is computed in parts."
+    "`compute_loss` of `{}` gathers from other ranks, which compute another number of parts where "
+    "memory runs out. Leave out `on_oom`; or give `guard_above=1`, with which no step that the "
+    "budget allows is computed in parts."
 )
 MILLIONTHS = 1e6  # gathered as integers
 
@@ -42,13 +42,6 @@ Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
 
 class RunGuard:
     """Computes the optimizer steps of a run, in parts where memory runs out.
-
-    Args:
-        trainer: the trainer that runs, whose `ODBConfig` has an `on_oom`.
-        loader: the loader of the run, before its first epoch.
-        losses: what weighs the losses of the run.
-        keys: what the model gets of a batch.
-        memory: the model of memory that learns from the steps; `None` for a new one.
 
     Attributes:
         batches: the batches of the optimizer step that has begun; those that samples were left out
@@ -60,11 +53,11 @@ class RunGuard:
         trainer: Any,
         loader: ODBDataLoader,
         losses: LossWeigher,
-        keys: ModelKeys,
+        model_batch: Callable[[dict[str, Any]], dict[str, Any]],
         memory: MemoryModel | None,
     ) -> None:
         odb, meter = trainer.odb, meter_of(trainer.args, trainer.odb)
-        self._trainer, self._losses, self._keys = trainer, losses, keys
+        self._trainer, self._losses, self._model_batch = trainer, losses, model_batch
         self._context = GuardContext.of(
             loader,
             on_oom=odb.on_oom,
@@ -75,7 +68,7 @@ class RunGuard:
             memory=None if meter is None else memory or MemoryModel(),
         )
         self._context.collator.keep_samples()
-        self._has_met = False
+        self._has_met = self._has_guarded = False
         self.batches: list[dict[str, Any]] = []
         self._step = PartwiseStep(self._context, [])
         self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
@@ -93,15 +86,7 @@ class RunGuard:
         return self._context.ooms
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
-        """Begin an optimizer step.
-
-        Args:
-            batches: the batches that the `Trainer` gets.
-            infos: the `StepInfo` of each; where a batch is repeated, with its `step`.
-
-        Raises:
-            PeerError, StateError: the ranks have other options, or one did not come.
-        """
+        """Begin an optimizer step of these batches; a repeated one has the `step` of the first."""
         if not self._has_met:
             self._context.meet("ODBConfig")
             self._has_met = True
@@ -118,20 +103,7 @@ class RunGuard:
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
     ) -> torch.Tensor:
-        """Add the gradients of the next batch of the step, and return its loss.
-
-        Args:
-            model: the model, in its wrappers.
-            inputs: the batch.
-            weight: the weight of its loss.
-            compute: see `Compute`.
-
-        Raises:
-            StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
-                that is not guarded.
-            ValueError: `inputs` is not what the step began with.
-            PeerError: another rank failed, or did not come.
-        """
+        """Add the gradients of the next batch of the step, and return its loss."""
         number, step, model = len(self._returned), self._step, uncompiled(model)
         if inputs is not self.batches[number]:
             raise ValueError(
@@ -164,18 +136,7 @@ class RunGuard:
         return loss
 
     def take_metrics(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return the metrics since the last call. All ranks call it together.
-
-        - `odb/ooms`: how often memory ran out, on all ranks.
-        - `odb/parts`: in how many parts a batch was computed, on the mean.
-        - `odb/peak_memory_share`: the largest peak of forward and backward on any rank, as a share
-          of the meter's limit; where there is a meter.
-        - `odb/memory_error`: mean relative error of the predictions of what the last 1,024 parts
-          take, mean over ranks; where there is one.
-
-        Args:
-            gather: returns the tensors of all ranks, concatenated.
-        """
+        """Return the metrics since the last call; docs/huggingface.md says what they are."""
         ooms, self._ooms = self._context.ooms - self._ooms, self._context.ooms
         run_meter = self._context.run_meter
         share = 0.0 if run_meter is None else run_meter.take_peak_share()
@@ -205,10 +166,14 @@ class RunGuard:
         return isinstance(model, DistributedDataParallel) and self._context.guards(self.infos)
 
     def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
-        step, is_one_rank = self._step, self._context.channel is None
-        accelerator, name = self._trainer.accelerator, type(self._trainer).__name__
-        with nullcontext() if is_one_rank else without_gathering(accelerator, name, GATHERS):
+        step: PartwiseStep = self._step
+        checks: AbstractContextManager[Any] = nullcontext()
+        if self._context.channel is not None and not self._has_guarded:
+            # Checked once, since it looks at each operation of torch.
+            checks = RefusingCollectives(GATHERS.format(type(self._trainer).__name__))
+        with checks:
             step.compute(number, model, run)
+        self._has_guarded = True
         # After each batch: between them, the `Trainer` may have the ranks wait for each other.
         left_out, loss = step.agree(), step.losses[number]
         if number < len(self.batches) - 1:
@@ -234,4 +199,4 @@ class RunGuard:
         return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
 
     def _collate(self, part: Part) -> dict[str, Any]:
-        return self._keys.of(self._context.collate(part))
+        return self._model_batch(self._context.collate(part))

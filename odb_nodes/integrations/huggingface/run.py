@@ -1,31 +1,42 @@
-"""One call of `Trainer.train`: how far it is, and the batches of its next optimizer step."""
+"""One call of `Trainer.train`: its batches, its position, its steps, and what records them."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torchdata.nodes import BaseNode
 
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.contract.state import seal_whole
+from odb_nodes.contract import NodeState, SourceState
+from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.huggingface.batches import TrainBatches
-from odb_nodes.integrations.huggingface.columns import ModelKeys
+from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
-from odb_nodes.integrations.huggingface.monitoring import RunMonitor
-from odb_nodes.integrations.huggingface.run_state import RunState, TakenStep, repeated
-from odb_nodes.integrations.huggingface.step_plan import StepPlan
-from odb_nodes.integrations.huggingface.weighing import LossWeigher
+from odb_nodes.integrations.huggingface.loss import LossWeigher
+from odb_nodes.integrations.huggingface.samples import given_dataset, loader_options, model_batch
 from odb_nodes.integrations.learning_rate import at_positions
+from odb_nodes.integrations.resuming import (
+    begin_or_resume,
+    changed_arguments_remedy,
+    load_saved_states,
+    resharded_run,
+)
+from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.ledger import Ledger
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import save_rank_state
 from odb_nodes.memory.model import MemoryModel
+from odb_nodes.monitor import Monitor
 from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
@@ -34,96 +45,287 @@ MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is 
 ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
+CHANGED = changed_arguments_remedy(
+    names="`accumulate` is `gradient_accumulation_steps`, `seed` is `data_seed` or else `seed`, "
+    "the others are those of the `ODBConfig`",
+    load="from_pretrained",
+    leave_out="resume_from_checkpoint",
+    smaller="`change_budget` is a field of the `ODBConfig`",
+)
+NOT_SAVED = (
+    "it was saved by a `Trainer` without dynamic batches, or with `save_only_model`. To begin a "
+    "run with its weights, load them with `from_pretrained`, without `resume_from_checkpoint`."
+)
+
+
+@dataclass(kw_only=True)
+class RunState(NodeState):
+    """The position of a run on one rank, between two optimizer steps.
+
+    Half as many ranks take twice as many steps for an epoch. So a step of M ranks, where the
+    estimate is of N, moves the learning-rate schedule on by M / N of a step. Steps are counted as
+    rank-steps, a step of M ranks as M of them: that is exact, whatever the numbers of ranks were.
+
+    Attributes:
+        step: optimizer steps of the run that are done.
+        epoch: number of epochs that have ended.
+        samples: samples of all ranks that are done in the present epoch.
+        rank_steps: rank-steps that are done.
+        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
+        planned_ranks: number of ranks of that estimate.
+        loader: state of the loader; empty at the beginning.
+        monitor: state of the `Monitor`; None where the run has none.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    rank_steps: int = 0
+    steps_per_epoch: int | None = None
+    planned_ranks: int
+    loader: SourceState
+    monitor: dict[str, Any] | None = None
+
+    def rank_steps_at(self, step: int, ranks: int) -> int:
+        """Return the rank-steps of so many optimizer steps, if so many ranks go on from here."""
+        return self.rank_steps + (step - self.step) * ranks
+
+    def schedule_step(self, step: int, ranks: int) -> float:
+        """Return where the schedule stands after `step` optimizer steps, in steps of its own."""
+        return max(0, self.rank_steps_at(step, ranks)) / self.planned_ranks
+
+    def schedule_steps(self, epochs: float) -> int:
+        """Return the steps that the schedule is made for."""
+        return math.ceil((self.steps_per_epoch or 0) * epochs)
+
+    def total_steps(self, epochs: float, ranks: int) -> int:
+        """Return the optimizer steps of the whole run, those that are done included."""
+        left = self.schedule_steps(epochs) * self.planned_ranks - self.rank_steps
+        return self.step + max(0, math.ceil(left / ranks))
+
+
+class TrainBatches:
+    """Yields the batches of one epoch per `iter()`, and knows how far the run is.
+
+    Epochs are counted here, not by the `Trainer`, whose own count assumes that all have the same
+    number of steps. For the same reason there is no `set_epoch`, and `len()` is an error. An
+    `iter()` continues an epoch that has not ended.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        args, dataset = trainer.args, given_dataset(trainer)
+        if trainer.odb_budget is None:
+            raise ValueError(
+                '`token_budget` is "auto", and no budget is found yet: `train` finds it. Call this '
+                "during `train`, or give a number of tokens."
+            )
+        self.loader = ODBDataLoader(dataset, **vars(loader_options(trainer)))
+        self.loader.trust_labels()
+        self.dataset = self.loader.dataset
+        # The length of a dict is its number of datasets; that of a node is of one rank.
+        is_counted = isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode))
+        self.samples_per_epoch = len(dataset) if is_counted else None
+        self._epochs = args.num_train_epochs if args.max_steps <= 0 else None
+        self.samples_seen = 0  # of all ranks, in all epochs of this process
+        self.begin_epoch(0)
+
+    def begin_epoch(self, epoch: int, samples: int = 0) -> None:
+        """Stand in an epoch, after so many samples of all ranks."""
+        self.epoch, self.samples = epoch, samples
+        self.steps = 0  # micro-steps that this process has yielded of this epoch
+        self._it: Iterator[Any] | None = None
+
+    @property
+    def progress(self) -> float:
+        """Epochs done, with the share of this one; whole epochs only where it has no length."""
+        if self.samples_per_epoch is None:
+            return float(self.epoch)
+        return self.epoch + self.samples / self.samples_per_epoch
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has had all its epochs."""
+        return self._epochs is not None and self.progress >= self._epochs
+
+    @property
+    def share_done(self) -> float:
+        """Share of the run that is done, 0.0 to 1.0; always 0.0 where the run has no end."""
+        return 0.0 if self._epochs is None else min(1.0, self.progress / self._epochs)
+
+    def __len__(self) -> int:
+        """Raise the `TypeError` of `ODBDataLoader.__len__`."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Continue the epoch, or begin the next one."""
+        is_empty = True
+        while is_empty and not self.is_done:
+            if self._it is None:
+                self._it = begin_or_resume(self.loader, CHANGED)
+            for batch in self._it:
+                is_empty = False
+                info = batch[STEP_INFO_KEY]
+                self.steps = info.step + 1
+                self.samples += info.all_samples_this_step
+                self.samples_seen += info.all_samples_this_step
+                yield batch
+            # An epoch is empty where the checkpoint was written after its last step. The `Trainer`
+            # would end the run at an empty epoch: go on with the next one.
+            self.begin_epoch(self.epoch + 1)
+
+    def abandon_epoch(self) -> None:
+        """Make the next `iter()` begin an epoch, where this one has not ended."""
+        if self._it is not None:
+            self.begin_epoch(self.epoch + 1)
+            self.loader.set_epoch(self.epoch)
+
+
+@dataclass(kw_only=True)
+class TakenStep:
+    """The batches of an optimizer step that the `Trainer` has been given.
+
+    Attributes:
+        batches: the batches.
+        infos: the `StepInfo` of each.
+        own: how many batches there are without those that are repeated.
+        wait_s: seconds that were spent waiting for each, on the mean.
+    """
+
+    batches: list[dict[str, Any]]
+    infos: list[StepInfo]
+    own: int = 0
+    wait_s: float = 0.0
+
+
+class RunMonitor:
+    """Tells a monitor of each optimizer step, once the `Trainer` has logged it if it does."""
+
+    def __init__(self, monitor: Monitor | str | os.PathLike[str], ranks: int) -> None:
+        self.monitor = monitor if isinstance(monitor, Monitor) else Monitor(monitor)
+        self.losses: list[torch.Tensor] = []  # of this optimizer step, as `training_step` has them
+        self.lr: float | None = None
+        self._ranks, self._ooms = ranks, 0
+        self._done: tuple[TakenStep, dict[str, Any]] | None = None
+
+    def add(self, step: TakenStep, ooms: int) -> None:
+        """Take the optimizer step that is done; over ranks, the mean of summed losses is its."""
+        measured = {
+            "loss": sum(self.losses) if self.losses else None,
+            "loss_weight": step.infos[step.own - 1].optimizer_targets / self._ranks,
+            "lr": self.lr,
+            "ooms": ooms - self._ooms,
+        }
+        self.losses, self.lr, self._ooms = [], None, ooms
+        self._done = step, measured
+
+    def write(self, grad_norm: float | None = None) -> None:
+        """Record the optimizer step that was added, if any. All ranks call it together."""
+        if self._done is None:
+            return
+        step, measured = self._done
+        self._done = None
+        # The last one of its own ends the step: those that repeat it come before.
+        last = step.own - 1
+        for number in (*range(last), *range(step.own, len(step.infos))):
+            self.monitor.step(step.batches[number], step.infos[number], wait_s=step.wait_s)
+        measured |= {"grad_norm": grad_norm, "wait_s": step.wait_s}
+        self.monitor.step(step.batches[last], step.infos[last], **measured)
 
 
 class Run:
     """Follows one call of `train`, and takes the batches of each optimizer step.
 
     Args:
-        trainer: the trainer that runs.
-        batches: the batches of the run.
-        plan: how many optimizer steps are expected; None where `max_steps` ends the run.
-        resumed_at: optimizer steps before the checkpoint that the run resumes; None for a new run.
-        memory: a model of memory that goes on learning; None for none.
+        trainer: the trainer that runs. It gets its `odb_budget`, where that is found by trying: of
+            a checkpoint the one that it was saved under.
+        checkpoint: the folder of the checkpoint that it resumes; None for a new run.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        batches: TrainBatches,
-        plan: StepPlan | None,
-        resumed_at: int | None,
-        memory: MemoryModel | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self.batches = batches
-        self.losses = LossWeigher(trainer)
-        self.meter = StepMeter()
-        self._plan = plan
+    def __init__(self, trainer: Any, checkpoint: str | None) -> None:
+        odb, args = trainer.odb, trainer.args
+        self._trainer, self._ranks = trainer, args.world_size
+        state = RunState(planned_ranks=self._ranks, loader={})
+        if checkpoint is not None:
+            state = _saved_run(checkpoint, args)
+        self._resumes = checkpoint is not None
+        memory = _settle_budget(trainer, state.loader)
+        self.batches = batches = TrainBatches(trainer)
+        self.by_epochs = args.max_steps <= 0  # that end the run; else `max_steps` does
+        if not self.by_epochs:
+            state.steps_per_epoch = None
+        elif state.steps_per_epoch is None:  # A run that resumes keeps its estimate.
+            state.steps_per_epoch, state.planned_ranks = _steps_per_epoch(trainer), self._ranks
+            state.rank_steps = state.step * self._ranks
+        if self._resumes:
+            batches.loader.load_state_dict(state.loader, change_budget=odb.change_budget)
+            batches.begin_epoch(state.epoch, state.samples)
+        if odb.schedule == "samples" and batches.samples_per_epoch is None:
+            raise ValueError(
+                '`schedule` must be "steps" where `train_dataset` does not have a number of '
+                f"samples, as `{type(trainer.train_dataset).__name__}` does not."
+            )
+        self._begun = state
+        self.losses, self.meter = LossWeigher(trainer), StepMeter()
+        self._model_batch = model_batch(trainer)
+        self._arguments = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._follows_plan = False  # the learning-rate schedule, at the pace of these ranks
-        self._resumed_at = resumed_at
-        self._keys = ModelKeys(trainer)
-        self._arguments = {name: getattr(trainer.args, name) for name in FIXED_ARGUMENTS}
         self._is_warned = False
-        self._ledger = _ledger_of(trainer)
-        self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)  # that has begun
+        self._step = TakenStep(batches=[], infos=[])  # that has begun
+        self._ledger: Ledger | None = None
+        if odb.ledger is not None:
+            self._ledger = Ledger(odb.ledger, rank=args.process_index, world_size=args.world_size)
         self.monitor: RunMonitor | None = None
-        if trainer.odb.monitor is not None:
-            self.monitor = RunMonitor(trainer.odb.monitor, trainer, batches.loader)
+        if odb.monitor is not None:
+            self.monitor = RunMonitor(odb.monitor, args.world_size)
+            if state.monitor is None:
+                self.monitor.monitor.reset(state.step)
+            else:
+                self.monitor.monitor.load_state_dict(state.monitor)
+            self.monitor.monitor.attach(batches.loader)
         self.guard: RunGuard | None = None
-        if trainer.odb.on_oom is not None:
-            self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys, memory)
+        if odb.on_oom is not None:
+            self.guard = RunGuard(trainer, batches.loader, self.losses, self._model_batch, memory)
 
     # --- how far it is ----------------------------------------------------------------------------
 
     @property
-    def ends_by_epochs(self) -> bool:
-        """Whether epochs end the run, and not `max_steps`."""
-        return self._plan is not None
-
-    @property
     def epoch(self) -> float:
         """Epochs done, with the share of this one: by its samples, or else by its steps."""
-        batches, plan = self.batches, self._plan
-        if batches.samples_per_epoch is not None or plan is None:
+        batches, begun = self.batches, self._begun
+        if batches.samples_per_epoch is not None or begun.steps_per_epoch is None:
             return batches.progress
-        steps = plan.steps_per_epoch_now
-        share: float = batches.steps / (steps * self._trainer.args.gradient_accumulation_steps)
-        return batches.progress + min(share, MOST_OF_AN_EPOCH)
+        steps = begun.steps_per_epoch * begun.planned_ranks / self._ranks
+        steps *= self._trainer.args.gradient_accumulation_steps
+        return float(batches.progress + min(batches.steps / steps, MOST_OF_AN_EPOCH))
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run: exact with `max_steps`, else estimated."""
         args = self._trainer.args
-        if self._plan is None:
+        if not self.by_epochs:
             return int(args.max_steps)
-        return self._plan.steps(float(args.num_train_epochs))
+        return self._begun.total_steps(args.num_train_epochs, self._ranks)
 
     @property
     def schedule_steps(self) -> int:
         """Steps that the learning-rate schedule is made for: those of the ranks of its estimate."""
-        if self._plan is None:
+        if not self.by_epochs:
             return self.total_steps
-        return self._plan.schedule_steps(float(self._trainer.args.num_train_epochs))
+        return self._begun.schedule_steps(self._trainer.args.num_train_epochs)
 
     @property
     def most_steps(self) -> int:
         """An upper bound of the optimizer steps: each one has at least one sample."""
-        if self._plan is None:
+        if not self.by_epochs:
             return self.total_steps
         samples = self.batches.samples_per_epoch
         if samples is None:
             return NO_BOUND
-        epochs = math.ceil(float(self._trainer.args.num_train_epochs))
-        return max(self.total_steps, epochs * samples) + 1
+        epochs = math.ceil(self._trainer.args.num_train_epochs)
+        return int(max(self.total_steps, epochs * samples)) + 1
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
-        """Warn, once, where a learning-rate schedule by steps does not end with the run.
-
-        Args:
-            steps: optimizer steps so far, the one that begins included.
-            ends: whether there are no more.
-        """
+        """Warn, once, where a learning-rate schedule by steps does not end with the run."""
         total = self.total_steps if self._follows_plan else self.schedule_steps
         slack = 1 + ESTIMATE_SLACK * total
         is_off = steps > total + slack or (ends and steps < total - slack)
@@ -145,50 +347,38 @@ class Run:
 
         One that is no `LambdaLR` goes on by steps: `check_estimate` warns where that is off.
         """
-        plan = self._plan
-        self._follows_plan = plan is not None and isinstance(scheduler, LambdaLR)
-        if plan is None or plan.is_of_these_ranks or not isinstance(scheduler, LambdaLR):
+        begun = self._begun
+        self._follows_plan = self.by_epochs and isinstance(scheduler, LambdaLR)
+        is_of_others = begun.schedule_step(begun.step + 1, self._ranks) != begun.step + 1
+        if not (is_of_others and self._follows_plan and isinstance(scheduler, LambdaLR)):
             return scheduler
-        return at_positions(scheduler, plan.schedule_step)
+        return at_positions(scheduler, lambda step: begun.schedule_step(step, self._ranks))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
-        batches, plan = self.batches, self._plan
-        step, ranks = self._trainer.state.global_step, self._trainer.args.world_size
-        state = RunState(
+        batches, step = self.batches, self._trainer.state.global_step
+        state = replace(
+            self._begun,
             step=step,
             epoch=batches.epoch,
             samples=batches.samples,
-            rank_steps=step * ranks if plan is None else plan.rank_steps_at(step),
-            steps_per_epoch=None if plan is None else plan.steps_per_epoch,
-            planned_ranks=ranks if plan is None else plan.planned_ranks,
+            rank_steps=self._begun.rank_steps_at(step, self._ranks),
             loader=batches.loader.state_dict(),
-            monitor=None if self.monitor is None else self.monitor.state_dict(),
+            monitor=None if self.monitor is None else self.monitor.monitor.state_dict(),
         )
         return seal_whole(HOLDER, state)
 
     def check_step(self, step: int) -> None:
-        """Check that what the `Trainer` has loaded is of the checkpoint that the batches are of.
-
-        Args:
-            step: optimizer steps of the run so far, by the trainer's count.
-
-        Raises:
-            StateError: it is not.
-        """
-        if self._resumed_at not in (None, step):
+        """Check that what the `Trainer` has loaded is of the checkpoint that the batches are of."""
+        if self._resumes and self._begun.step != step:
             raise StateError(
                 f"the `Trainer` resumes at optimizer step {step}, but the state of its batches was "
-                f"saved at step {self._resumed_at}: files of two checkpoints were mixed. "
+                f"saved at step {self._begun.step}: files of two checkpoints were mixed. "
                 "Use a whole checkpoint."
             )
 
     def check_arguments(self) -> None:
-        """Reject a hyperparameter search over arguments that the run was already made with.
-
-        Raises:
-            ValueError: names the argument.
-        """
+        """Reject a hyperparameter search over arguments that the run was already made with."""
         for name, before in self._arguments.items():
             value = getattr(self._trainer.args, name)
             if value != before:
@@ -205,14 +395,11 @@ class Run:
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """Return the batches of an optimizer step, and what their loss is to be divided by.
 
-        Args:
-            batches: the rest of the epoch.
-            count: how many the `Trainer` wants. Where fewer are left, the last one is repeated with
-                a weight of 0: the `Trainer` steps only after `count` batches.
-
-        Raises:
-            ValueError: the batches are not those of `TrainBatches`, or see `LossWeigher.weigh`.
+        Where fewer than `count` are left, the last one is repeated with a weight of 0: the
+        `Trainer` steps only after `count` batches.
         """
+        if self.monitor is not None:
+            self.monitor.write()
         start_s = time.perf_counter()
         taken = list(islice(batches, count))
         if not taken:
@@ -225,10 +412,10 @@ class Run:
                 "`train_dataset`, `data_collator` and `ODBConfig.process_fn`."
             )
         infos = [pop_step_info(batch) for batch in taken]
-        kept = [self._keys.of(batch) for batch in taken]
+        kept = [self._model_batch(batch) for batch in taken]
         while len(kept) < count:
             kept.append(dict(kept[-1]))
-            infos.append(repeated(infos[-1]))
+            infos.append(_repeated(infos[-1]))
         self._step = TakenStep(batches=kept, infos=infos, own=len(taken), wait_s=wait_s)
         if self.guard is not None:
             self.guard.begin_step(kept, infos)
@@ -237,30 +424,31 @@ class Run:
     @property
     def optimizer_samples(self) -> int:
         """Samples of the optimizer step, on all ranks, without those that were left out."""
-        _, infos = self._computed()
-        return infos[0].optimizer_samples
+        return self._computed().infos[0].optimizer_samples
+
+    def _computed(self) -> TakenStep:
+        """Return the optimizer step as it was computed: a guard may have left samples out."""
+        if self.guard is None:
+            return self._step
+        return replace(self._step, batches=self.guard.batches, infos=self.guard.infos)
 
     def record_step(self) -> None:
         """Count the optimizer step that is done, and write it into the ledger, if there is one."""
-        step, (batches, infos) = self._step, self._computed()
+        step = self._computed()
         if self._ledger is not None:
-            for info in infos[: step.own]:
+            for info in step.infos[: step.own]:
                 self._ledger.record(info)
         if self._trainer.odb.log_metrics:
-            for batch, info in zip(batches, infos, strict=True):
+            for batch, info in zip(step.batches, step.infos, strict=True):
                 self.meter.add(batch, info, step.wait_s)
         if self.monitor is not None:
-            ooms = 0 if self.guard is None else self.guard.ooms
-            self.monitor.record(step, batches, infos, ooms)
-        self._step = TakenStep(batches=[], infos=[], own=0, wait_s=0.0)
+            self.monitor.add(step, 0 if self.guard is None else self.guard.ooms)
+        self._step = TakenStep(batches=[], infos=[])
 
-    def _computed(self) -> tuple[list[dict[str, Any]], list[StepInfo]]:
-        """Return the batches of the optimizer step, and the `StepInfo` of each."""
-        at = self._step if self.guard is None else self.guard
-        return at.batches, at.infos
-
-    def save(self, folder: str) -> None:
-        """Write the state of this rank into a checkpoint, after its ledger is on the disk."""
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state of this rank into a checkpoint, after its records are on the disk."""
+        if self.monitor is not None:
+            self.monitor.write()
         if self._ledger is not None:
             self._ledger.sync()
         save_rank_state(self.state_dict(), folder)
@@ -268,11 +456,9 @@ class Run:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Train within this context; stops the workers, and closes ledger and monitor."""
-        noting = nullcontext() if self.monitor is None else self.monitor.noting_norms()
         is_done = False
         try:
-            with noting:
-                yield
+            yield
             is_done = True
         finally:
             if self.guard is not None:
@@ -281,7 +467,9 @@ class Run:
                 self._ledger.close(ended=is_done)
             self.batches.loader.close()
             if self.monitor is not None:
-                self.monitor.close(write=is_done)
+                if is_done:
+                    self.monitor.write()
+                self.monitor.monitor.close(write=is_done)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. All ranks call it together."""
@@ -292,8 +480,59 @@ class Run:
         return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
 
 
-def _ledger_of(trainer: Any) -> Ledger | None:
-    folder, args = trainer.odb.ledger, trainer.args
-    if folder is None:
-        return None
-    return Ledger(folder, rank=args.process_index, world_size=args.world_size)
+def _repeated(info: StepInfo) -> StepInfo:
+    """Return the `StepInfo` of a batch that is repeated to fill its optimizer step."""
+    return replace(
+        info,
+        is_filler=True,
+        local_samples=0,
+        local_targets=0,
+        local_sources={},
+        local_tasks={},
+        left_out=(),
+        micro_step=info.micro_step + 1,
+        ends_epoch=False,
+    )
+
+
+# --- what a run begins with -----------------------------------------------------------------------
+
+
+def _saved_run(checkpoint: str, args: Any) -> RunState:
+    """Return the position that a checkpoint was saved at, by whatever number of ranks."""
+    rank, world_size = args.process_index, args.world_size
+    saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
+    runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
+    if is_own:
+        return runs[0]
+    alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks")
+    return resharded_run(runs, rank, world_size, alike)
+
+
+def _settle_budget(trainer: Any, loader: SourceState) -> MemoryModel | None:
+    """Find the budget of the run where that is wanted, and return what was learned of memory."""
+    memory = None
+    if trainer.odb.finds_budget and loader:
+        trainer.odb_budget = saved_budget(loader)
+    elif trainer.odb.finds_budget:
+        trainer.odb_budget = None
+        trainer.odb_budget, memory = find_for(trainer)
+    return memory
+
+
+def _steps_per_epoch(trainer: Any) -> int:
+    """Return the optimizer steps of an epoch, given or estimated; the same on all ranks."""
+    config, args = trainer.odb, trainer.args
+    if config.steps_per_epoch is not None:
+        return int(config.steps_per_epoch)
+    check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
+    steps = 0
+    if args.process_index == 0:
+        steps = estimate_loader_steps(
+            trainer.train_dataset,
+            loader_options(trainer),
+            world_size=args.world_size,
+            looked_at=config.estimate_samples,
+        )
+    (agreed,) = broadcast_object_list([steps])
+    return int(agreed)

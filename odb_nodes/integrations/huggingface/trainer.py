@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes.collate import PaddingCollate
-from odb_nodes.integrations.huggingface.batches import make_batches
-from odb_nodes.integrations.huggingface.callback import RunCallback
-from odb_nodes.integrations.huggingface.checks import allow_streams, check_overrides, check_trainer
-from odb_nodes.integrations.huggingface.columns import loader_budget
-from odb_nodes.integrations.huggingface.config import ODBConfig
-from odb_nodes.integrations.huggingface.labels import RenamingCollate
-from odb_nodes.integrations.huggingface.run import Run
-from odb_nodes.integrations.huggingface.run_start import make_run
-from odb_nodes.integrations.huggingface.weighing import MicroStep
+from odb_nodes.integrations.huggingface.auto_budget import check_auto
+from odb_nodes.integrations.huggingface.config import (
+    ODBConfig,
+    allow_streams,
+    check_overrides,
+    check_trainer,
+)
+from odb_nodes.integrations.huggingface.loss import MicroStep
+from odb_nodes.integrations.huggingface.run import Run, TrainBatches
+from odb_nodes.integrations.huggingface.samples import evaluation_collate
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.failures import free_memory
 from odb_nodes.planning import TokenBudget
@@ -39,7 +40,7 @@ class ODBTrainerMixin(_Mixed):
     A batch has as many samples as `odb.token_budget` allows; on every rank,
     `gradient_accumulation_steps` batches make an optimizer step. Its gradient is that of the mean
     over the supervised tokens of all these batches. The loss may be divided by
-    `num_items_in_batch` or be a mean: the first step finds out which. Evaluation stays as it is,
+    `num_items_in_batch` or be a mean: the first step checks which. Evaluation stays as it is,
     except that it pads like training where the trainer was given no `data_collator`.
 
     `max_steps` counts optimizer steps. With `num_train_epochs` every sample comes once per epoch,
@@ -61,6 +62,7 @@ class ODBTrainerMixin(_Mixed):
     odb_budget: TokenBudget | None
     odb_run: Run | None = None
     lr_scheduler: Any
+    _odb_weights: str  # folder that weights are loaded from
 
     def __init__(self, *args: Any, odb: ODBConfig, **kwargs: Any) -> None:
         kinds = type(self).__mro__
@@ -70,12 +72,14 @@ class ODBTrainerMixin(_Mixed):
         self._configure(odb)
 
     def _configure(self, odb: ODBConfig) -> None:
-        check_trainer(self, odb)
+        _check(self, odb)
         self.odb = odb
         self.odb_budget = None if odb.finds_budget else odb.budget
         compat.collator_columns(self)  # while there is a model; a search has none between trials
         # Before the others, so that they see the epoch, and checkpoints with our file in them.
-        compat.prepend_callback(self, RunCallback(self))
+        self.callback_handler.callbacks.insert(0, RunCallback(self))
+
+    # --- batches ----------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         """Return the batches of the run; outside of `train`, those of a run from its beginning.
@@ -84,7 +88,7 @@ class ODBTrainerMixin(_Mixed):
             ValueError: an argument has changed since the run was made.
         """
         if self.odb_run is None:
-            return make_batches(self)
+            return TrainBatches(self)
         self.odb_run.check_arguments()
         return self.odb_run.batches
 
@@ -100,76 +104,12 @@ class ODBTrainerMixin(_Mixed):
 
     @contextmanager
     def _padding(self) -> Iterator[None]:
-        """Let evaluation pad where the trainer has only its default collator, which cannot."""
         before = self.data_collator
-        if self.odb.collate_fn is None and compat.pads_by_default(self):
-            multiple = loader_budget(self).pad_to_multiple_of
-            collate = PaddingCollate(pad_to_multiple_of=multiple)
-            self.data_collator = RenamingCollate(collate, compat.model_inputs(self.model))
+        self.data_collator = evaluation_collate(self) or before
         try:
             yield
         finally:
             self.data_collator = before
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Train; see `Trainer.train`. Another number of ranks may resume a checkpoint, too.
-
-        Raises:
-            FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
-            ShapeTooLargeError: a budget is to be found, but one sample alone does not fit.
-            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or a
-                hyperparameter search changes an argument that the batches were made with.
-        """
-        check_trainer(self, self.odb)
-        checkpoint = resume_from_checkpoint or None
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
-        self.odb_run = run = make_run(self, checkpoint)
-        try:
-            with run.running(), compat.bounded_loop(self.args, run.most_steps):
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self.odb_run = None
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Load the weights of a checkpoint, all of them, or raise a `StateError`."""
-        with compat.loading_whole(self, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, all of them, or raise a `StateError`."""
-        with compat.loading_whole(self, str(self.state.best_model_checkpoint)):
-            super()._load_best_model()
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> Any:
-        """Make the learning-rate schedule, by steps or by samples as `ODBConfig.schedule` says.
-
-        Raises:
-            ValueError: a schedule by samples is asked for, but the trainer was given a scheduler.
-        """
-        run, is_given = self.odb_run, self.lr_scheduler is not None
-        if run is None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        if self.odb.schedule == "samples" and is_given:
-            raise ValueError(
-                '`schedule` must be "steps" where the trainer is given a scheduler. To make that '
-                "one follow samples, see `odb_nodes.integrations.learning_rate.follow`."
-            )
-        total = run.schedule_steps
-        if run.ends_by_epochs:  # The `Trainer` knows only the upper bound.
-            compat.plan_steps(self, run.total_steps)
-        scheduler = super().create_scheduler(total, optimizer)
-        if self.odb.schedule == "samples":
-            scheduler = self.lr_scheduler = follow(
-                scheduler, lambda: run.batches.share_done * total
-            )
-        elif not is_given:
-            scheduler = self.lr_scheduler = run.paced(scheduler)
-        return scheduler
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -183,12 +123,14 @@ class ODBTrainerMixin(_Mixed):
         is_done = run.batches.is_done
         if not taken[0]:
             compat.stop_epoch(self, ends_training=is_over or is_done)
-        if run.ends_by_epochs:
+        if run.by_epochs:
             # The `Trainer` ends the run, and saves and evaluates at its end, by `max_steps`.
             next_step = state.global_step + 1
             run.check_estimate(state.global_step + bool(taken[0]), ends=is_done)
             state.max_steps = next_step if is_done else max(run.total_steps, next_step + 1)
         return taken
+
+    # --- the loss ---------------------------------------------------------------------------------
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any
@@ -213,7 +155,7 @@ class ODBTrainerMixin(_Mixed):
         else:
             loss = run.guard.compute(model, inputs, weight, compute)
         if run.monitor is not None:
-            run.monitor.note_loss(loss)
+            run.monitor.losses.append(loss)
         return loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,6 +163,59 @@ class ODBTrainerMixin(_Mixed):
         result = super().compute_loss(*args, **kwargs)
         micro_step = None if self.odb_run is None else self.odb_run.losses.active
         return result if micro_step is None else micro_step.scale(result)
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train; see `Trainer.train`. Another number of ranks may resume a checkpoint, too.
+
+        Raises:
+            FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
+            ShapeTooLargeError: a budget is to be found, but one sample alone does not fit.
+            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or a
+                hyperparameter search changes an argument that the batches were made with.
+        """
+        _check(self, self.odb)
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        self.odb_run = None  # while a budget is found
+        self.odb_run = run = Run(self, checkpoint)
+        try:
+            with run.running(), compat.bounded_loop(self.args, run.most_steps):
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.odb_run = None
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Make the learning-rate schedule, by steps or by samples as `ODBConfig.schedule` says.
+
+        Raises:
+            ValueError: a schedule by samples is asked for, but the trainer was given a scheduler.
+        """
+        run, is_given = self.odb_run, self.lr_scheduler is not None
+        if run is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.odb.schedule == "samples" and is_given:
+            raise ValueError(
+                '`schedule` must be "steps" where the trainer is given a scheduler. To make that '
+                "one follow samples, see `odb_nodes.integrations.learning_rate.follow`."
+            )
+        total = run.schedule_steps
+        if run.by_epochs:  # The `Trainer` knows only the upper bound.
+            compat.plan_steps(self, run.total_steps)
+        scheduler = super().create_scheduler(total, optimizer)
+        if self.odb.schedule == "samples":
+            scheduler = self.lr_scheduler = follow(
+                scheduler, lambda: run.batches.share_done * total
+            )
+        elif not is_given:
+            scheduler = self.lr_scheduler = run.paced(scheduler)
+        return scheduler
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, and give back cached memory where `ODBConfig.empty_cache` says so."""
@@ -237,8 +232,94 @@ class ODBTrainerMixin(_Mixed):
         if run is not None:
             if "loss" in logs and self.odb.log_metrics:
                 logs.update(run.take_metrics())
-            compat.set_samples_per_second(logs, run.batches.samples_seen)
+            if "train_samples_per_second" in logs:  # which assumes batches of one size
+                per_second = run.batches.samples_seen / max(logs["train_runtime"], 1e-9)
+                logs["train_samples_per_second"] = round(per_second, 3)
         super().log(logs, *args, **kwargs)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """Load the weights of a checkpoint, all of them, or raise a `StateError`."""
+        self._odb_weights = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, all of them, or raise a `StateError`."""
+        self._odb_weights = str(self.state.best_model_checkpoint)
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load the weights that the `Trainer` left out, which it would only warn of."""
+        compat.load_rest(self.model, self._odb_weights, load_result)
+
+
+class RunCallback(TrainerCallback):
+    """Keeps the run of a trainer and the state of the `Trainer` in step, and records it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._scaled = ExitStack()
+        self._has_stepped = False
+
+    @property
+    def _run(self) -> Any:
+        return self._trainer.odb_run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show the epochs that were asked for, not those that bound the loop."""
+        run = self._run
+        run.check_step(state.global_step)
+        self._has_stepped = False
+        run.meter.take()  # The time of all set-up is not the first steps'.
+        if run.monitor is not None:
+            run.monitor.monitor.start_clock()
+        if run.by_epochs:
+            # Before version 5, the `Trainer` sets its bound after the scheduler is made. Later it
+            # does not, and a resumed run keeps the number of its checkpoint.
+            if state.max_steps == run.most_steps:
+                compat.plan_steps(self._trainer, run.total_steps)
+            state.num_train_epochs = math.ceil(args.num_train_epochs)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Scale the learning rate of this step."""
+        scaling, optimizer = self._trainer.odb.lr_scaling, given["optimizer"]
+        if scaling is not None:
+            self._scaled.enter_context(scaling.applied(optimizer, self._run.optimizer_samples))
+        if self._run.monitor is not None:
+            self._run.monitor.lr = float(optimizer.param_groups[0]["lr"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Restore the learning rate, which the schedule goes on from."""
+        self._scaled.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record the step, and set the epoch, with the share of it that is done."""
+        self._run.record_step()
+        state.epoch = self._run.epoch
+        self._has_stepped = True
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Give the monitor the norm of the gradients, which only a log has."""
+        if self._run is not None and self._run.monitor is not None:
+            self._run.monitor.write(given["logs"].get("grad_norm"))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Abandon an epoch that another callback has stopped; finish a run whose end was late."""
+        if control.should_epoch_stop:
+            self._run.batches.abandon_epoch()
+        state.epoch = self._run.epoch
+        # Where samples were dropped, the last step was not known to be the last.
+        is_late = state.global_step < state.max_steps
+        if self._has_stepped and self._run.batches.is_done and is_late:
+            compat.finish_at_this_step(args, state, control)
+        if self._trainer.odb.empty_cache is not None:
+            free_memory()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the state of this rank into the checkpoint."""
+        if not (args.save_only_model or state.is_hyper_param_search):
+            self._run.save(compat.checkpoint_folder(args, state))
 
 
 class ODBTrainer(ODBTrainerMixin, Trainer):
@@ -269,9 +350,15 @@ def configure_trainer(
             f"`trainer` has dynamic batches already: it is a `{type(trainer).__name__}`."
         )
     config = ODBConfig(token_budget=token_budget, **options)
-    check_trainer(trainer, config)
+    _check(trainer, config)
     check_overrides(type(trainer).__mro__)
     kind = type(trainer)
+    # Methods are all that a `Trainer` can be extended by, and this one is made already.
     trainer.__class__ = type(f"ODB{kind.__name__}", (ODBTrainerMixin, kind), {})
     ODBTrainerMixin._configure(trainer, config)  # type: ignore[arg-type]
     return trainer
+
+
+def _check(trainer: Any, config: ODBConfig) -> None:
+    check_trainer(trainer, config)
+    check_auto(trainer, config)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from pictures import step
 from torchdata.nodes import IterableWrapper
 
@@ -20,6 +22,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.vision import MultiImageCollate
+from odb_nodes.vision.multi_image_collate import resized
 
 
 def sample(number, *shapes, **more):
@@ -58,8 +61,8 @@ def test_images_are_padded_in_number_and_size():
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 3, 4, 5)])
 def test_an_array_of_images_is_taken_as_they_are(shape):
     images = np.random.default_rng(0).random(shape, np.float32)
-    for given in (images, torch.from_numpy(images)):
-        batch = MultiImageCollate()([sample(0, pixel_values=given)])
+    for value in (images, torch.from_numpy(images)):
+        batch = MultiImageCollate()([sample(0, pixel_values=value)])
         assert np.array_equal(batch["pixel_values"][0], images)
 
 
@@ -99,13 +102,19 @@ MISFITS = [
     ({"task_ids": 1}, "its key 'task_ids' is one"),
     ({"task_names": 1}, "its key 'task_names' is one"),
     ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
-    ({"pixel_values": [np.ones((1, 2, 2), object)]}, "must hold real numbers, but is of object"),
-    ({"pixel_values": [np.ones((1, 2, 2), complex)]}, "real numbers, but is of complex128"),
-    ({"pixel_values": [GRAPH]}, "must have no graph"),
+    ({"pixel_values": [np.ones((1, 2, 2), object)]}, "real numbers, but is .1, 2, 2. of object"),
+    ({"pixel_values": [np.ones((1, 2, 2), complex)]}, "real numbers, but .* of complex128"),
+    ({"pixel_values": [GRAPH]}, "cannot become an array: .* requires grad"),
     ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
     ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
-    ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "have 3 of uint8 and 1 of uint8"),
-    ({"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]}, "must not be in one group"),
+    (
+        {"pixel_values": [np.zeros((1, 4, 4), np.uint8)]},
+        "is .1, 4, 4. of uint8, and one bef",
+    ),
+    (
+        {"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]},
+        "the same dimensions, chan",
+    ),
     ({"pixel_values": [np.zeros((4, 4))]}, "must be .C, H, W. or .C, H, W, D., with pixels"),
     ({"pixel_values": [np.zeros((3, 0, 4))]}, "must be .C, H, W. or .C, H, W, D., with pixels"),
     ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, "must be .C, H, W. or .C, H, W, D., with"),
@@ -227,6 +236,48 @@ def test_images_are_resized_to_one_size():
     assert not batch["pixel_values"][~batch["image_mask"]].any()
 
 
+DTYPES = [bool, np.uint8, np.int16, np.uint16, np.int32, np.int64, np.float16, np.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(7, 3), (2, 9), (7, 3, 1), (2, 9, 11)])
+def test_an_image_is_resized_in_its_own_dtype(dtype, size):
+    shape = (2, *(5, 4, 6)[: len(size)])
+    image = (np.random.default_rng(0).random(shape) * 250).astype(dtype)
+    made = resized(image, size)
+    assert made.shape == (2, *size) and made.dtype == dtype
+    assert image.min() <= made.min() and made.max() <= image.max()
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_large_integers_keep_their_value(kind):
+    value = 2**30 + 1  # which float32 does not have
+    assert (resized(np.full((1, 3, 3), value, kind), (5, 5)) == value).all()
+
+
+def test_integers_are_rounded_to_the_nearest():
+    row = np.array([[[0, 3]]], np.uint8)  # halfway: a quarter and three quarters of 3
+    assert resized(row, (1, 4)).tolist() == [[[0, 1, 2, 3]]]
+    assert resized(row[..., None], (1, 4, 1))[..., 0].tolist() == [[[0, 1, 2, 3]]]
+
+
+def test_an_image_that_is_made_small_is_smoothed():
+    stripes = np.tile(np.array([0, 0, 0, 1], np.float32), (1, 8, 8))
+    small = resized(stripes, (8, 8))[0, :, 1:-1]
+    assert np.allclose(small, 0.25, atol=0.05)
+
+
+def test_an_image_of_the_size_is_the_same():
+    image = np.random.default_rng(0).random((3, 4, 5))
+    assert resized(image, (4, 5)) is image
+
+
+def test_an_image_that_cannot_be_written_to_is_resized():
+    image = np.ones((1, 4, 4), np.float32)
+    image.flags.writeable = False
+    assert (resized(image[:, ::-1, ::2], (3, 3)) == 1).all()
+
+
 VOLUME = sample(0, (5, 4, 2))
 COUNT = MultiImageCollate().count_patches
 PACKED = TokenBudget(60, layout="packed")
@@ -266,7 +317,7 @@ REFUSALS = [
     (
         lambda: list(GroupCollator(WindowBucketer(NAMED, 100, 2), MultiImageCollate())),
         SampleError,
-        "`id` 's1'.*must not be in one group",
+        "`id` 's1'.*the same dimensions, channels",
     ),
 ]
 
@@ -301,10 +352,17 @@ def test_patches_are_those_of_the_images_in_a_batch(collate):
     assert 45 < max(counts) <= 60
 
 
-def test_a_patch_may_have_a_side_for_each_dimension():
-    collate = MultiImageCollate()
-    assert collate.count_patches(sample(0), 2) == 0
-    assert collate.count_patches(sample(0, (5, 4), (1, 1)), (2, 4)) == 3 + 1
+sides = st.integers(1, 9)
+
+
+@given(st.integers(2, 3).flatmap(lambda axes: st.tuples(*[st.tuples(sides, sides)] * axes)))
+def test_patches_cover_the_images(pairs):
+    size, patch = zip(*pairs, strict=True)
+    whole = torch.ones(size)
+    for axis, side in enumerate(patch):  # one pixel of each patch
+        whole = whole.index_select(axis, torch.arange(0, size[axis], side))
+    for images in range(3):
+        assert COUNT(sample(0, *[size] * images), patch) == images * whole.numel()
 
 
 def test_the_tasks_of_the_rows_are_numbered():

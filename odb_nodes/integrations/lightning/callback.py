@@ -114,6 +114,7 @@ class ODBCallback(Callback):
                 f"`{type(given).__name__}` instead. To train on several datasets, give one "
                 "`ODBDataLoader` a dict of them."
             )
+        self._meter = StepMeter()  # whose clock starts here
         if self._monitor is not None:
             if (saved := self._run.start.monitor) is None:
                 self._monitor.reset(trainer.global_step)
